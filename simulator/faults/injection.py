@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from flyball.contracts.reports.drains import DrainState
 from services.controller.view import DrainView
 from simulator.checks.history import FaultBegan, FaultEnded
+from simulator.cluster import Cluster
 from simulator.faults.faults import Fault, FaultKind
-from simulator.world.host import ACTUATOR, SENSOR
+from simulator.supervisor.processes import SimulatedProcess
+from simulator.world.host import ACTUATOR, SENSOR, Host
 from simulator.world.training import SIGKILL, Ending
-
-if TYPE_CHECKING:
-    from simulator.cluster import Cluster
-    from simulator.supervisor.processes import SimulatedProcess
-    from simulator.world.host import Host
 
 _AWAY_AFTER_PREEMPTION_S = 60.0
 _MISSED_AFTER_S = 20.0  # before a missing spare is noticed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from flyball.contracts.checkpoints import ShardCopy
 from flyball.contracts.cluster import HostFacts, RankStatus, WorkerError
@@ -28,9 +28,7 @@ from services.actuator.ports import Judgement
 from simulator.world.commands import Commands
 from simulator.world.events import MachineClock
 from simulator.world.training import Ending, RunningGeneration, SimulatedWorker
-
-if TYPE_CHECKING:
-    from simulator.world.world import World
+from simulator.world.world import World
 
 INTERVAL_S = 1.0
 RESEND_AFTER_S = 1.0

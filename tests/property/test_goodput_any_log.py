@@ -1,4 +1,4 @@
-"""Whatever a log says, the intervals partition the time, and neither order, repetition nor files change anything."""
+"""For any log, the intervals partition the time, and order, repetition and splitting into files change nothing."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from goodput.read.event_files import read_logs, write_events
 SIZES = ("world_size", "full_world_size", "hosts")
 ABSURD = [1e308, -1e308, -1.0, math.inf, math.nan, 1e12, 2**70, 10**400, -(10**400), 5e-324, True]
 BASE = 1_700_000_000.0
-early = st.one_of(st.floats(0, 1000), st.integers(0, 20).map(float))  # by a zero of the log's own, or an unset clock
+early = st.one_of(st.floats(0, 1000), st.integers(0, 20).map(float))  # from the log's own zero, or an unset clock
 late = st.one_of(st.integers(0, 64_000).map(lambda n: BASE + n / 64), st.integers(0, 20).map(lambda n: BASE + n))
 moments = st.one_of(early, late)
 
 
 def logs(moments: st.SearchStrategy[float]) -> st.SearchStrategy[list[Event]]:
-    """Logs of anything, at these moments."""
+    """Arbitrary logs at these moments."""
     values = st.one_of(
         st.none(),
         st.booleans(),
@@ -109,14 +109,14 @@ options = st.one_of(
 
 @given(events, options, st.one_of(st.none(), moments))
 @settings(max_examples=250, deadline=None)
-def test_intervals_partition_the_time_and_the_losses_sum_to_what_is_not_useful(
+def test_intervals_partition_the_time_and_the_losses_sum_to_the_lost_time(
     log: list[Event], asked: AccountOptions, now: float | None
 ) -> None:
     analysis = analyse(log, now=now, options=asked)
     report, line = analysis.report, analysis.timeline
 
     edges = [line.start, *(i.end for i in line.intervals)]
-    assert [i.start for i in line.intervals] == edges[:-1]  # each begins where the one before it ends
+    assert [i.start for i in line.intervals] == edges[:-1]  # each begins where the previous one ends
     assert edges[-1] == line.end
     assert all(i.start < i.end for i in line.intervals)
     assert (report.started_at, report.ended_at) == (line.start, line.end)
@@ -148,12 +148,12 @@ def check_sums(report: GoodputReport) -> None:
 def test_neither_order_nor_repetition_changes_anything(log: list[Event], chance: random.Random) -> None:
     repeated = log + chance.choices(log, k=len(log) // 2)
     chance.shuffle(repeated)
-    assert repr(calculate(repeated)) == repr(calculate(log))  # by its text, in which NaN equals itself
+    assert repr(calculate(repeated)) == repr(calculate(log))  # as text, in which NaN equals itself
 
 
 @given(events, st.integers(0, 30))
 @settings(max_examples=40, deadline=None)
-def test_a_look_meanwhile_changes_nothing(log: list[Event], taken: int) -> None:
+def test_an_intermediate_report_changes_nothing(log: list[Event], taken: int) -> None:
     log = [Event(3.0, EventKind.JOB_SUBMITTED, "j"), *log]
     builder = HistoryBuilder("j")
     builder.add(log[: taken + 1])
@@ -163,7 +163,7 @@ def test_a_look_meanwhile_changes_nothing(log: list[Event], taken: int) -> None:
 
 
 def fits_into_a_line(event: Event) -> bool:
-    """Some values that programs can hand over are none that a line can have."""
+    """Some values that programs can pass cannot be written to a line."""
     try:
         return repr(decode(encode(event), Event)) == repr(event)
     except (InvalidMessage, msgspec.ValidationError, OverflowError):

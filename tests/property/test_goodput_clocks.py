@@ -1,5 +1,7 @@
-"""Ranks in lock step whose hosts' clocks are set or drift while they train, written from a known truth: what the clocks
-do changes neither goodput nor who was waited for."""
+"""Ranks in lock step whose hosts' clocks are set or drift while they train, written from a known truth.
+
+The clocks change neither goodput nor the stragglers.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ Of = Callable[[int, int], float]  # of a rank, at a step, in seconds
 
 
 class Run:
-    """Steps of 1 s. All ranks begin a step once the last one has completed the step before it; `late` is how much
-    longer a rank then takes, `ahead` how far its clock is ahead when it tells of the step."""
+    """Steps of 1 s. All ranks begin a step once the last one completed the previous step. `late`: how much longer a
+    rank then takes. `ahead`: how far its clock is ahead when it logs the step."""
 
     def __init__(self, ahead: Of, late: Of = lambda rank, step: 0.0, *, ranks: int = 8, steps: int = 300) -> None:
         chance = random.Random(1)
@@ -59,7 +61,7 @@ def of_one(seconds: float, *, rank: int = 3, since: int = 0, until: int = 10**9)
 
 
 @pytest.mark.parametrize("by_s", [0.5, -0.5, 5.0, -5.0, 3600.0])
-def test_a_clock_that_is_set_while_the_ranks_train_makes_no_straggler(by_s: float) -> None:
+def test_a_clock_that_is_set_during_training_is_not_a_straggler(by_s: float) -> None:
     run = Run(of_one(by_s, since=150))
     report = run.report()
     assert report.seconds_by_category["straggler"] < 2.0
@@ -69,7 +71,7 @@ def test_a_clock_that_is_set_while_the_ranks_train_makes_no_straggler(by_s: floa
 
 
 @pytest.mark.parametrize("by_s", [0.001, -0.001, 0.005])
-def test_a_clock_that_drifts_makes_no_straggler(by_s: float) -> None:
+def test_a_clock_that_drifts_is_not_a_straggler(by_s: float) -> None:
     run = Run(lambda rank, step: by_s * step if rank == 3 else 0.0, steps=500)
     report = run.report()
     assert report.seconds_by_category["straggler"] < 2.0
@@ -77,18 +79,18 @@ def test_a_clock_that_drifts_makes_no_straggler(by_s: float) -> None:
     assert [note for note in report.notes if "clock" in note and "host-3" in note]
 
 
-def test_a_clock_that_is_a_part_of_a_step_ahead_all_the_time_makes_no_straggler() -> None:
+def test_a_clock_that_is_always_part_of_a_step_ahead_is_not_a_straggler() -> None:
     report = Run(of_one(0.3)).report()
     assert report.seconds_by_category["straggler"] == 0.0
 
 
-def test_clocks_that_agree_are_not_spoken_of() -> None:
+def test_clocks_that_agree_are_not_mentioned() -> None:
     assert not [note for note in Run(lambda rank, step: 0.0).report().notes if "clock" in note]
 
 
 @pytest.mark.parametrize("until", [70, 250, 300])
 def test_a_rank_that_the_others_wait_for_from_some_step_on_is_a_straggler(until: int) -> None:
-    """Beside it another host's clock is set."""
+    """At the same time another host's clock is set."""
     run = Run(of_one(5.0, since=120), of_one(0.4, rank=5, since=60, until=until))
     report = run.report()
     assert report.seconds_by_category["straggler"] == pytest.approx(run.late_s, abs=3.0)
@@ -96,12 +98,12 @@ def test_a_rank_that_the_others_wait_for_from_some_step_on_is_a_straggler(until:
     assert report.badput_by_host["host-5"] == pytest.approx(run.late_s, abs=3.0)
 
 
-def test_two_ranks_of_which_ones_clock_is_set() -> None:
+def test_two_ranks_with_one_clock_set() -> None:
     run = Run(of_one(0.5, rank=1, since=150), ranks=2)
     assert run.report().seconds_by_category["useful"] == pytest.approx(run.useful_s, abs=2.0)
 
 
-def test_steps_of_some_ranks_that_are_missing_move_no_clock() -> None:
+def test_missing_steps_move_no_clock() -> None:
     """One clock is 100 s ahead, and a third of another rank's steps are missing: the median is then between the two."""
     chance = random.Random(5)
     run = Run(of_one(100.0, rank=1), ranks=3)
@@ -119,11 +121,11 @@ lates = st.dictionaries(st.integers(11, 298), st.tuples(st.integers(0, 7), st.fl
 
 @given(clocks, lates)
 @settings(max_examples=25, deadline=None)
-def test_whatever_clocks_do_the_truth_comes_out_again(
+def test_the_truth_is_recovered_whatever_the_clocks_do(
     clocks: list[tuple[float, float, int, float]], lates: dict[int, tuple[int, float]]
 ) -> None:
-    """Each host's clock has an offset, a drift a step, and is set once. At most a third of the ranks' clocks are set at
-    the same moment, since who is right is settled by the most."""
+    """Each host's clock has an offset and a drift per step, and is set once. At most a third of the ranks' clocks
+    are set at the same moment, because the majority decides which clock is right."""
     ranks = 3 * len(clocks)
 
     def ahead(rank: int, step: int) -> float:
@@ -134,12 +136,12 @@ def test_whatever_clocks_do_the_truth_comes_out_again(
 
     def late(rank: int, step: int) -> float:
         who, seconds = lates.get(step, (-1, 0.0))
-        # A rank that is late just where its clock is set may have been late, or not: the log is the same.
+        # A rank that is late exactly when its clock is set is ambiguous: the log is the same.
         unclear = rank < len(clocks) and abs(step - clocks[rank][2]) < 2
         return seconds if who % ranks == rank and who >= 0 and not unclear else 0.0
 
     run = Run(ahead, late, ranks=ranks)
     report = run.report()
-    # A step at which a clock is set is known to a part of a step.
+    # A step at which a clock is set is known only to a part of a step.
     assert report.seconds_by_category["straggler"] == pytest.approx(run.late_s, abs=3.0 + 0.1 * run.late_s)
     assert report.seconds_by_category["useful"] == pytest.approx(run.useful_s, abs=3.0 + 0.1 * run.late_s)

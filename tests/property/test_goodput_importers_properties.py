@@ -1,4 +1,4 @@
-"""What holds for any bytes in any importer, and for any schedule of outages in a log of another tool."""
+"""Properties of every importer for any bytes, and for any schedule of outages in another tool's log."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ outages = st.lists(
 
 @given(outages, st.sampled_from(["ml-goodput", "torchtitan"]))
 @settings(max_examples=80, deadline=None)
-def test_a_known_schedule_comes_out_again_within_a_step_per_run(schedule: list[dict[str, float]], name: str) -> None:
-    """Runs of steps with outages between them, each of which ends with starts of which the last one goes on."""
+def test_a_known_schedule_is_recovered_within_a_step_per_run(schedule: list[dict[str, float]], name: str) -> None:
+    """Runs of steps with outages between them. Each outage ends with starts, of which only the last continues."""
     lines: list[str] = []
     now = 1000.0
     first, kept_s, redone_s = 1, 0.0, 0.0
@@ -144,10 +144,14 @@ def test_a_known_schedule_comes_out_again_within_a_step_per_run(schedule: list[d
 
 
 def line_of(name: str, what: str, at: float, step: int) -> str:
-    """A line of a format, '' where it has none for this."""
+    """A line of a format; '' if the format has no such line."""
     if name == "ml-goodput":
         entry = {"start": {"job_start_time": BASE + at}, "began": {"step_count": step, "step_start_time": BASE + at}}
         return json.dumps({"job_name": "j", **entry[what]}) if what in entry else ""
     clock = f"2026-03-0{1 + int(at // 86400)} {int(at % 86400 // 3600):02d}:{int(at % 3600 // 60):02d}:{at % 60:06.3f}"
-    said = {"start": "Starting job: x", "ready": f"Training starts at step {step}", "done": f"step: {step}  loss: 1.0"}
-    return f"[rank0]:[titan] {clock.replace('.', ',')} - root - INFO - {said[what]}" if what in said else ""
+    messages = {
+        "start": "Starting job: x",
+        "ready": f"Training starts at step {step}",
+        "done": f"step: {step}  loss: 1.0",
+    }
+    return f"[rank0]:[titan] {clock.replace('.', ',')} - root - INFO - {messages[what]}" if what in messages else ""

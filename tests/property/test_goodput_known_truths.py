@@ -1,5 +1,7 @@
-"""A log written from a known schedule of what holds training up, with ranks that tell of everything by themselves: the
-calculator gives that schedule again, to within a step, in whatever order and however often the lines come."""
+"""A log written from a known schedule of delays, by ranks that log everything themselves.
+
+The calculator recovers the schedule to within a step, whatever the order and repetition of lines.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ interruptions = st.fixed_dictionaries(
 )
 generations = st.fixed_dictionaries(
     {
-        "held_up": st.dictionaries(st.integers(3, 28), interruptions, max_size=5),  # by the place of the step
+        "held_up": st.dictionaries(st.integers(3, 28), interruptions, max_size=5),  # by index of the step
         "lost": st.integers(0, 2),
         "host": st.integers(0, RANKS - 1),
         "detection": st.floats(0.5, 30.0),
@@ -41,7 +43,7 @@ generations = st.fixed_dictionaries(
 
 
 class Writer:
-    """Writes events, and adds up what each category's time truly is."""
+    """Writes events, and sums up the true time of each category."""
 
     def __init__(self, step_s: float, chance: random.Random) -> None:
         self.step_s = step_s
@@ -51,10 +53,10 @@ class Writer:
         self.truth: defaultdict[str, float] = defaultdict(float)
         self.by_host: defaultdict[str, float] = defaultdict(float)
 
-    def tell(self, kind: EventKind, /, generation: int = -1, rank: int = -1, incident: str = "", **data) -> None:
-        self.tell_at(self.now, kind, generation, rank, incident, **data)
+    def emit(self, kind: EventKind, /, generation: int = -1, rank: int = -1, incident: str = "", **data) -> None:
+        self.emit_at(self.now, kind, generation, rank, incident, **data)
 
-    def tell_at(
+    def emit_at(
         self, at: float, kind: EventKind, /, generation: int = -1, rank: int = -1, incident: str = "", **data
     ) -> None:
         host = f"host-{rank}" if rank >= 0 else ""
@@ -68,11 +70,11 @@ class Writer:
 
     def phase(self, generation: int, name: str, ranks: range, at: float | None = None) -> None:
         for rank in ranks:
-            self.tell_at(self.now if at is None else at, EventKind.PHASE, generation, rank, phase=name)
+            self.emit_at(self.now if at is None else at, EventKind.PHASE, generation, rank, phase=name)
 
     def step(self, generation: int, step: int, ranks: range, held_up: dict | None, *, kept: bool) -> None:
-        """One step of all ranks, with what holds it up. Of a generation that lacks ranks each useful second counts by
-        the share that is there."""
+        """One step of all ranks, with its delays. In a generation that lacks ranks, each useful second counts by its
+        share of ranks."""
         if held_up is not None and held_up["what"] != "straggler":
             self.wait(generation, ranks, held_up)
         share = len(ranks) / RANKS if kept else 1.0
@@ -84,7 +86,7 @@ class Writer:
         for rank in ranks:
             is_last = held_up is not None and held_up["what"] == "straggler" and rank == held_up["rank"] % len(ranks)
             at = self.now if is_last else late - self.chance.uniform(0.0, 0.01) * self.step_s
-            self.tell_at(at, EventKind.STEPS, generation, rank, first_step=step, completed_at=[at])
+            self.emit_at(at, EventKind.STEPS, generation, rank, first_step=step, completed_at=[at])
 
     def wait(self, generation: int, ranks: range, held_up: dict) -> None:
         began, seconds = self.now, held_up["steps"] * self.step_s
@@ -98,14 +100,14 @@ class Writer:
 
 def write(schedule: list[dict], step_s: float, chance: random.Random) -> Writer:
     out = Writer(step_s, chance)
-    out.tell(EventKind.JOB_SUBMITTED, world_size=RANKS)
+    out.emit(EventKind.JOB_SUBMITTED, world_size=RANKS)
     out.spend("scheduling", 30.0)
     next_step, incident = 0, ""
     start, ranks = {"restart": 10.0, "restore": 2.0}, RANKS
     for number, generation in enumerate([*schedule, None], start=1):
         alive = range(ranks)
         restore_step = next_step - 1 if next_step else None
-        out.tell(EventKind.GENERATION_STARTED, number, incident=incident, restore_step=restore_step, world_size=ranks)
+        out.emit(EventKind.GENERATION_STARTED, number, incident=incident, restore_step=restore_step, world_size=ranks)
         out.phase(number, "init", alive)
         out.spend("restart", start["restart"])
         out.phase(number, "restore", alive)
@@ -115,32 +117,32 @@ def write(schedule: list[dict], step_s: float, chance: random.Random) -> Writer:
         held_up = generation["held_up"] if generation else {}
         for place in range(count):
             is_kept = place < count - lost
-            # What holds up a step that is lost is lost with it, and would be counted by what it was.
+            # The delays of a lost step are lost with it, and would be counted by category.
             out.step(number, next_step + place, alive, held_up.get(place) if is_kept else None, kept=is_kept)
         next_step += count - lost
         if generation is None:
-            out.tell(EventKind.JOB_ENDED, outcome="succeeded")
+            out.emit(EventKind.JOB_ENDED, outcome="succeeded")
             return out
         incident, host = f"inc-{number}", f"host-{generation['host']}"
         before = out.now - lost * step_s
         out.spend("detection", generation["detection"])
-        out.tell(EventKind.INCIDENT_OPENED, number, incident=incident, cause="host_silent", host_id=host)
+        out.emit(EventKind.INCIDENT_OPENED, number, incident=incident, cause="host_silent", host_id=host)
         out.spend("decision", generation["decision"])
         if generation["idle_no_hosts"]:
-            out.tell(EventKind.DECISION, number, incident=incident, kind="hold", rule="wait_for_a_spare")
+            out.emit(EventKind.DECISION, number, incident=incident, kind="hold", rule="wait_for_a_spare")
             out.spend("idle_no_hosts", generation["idle_no_hosts"])
-        out.tell(EventKind.DECISION, number, incident=incident, kind="migrate_to_spare", rule="migrate_to_spare")
+        out.emit(EventKind.DECISION, number, incident=incident, kind="migrate_to_spare", rule="migrate_to_spare")
         out.spend("stop", generation["stop"])
-        out.tell(EventKind.WORKERS_STOPPED, number, incident=incident)
+        out.emit(EventKind.WORKERS_STOPPED, number, incident=incident)
         out.by_host[host] += out.now - before + generation["restart"] + generation["restore"]
         start, ranks = generation, generation["ranks_left"]
-        out.tell_at(out.now + generation["restart"] + 1.0, EventKind.INCIDENT_CLOSED, number, incident=incident)
+        out.emit_at(out.now + generation["restart"] + 1.0, EventKind.INCIDENT_CLOSED, number, incident=incident)
     raise AssertionError("the last generation ends the job")
 
 
 @given(st.lists(generations, max_size=3), st.floats(0.05, 5.0), st.randoms(use_true_random=False))
 @settings(max_examples=80, deadline=None)
-def test_what_held_training_up_comes_out_again(schedule: list[dict], step_s: float, chance: random.Random) -> None:
+def test_delays_are_recovered(schedule: list[dict], step_s: float, chance: random.Random) -> None:
     written = write(schedule, step_s, chance)
     log = written.log + chance.choices(written.log, k=20)
     chance.shuffle(log)

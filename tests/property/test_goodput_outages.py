@@ -1,4 +1,4 @@
-"""Known truths: logs written from a schedule of outages, which must come out again."""
+"""Known truths: logs written from a schedule of outages, which must be recovered."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ outages = st.lists(
     st.fixed_dictionaries(
         {
             "steps": st.integers(3, 25),  # completed before it
-            "into_step": st.floats(0.05, 0.9),  # of the step under way
+            "into_step": st.floats(0.05, 0.9),  # of the step in progress
             "lost": st.integers(0, 2),
             "detection": st.floats(0.01, 30),
             "decision": st.floats(0.01, 2),
@@ -32,7 +32,7 @@ outages = st.lists(
 
 @given(outages, st.floats(0.05, 3.0), st.integers(1, 3), st.randoms(use_true_random=False))
 @settings(max_examples=200, deadline=None)
-def test_a_known_schedule_comes_out_again(
+def test_a_known_schedule_is_recovered(
     schedule: list[dict[str, float]], step_s: float, ranks: int, chance: random.Random
 ) -> None:
     log, truth, lost_steps = write_log(schedule, step_s, ranks)
@@ -42,7 +42,7 @@ def test_a_known_schedule_comes_out_again(
 
     assert report.elapsed_s == pytest.approx(sum(truth.values()))
     for category, truth_s in truth.items():
-        # Without the injector's stamp nobody knows how far the step was that the fault cut off: up to one per outage.
+        # Without the injector's stamp the progress of the step that was cut off is unknown: up to one step per outage.
         unstamped = sum(1 for outage in schedule if not outage["stamped"])
         allowed = unstamped * step_s if category in ("recomputed", "detection") else 0.0
         assert report.seconds_by_category[category] == pytest.approx(truth_s, abs=allowed + 1e-6), category
@@ -53,7 +53,7 @@ def test_a_known_schedule_comes_out_again(
 def write_log(
     schedule: list[dict[str, float]], step_s: float, ranks: int
 ) -> tuple[list[Event], dict[str, float], list[int]]:
-    """Events of a job that was interrupted as scheduled, and what each category's time truly was."""
+    """Events of a job interrupted as scheduled, and the true time of each category."""
     truth = dict.fromkeys(
         ("scheduling", "useful", "recomputed", "detection", "decision", "stop", "restart", "restore", "warm_up"), 0.0
     )

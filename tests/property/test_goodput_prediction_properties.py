@@ -1,4 +1,4 @@
-"""Predictions are shares of 1, no worse for fewer failures, and a recommendation always says something."""
+"""Predictions are shares of 1 and no worse for fewer failures, and a recommendation always has a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a host tells of several ranks at once is the same to goodput as an event per rank."""
+"""One event for several ranks of a host means the same to goodput as an event per rank."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ moments = st.one_of(st.just(0.0), st.floats(1.0, 100.0))
 
 
 @st.composite
-def told(draw: st.DrawFn) -> list[list[Event]]:
-    """By report: events of one kind, host and generation, in some order of ranks."""
+def reported_events(draw: st.DrawFn) -> list[list[Event]]:
+    """Per report: events of one kind, host and generation, in any order of ranks."""
     reports = []
     for _ in range(draw(st.integers(1, 8))):
         generation, host, sent_at = draw(st.integers(1, 3)), draw(st.integers(0, 2)), draw(st.floats(1.0, 100.0))
@@ -45,8 +45,8 @@ def told(draw: st.DrawFn) -> list[list[Event]]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(told())
-def test_one_event_per_report_reads_like_one_per_rank(reports: list[list[Event]]) -> None:
+@given(reported_events())
+def test_one_event_per_report_equals_one_per_rank(reports: list[list[Event]]) -> None:
     rank_by_rank = [event for events in reports for event in events]
     steps = [
         Event(110.0, EventKind.STEPS, "job", generation, rank, data={"first_step": 3, "completed_at": [101.0, 105.0]})
@@ -59,7 +59,7 @@ def test_one_event_per_report_reads_like_one_per_rank(reports: list[list[Event]]
     assert calculate(stored + steps) == calculate(rank_by_rank + steps)
 
 
-def test_lists_that_do_not_fit_are_read_as_far_as_they_do() -> None:
+def test_lists_of_unequal_length_are_read_as_far_as_possible() -> None:
     data = {"ranks": [0, "one", 2.0, float("nan"), 4], "at": [5.0, 6.0, "seven"], "step": [1, 2], "seconds": 3.0}
     found = per_rank(Event(9.0, EventKind.RESTORED, "job", 1, data=data))
     assert [(event.rank, event.at, dict(event.data)) for event in found] == [

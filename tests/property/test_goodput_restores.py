@@ -1,5 +1,7 @@
-"""Generations that fail at some moment of their start, written from a known truth: the time until then was restart,
-restore or warm-up, whichever rank was the last, whatever the others had told by then."""
+"""Generations that fail at some moment of their start, written from a known truth.
+
+The time until then was restart, restore or warm-up, depending on the last rank, whatever the others had logged by then.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ BASE = 1_000_000.0
 
 seconds = st.integers(1, 40).map(lambda tenths: tenths / 10)
 ranks = st.lists(st.tuples(seconds, seconds, seconds), min_size=1, max_size=4)  # attaches, restores, is restored
-starts = st.lists(st.tuples(ranks, st.floats(0.05, 14.0)), max_size=4)  # each fails after so long
+starts = st.lists(st.tuples(ranks, st.floats(0.05, 14.0)), max_size=4)  # each fails after this long
 
 
 def marks(at: float, generation: int, rank: int, data: dict[str, float]) -> Event:
@@ -34,7 +36,7 @@ class Log:
     def start(
         self, generation: int, of_ranks: list[tuple[float, float, float]], until_s: float, *, phases: bool
     ) -> None:
-        """What every rank told by the moment at which it failed, be it in one event or one after the other."""
+        """The marks of every rank up to the failure, in one event or in several."""
         began = self.now
         incident = f"inc-{generation - 1}" if generation > 1 else ""
         self.events.append(
@@ -47,22 +49,22 @@ class Log:
                 data={"restore_step": 7},
             )
         )
-        last_restores = last_restored = 0.0  # of the ranks that came to tell anything
+        last_restores = last_restored = 0.0  # of the ranks that logged anything
         for rank, (attach_s, load_s, restore_s) in enumerate(of_ranks):
             moments = (attach_s, attach_s + load_s, attach_s + load_s + restore_s)
             if attach_s <= until_s:
                 last_restores, last_restored = max(last_restores, moments[1]), max(last_restored, moments[2])
-            told: dict[str, float] = {}
+            reached: dict[str, float] = {}
             for name, phase, moment in zip(
                 ("attached_at", "restore_began_at", "restored_at"), ("init", "restore", "step"), moments, strict=True
             ):
                 if moment <= until_s:
-                    told = told | {name: began + moment}
+                    reached = reached | {name: began + moment}
                     if phases:
                         data = {"phase": phase}
                         self.events.append(Event(began + moment, EventKind.PHASE, "job", generation, rank, data=data))
                     else:
-                        self.events.append(marks(began + moment, generation, rank, told))
+                        self.events.append(marks(began + moment, generation, rank, reached))
         if not last_restored:
             last_restores = last_restored = until_s
         cuts = [0.0, min(last_restores, until_s), min(last_restored, until_s), until_s]
@@ -71,7 +73,7 @@ class Log:
         self.now = began + until_s
 
     def fail(self, generation: int) -> None:
-        """The incident is opened at once, and decided upon, and the workers are gone."""
+        """The incident opens at once, is decided on, and the workers are gone."""
         for kind, data in (
             (EventKind.INCIDENT_OPENED, {"cause": "restore_failed"}),
             (EventKind.DECISION, {"kind": "restart_in_place"}),
@@ -94,7 +96,7 @@ def spent(report: GoodputReport) -> dict[str, float]:
 
 @given(starts, ranks, st.booleans(), st.randoms(use_true_random=False))
 @settings(max_examples=150, deadline=None)
-def test_a_start_that_fails_was_doing_what_its_last_rank_did(
+def test_a_failed_start_counts_by_its_last_rank(
     failing: list[tuple[list[tuple[float, float, float]], float]],
     last: list[tuple[float, float, float]],
     phases: bool,

@@ -1,5 +1,7 @@
-"""A small world in memory: hosts with workers that train in lockstep, and a store, around the real detector, policy
-and playbook. Time is simulated; chance comes from a seed."""
+"""A small world in memory: hosts with workers in lock step and a store, around the real detector, policy and playbook.
+
+Time is simulated; chance comes from a seed.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ CONNECTION_LOST = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:20631
 
 
 class Store:
-    """What the database keeps, as dictionaries; the same rules as the real one."""
+    """The database as dictionaries, with the same rules as the real one."""
 
     def __init__(self) -> None:
         self.hosts: dict[str, HostView] = {}
@@ -236,7 +238,7 @@ class Store:
                 self.carry_out(action_id, now)
 
     def carry_out(self, action_id: str, now: float) -> None:
-        """One move of the playbook."""
+        """Carry out one step of the playbook."""
         action = self.actions[action_id]
         addresses = {name: host.engine_address for name, host in self.hosts.items()}
         action = msgspec.structs.replace(action, engine_addresses=addresses)
@@ -296,7 +298,7 @@ class Worker:
 
 
 def doing(worker: Worker, now: float) -> tuple[Activity, float]:
-    """What its daemon sees of it, and for how long."""
+    """The activity that its daemon sees, and for how long."""
     stands_s = now - worker.moved_at
     if stands_s < 0.5:
         return Activity.UNKNOWN, 0.0
@@ -318,7 +320,7 @@ class Host:
         self.obeyed: dict[str, CommandUpdate] = {}
         self.fence = Fence(0, 0)
         self.saving: list[Command] = []
-        self.placement: Placement | None = None  # the engine's, which outlives the workers
+        self.placement: Placement | None = None  # the engine's; it outlives the workers
 
     def inventory(self) -> tuple[ShardCopy, ...]:
         return tuple(copy for copies in self.copies.values() for copy in copies)
@@ -344,7 +346,7 @@ class World:
         self.sensor_seq = 0
         self.inbox: list[Signal] = []
         self.next_step_at: dict[tuple[str, int], float] = {}
-        self.fails_at: dict[int, str] = {}  # step -> exception that every generation meets there
+        self.fails_at: dict[int, str] = {}  # step -> exception that every generation raises there
         self.last_step = 10_000
         self.restored: list[tuple[int, int | None]] = []
 
@@ -371,7 +373,7 @@ class World:
 
     def preempt(self, name: str, seconds: float) -> None:
         host = self.hosts[name]
-        self.say(host, PreemptionNotice(deadline_at=self.now + seconds, source="test"))
+        self.spool(host, PreemptionNotice(deadline_at=self.now + seconds, source="test"))
 
     def submit(self, spec: JobSpec) -> None:
         self.store.jobs[spec.job] = JobView(spec, JobState.SUBMITTED, self.now, False, None)
@@ -400,7 +402,7 @@ class World:
             self.tick()
 
     def settle(self, *, within_s: float = 120.0, quiet_s: float = 5.0) -> None:
-        """Until no incident has been open for `quiet_s`: longer than any fault needs to be found."""
+        """Run until no incident has been open for `quiet_s`, longer than any fault takes to be detected."""
         quiet_since = self.now
 
         def is_quiet() -> bool:
@@ -434,14 +436,14 @@ class World:
         self.store.commit(outcome, signals, self.now)
         after = self.store.view()
         again, without = (decide(after, known, self.settings, self.now) for known in (signals, []))
-        assert again == without, "signals that were seen already changed something"
+        assert again == without, "known signals changed something"
 
     def raise_(self, bodies: list[SignalBody]) -> None:
         for body in bodies:
             self.sensor_seq += 1
             self.inbox.append(Signal("sensor.1", "s1", self.sensor_seq, self.now, body))
 
-    def say(self, host: Host, body: SignalBody) -> None:
+    def spool(self, host: Host, body: SignalBody) -> None:
         host.seq += 1
         host.signals.append(Signal(host.name, host.incarnation, host.seq, self.now, body))
 
@@ -513,7 +515,7 @@ class World:
             return
         if len(started) < placement.world_size:
             if any(w.phase is not Phase.STARTING for _, w in members) or key in self.next_step_at:
-                for host, worker in members:  # somebody is gone: the others notice at once
+                for host, worker in members:  # some rank is gone: the others notice at once
                     if not worker.hung and worker.phase is not Phase.PARKED:
                         self.end(host, worker, exit_code=1, signal_number=None, error=CONNECTION_LOST)
             return
@@ -579,7 +581,7 @@ class World:
             error=WorkerError(kind, error) if error else None,
             expected=expected,
         )
-        self.say(host, body)
+        self.spool(host, body)
 
     # --- the daemon's side of commands ---
 
@@ -593,7 +595,7 @@ class World:
                 if command.host_id != host.name or action.state.ended or final:
                     continue
                 if self.random.random() < 0.3:
-                    continue  # on its way
+                    continue  # still being delivered
                 if command.command_id not in host.obeyed:
                     host.obeyed[command.command_id] = self.carry(host, command)
                 self.store.answer(host.obeyed[command.command_id])

@@ -1,4 +1,4 @@
-"""Whole incidents: detector, policy and playbook together, from the fault to steps that advance again."""
+"""Whole incidents: detector, policy and playbook together, from the fault until steps advance again."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def test_a_lost_host_is_replaced_though_secondary_failures_come_first(new_world:
     world.settle()
     incident = only_incident(world)
     assert incident.cause == "host_silent"
-    assert kinds(world)[1] is DecisionKind.HOLD  # the connections that were lost are not the cause
+    assert kinds(world)[1] is DecisionKind.HOLD  # lost connections are not the cause
     assert kinds(world)[-1] is DecisionKind.MIGRATE_TO_SPARE
     assert [part.host_id for part in world.job.generation.hosts] == ["host-a", "host-c"]
     assert step - 1 <= incident.restored_step <= step
     assert incident.lost_steps <= 1
     assert world.store.hosts["host-b"].state is HostState.SILENT
-    assert world.job.generation.restart_count == 0  # the machine's fault burns no restart
+    assert world.job.generation.restart_count == 0  # a machine fault costs no restart
 
 
 def test_a_preemption_loses_nothing(new_world: NewWorld, spec: JobSpec) -> None:
@@ -162,7 +162,7 @@ def test_an_identical_exception_fails_the_job(new_world: NewWorld, spec: JobSpec
 
 
 def kill_and_wait(world: World, new_steps: int) -> None:
-    """Kill a rank once it is this many steps past the furthest that any generation before had reached."""
+    """Kill a rank once it is this many steps beyond the furthest step of all earlier generations."""
     generation = world.job.generation
     past = max(generation.furthest_step, -1 if generation.restore_step is None else generation.restore_step)
     world.run(lambda: world.step() >= past + new_steps, within_s=30.0)
@@ -196,7 +196,7 @@ def test_progress_refills_the_restarts(new_world: NewWorld, spec: JobSpec) -> No
         assert ("new steps since the last failure refilled the budget" in reason) == (number > 1)
     kill_and_wait(world, 2)
     assert world.job.generation.used_restarts == 2
-    kill_and_wait(world, 20)  # also when the budget was all but used up
+    kill_and_wait(world, 20)  # also after the budget was nearly used up
     assert (world.job.generation.restart_count, world.job.generation.used_restarts) == (9, 1)
 
 
@@ -212,7 +212,7 @@ def test_a_job_that_is_done_succeeds(new_world: NewWorld, spec: JobSpec) -> None
 def test_a_host_that_dies_while_a_restart_stops_its_workers(new_world: NewWorld, spec: JobSpec) -> None:
     world = started(new_world, spec)
     world.kill(0)
-    world.hosts["host-b"].cut_off = True  # it will not answer the stop
+    world.hosts["host-b"].cut_off = True  # it will not reply to the stop
     world.host_down("host-b")
     world.settle()
     (incident,) = world.store.incidents.values()
@@ -243,7 +243,7 @@ def test_any_sequence_of_faults_ends_with_every_incident_closed(new_world: NewWo
                     lost += 1
         except LookupError:
             pass  # it is being restarted
-        if world.random.random() < 0.5:  # the next one comes in the middle of this one
+        if world.random.random() < 0.5:  # the next fault comes during this one
             for _ in range(world.random.randrange(25)):
                 world.tick()
         else:
@@ -262,12 +262,10 @@ def test_any_sequence_of_faults_ends_with_every_incident_closed(new_world: NewWo
     assert all(step is not None for _, step in world.restored[1:]), "a restart from scratch lost everything"
 
 
-def test_a_notice_too_short_for_the_save_flushes_the_newest_recovery_point_and_says_so(
-    new_world: NewWorld, spec: JobSpec
-) -> None:
+def test_a_notice_too_short_for_the_save_flushes_the_newest_recovery_point(new_world: NewWorld, spec: JobSpec) -> None:
     durable = msgspec.structs.replace(spec.checkpoint, persistent_dir="/store", persistent_every_s=60.0)
     world = started(new_world, msgspec.structs.replace(spec, checkpoint=durable))
-    world.preempt("host-a", 5.4)  # less the reserve for moving: too little for the three steps of the margin
+    world.preempt("host-a", 5.4)  # minus the reserve for moving: too little for the margin of three steps
     world.run(lambda: bool(world.store.incidents), within_s=5.0)
     world.settle()
     incident = only_incident(world)

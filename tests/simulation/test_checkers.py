@@ -1,4 +1,4 @@
-"""The checkers find what they are there for: each is shown a history that breaks its invariant."""
+"""The checkers find violations: each gets a history that breaks its invariant."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LATE = 2_000_000.0
 
 @pytest.fixture(scope="module")
 def good() -> Run:
-    """Two workers are killed, one after the other."""
+    """A run in which two workers are killed, one after the other."""
     scenario = Scenario(nodes=2, ranks_per_node=1, spares=1, racks=1, step_s=1.0, faults=0)
     faults = tuple(Fault(FaultKind.WORKER_KILLED, after_s, 0.0, 0.5, 0.5) for after_s in (20.0, 40.0))
     done = run(7, scenario=scenario, faults=faults)
@@ -76,13 +76,13 @@ RECORDS: dict[str, Callable[[Record], Record]] = {
 
 
 @pytest.mark.parametrize("invariant", RECORDS)
-def test_what_a_database_must_not_say_is_found(good: Run, invariant: str) -> None:
+def test_a_broken_record_is_found(good: Run, invariant: str) -> None:
     assert invariants(good.record) == set()
     assert invariant in invariants(RECORDS[invariant](good.record))
 
 
-def test_a_failure_that_was_decided_twice_is_found(good: Run) -> None:
-    """The second decision about a generation that was replaced already; and while the first was carried out."""
+def test_a_failure_decided_twice_is_found(good: Run) -> None:
+    """A second decision about a generation that was already replaced; and one made while the first was carried out."""
     decisions, actions = good.record.decisions, good.record.actions
     twin = msgspec.structs.replace(decisions[-2].decision, decision_id="dec-4")
     assert twin.incident_id
@@ -111,15 +111,16 @@ FACTS: dict[str, list[Fact]] = {
 
 
 @pytest.mark.parametrize("invariant", FACTS)
-def test_what_must_not_happen_is_found(good: Run, invariant: str) -> None:
+def test_a_broken_history_is_found(good: Run, invariant: str) -> None:
     found = {violation.invariant for violation in check_history(FACTS[invariant], good.record)}
     assert invariant in found
     harmless: list[Fact] = [obeyed(Fence(1, 1)), obeyed(Fence(1, 1), resumed=True), Condemned(1.0, "host-a", True, "")]
     assert check_history(harmless, good.record) == []
 
 
-def test_only_neighbours_that_still_are_can_speak_for_a_host(good: Run) -> None:
-    """Its own ranks live on in the old generation after it was replaced: its former neighbours have no link with it."""
+def test_only_current_neighbours_are_witnesses(good: Run) -> None:
+    """Its own ranks live on in the old generation after it was replaced, so its former neighbours keep no link with
+    it."""
     own = good.record.generations[0].plan
     first, second = own.hosts
     assert lasting_neighbours(second.host_id, own, good.record.generations[1].plan) == [first.host_id]
@@ -129,7 +130,7 @@ def test_only_neighbours_that_still_are_can_speak_for_a_host(good: Run) -> None:
     assert lasting_neighbours(second.host_id, own, replaced) == []
 
 
-def test_steps_that_are_given_up_without_a_wait_or_a_word_are_found(good: Run) -> None:
+def test_unexplained_rollbacks_are_found(good: Run) -> None:
     saved: list[Fact] = [Saved(float(step), "job", 1, step) for step in range(40)]
     went_back = [*saved, Granted(50.0, "job", 2, known_step=39, reachable_step=9)]
     anew = [*saved, Restored(50.0, "job", 2, -1, -1, -1, 39, True)]
@@ -144,16 +145,16 @@ def test_steps_that_are_given_up_without_a_wait_or_a_word_are_found(good: Run) -
     assert found(anew) == {"rollback_unsaid"}
     at = next(place for place, d in enumerate(good.record.decisions) if d.number == good.record.generations[1].decision)
     restart = good.record.decisions[at].decision
-    said = msgspec.structs.replace(restart, evidence={"steps_given_up": 30})
+    explained = msgspec.structs.replace(restart, evidence={"steps_given_up": 30})
     wait = msgspec.structs.replace(restart, rule="wait_for_newer_steps", at=restart.at - 30.0, action=None)
-    decisions = changed(good.record.decisions, at, decision=said)
+    decisions = changed(good.record.decisions, at, decision=explained)
     waited = but(good.record, decisions=(msgspec.structs.replace(decisions[at], number=99, decision=wait), *decisions))
     assert found(went_back, waited) == set()
     assert found(anew, waited) == set()
 
 
 def test_a_step_beyond_the_branch_of_its_history_is_dead(good: Run) -> None:
-    """Generation 2 went back from step 9 to step 4: what generation 1 saved after that is another history."""
+    """Generation 2 went back from step 9 to step 4: later saves of generation 1 belong to another history."""
     began: list[Fact] = [Restored(1.0, "job", 1, -1, -1, -1, -1, True)]
     steps: list[Fact] = [Saved(2.0, "job", 1, 4), Saved(3.0, "job", 1, 9)]
     back: list[Fact] = [Restored(4.0, "job", 2, 4, 1, 4, 9, True)]

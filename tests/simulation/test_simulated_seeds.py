@@ -1,5 +1,7 @@
-"""Two hundred clusters with faults, in simulated time, around the services' own detector, loop, executor and playbook:
-training always comes back, no incident stays open, and no invariant breaks."""
+"""Two hundred clusters with faults, in simulated time, around the services' own detector, loop, executor and playbook.
+
+Training always recovers, no incident stays open, and no invariant breaks.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,13 @@ def test_training_comes_back_and_no_invariant_breaks(first: int) -> None:
         for seed in range(first, first + AT_ONCE)
         if (violations := run(seed).violations)
     }
-    assert broken == {}, "to see one: python -m simulator.cli run --seed N --trace"
+    assert broken == {}, "to reproduce one: python -m simulator.cli run --seed N --trace"
 
 
-def test_a_seed_goes_the_same_way_in_every_process() -> None:
-    """Also where the hashes of strings, and so the order of sets, are others."""
+def test_a_seed_is_deterministic_across_processes() -> None:
+    """Even if the hashes of strings, and so the order of sets, differ."""
     code = "from simulator.driver import run; print([run(seed).fingerprint for seed in (3, 88, 118)])"
-    told = [
+    outputs = [
         subprocess.run(
             [sys.executable, "-P", "-c", code],
             env=os.environ | {"PYTHONHASHSEED": hash_seed},
@@ -43,12 +45,12 @@ def test_a_seed_goes_the_same_way_in_every_process() -> None:
         ).stdout
         for hash_seed in ("1", "2")
     ]
-    assert told[0] == told[1]
-    assert len(told[0]) > 3 * 64
+    assert outputs[0] == outputs[1]
+    assert len(outputs[0]) > 3 * 64
 
 
-def test_the_seeds_have_work_to_do() -> None:
-    """Not a test of nothing: there are restarts, moves to spares, and leaders that change."""
+def test_the_seeds_are_not_trivial() -> None:
+    """The seeds are not trivial: they contain restarts, moves to spares, and changes of the leader."""
     runs = [run(seed) for seed in range(12)]
     kinds = {decided.decision.kind.value for done in runs for decided in done.record.decisions}
     assert {"start_job", "restart_in_place", "migrate_to_spare", "hold"} <= kinds
@@ -57,9 +59,9 @@ def test_the_seeds_have_work_to_do() -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
-def test_a_host_that_comes_back_empty_before_anybody_missed_it_is_found_at_once(nodes: int) -> None:
-    """A fast reboot, or a container that is started again under the same name: nobody told of its ranks' end, and it
-    reports all the time."""
+def test_a_host_that_returns_empty_before_it_is_missed_is_found_at_once(nodes: int) -> None:
+    """A fast reboot, or a container restarted under the same name: nobody reports its ranks' end, and it never stops
+    reporting."""
     scenario = Scenario(nodes=nodes, ranks_per_node=2, spares=1, racks=2, step_s=1.0, faults=1)
     for seed in range(5):
         done = run(seed, scenario=scenario, faults=(Fault(FaultKind.HOST_RESTARTS, 30.0, 0.5, 0.3, 0.1),))
@@ -80,14 +82,14 @@ def test_a_host_that_comes_back_empty_before_anybody_missed_it_is_found_at_once(
         (FaultKind.PORTS_TAKEN, 0.0, 2, 1),
     ],
 )
-def test_what_a_host_cannot_start_neither_ends_the_job_nor_burns_a_restart(
+def test_a_failed_start_neither_ends_the_job_nor_costs_a_restart(
     kind: FaultKind, lasts_s: float, nodes: int, spares: int
 ) -> None:
     scenario = Scenario(nodes=nodes, ranks_per_node=2, spares=spares, racks=2, step_s=1.0, faults=1)
     for seed in range(4):
         done = run(seed, scenario=scenario, faults=(Fault(kind, 30.0, lasts_s, 0.3, 0.9),))
         assert done.violations == []
-        assert done.generations > 2, "nothing was tried twice"
+        assert done.generations > 2, "nothing was retried"
         assert done.record.generations[-1].plan.restart_count <= 1, "the worker that was killed"
 
 
@@ -99,8 +101,8 @@ def kinds(done: Run) -> list[str]:
     return [decided.decision.kind.value for decided in done.record.decisions if decided.decision.action is not None]
 
 
-def test_a_notice_that_comes_to_nothing_lets_the_ranks_go() -> None:
-    """Nor does a spare that appears later make them move."""
+def test_a_false_preemption_notice_releases_the_ranks() -> None:
+    """Nor does a later spare make them move."""
     scenario = Scenario(nodes=2, ranks_per_node=1, spares=1, racks=2, step_s=1.0, faults=1)
     for seed in range(4):
         done = run(seed, scenario=scenario, faults=(Fault(FaultKind.NOTICE_IN_VAIN, 30.0, 30.0, 0.3, 0.3),))
@@ -109,7 +111,7 @@ def test_a_notice_that_comes_to_nothing_lets_the_ranks_go() -> None:
         assert stood_parked(done) < 30.0
 
 
-def test_a_second_notice_is_a_notice_again() -> None:
+def test_a_second_notice_is_handled_again() -> None:
     scenario = Scenario(nodes=2, ranks_per_node=1, spares=1, racks=2, step_s=1.0, faults=2)
     first = Fault(FaultKind.NOTICE_IN_VAIN, 30.0, 30.0, 0.3, 0.3)
     for seed in range(4):
@@ -121,7 +123,7 @@ def test_a_second_notice_is_a_notice_again() -> None:
 
 @pytest.mark.parametrize(("noticed_late", "then"), [(0.3, ["migrate_to_spare"] * 2), (0.75, ["resume"])])
 def test_a_drain_whose_only_spare_dies_gives_the_ranks_their_host_back(noticed_late: float, then: list[str]) -> None:
-    """Whether they have left it by then, or stand and wait."""
+    """Whether they have left it by then, or are parked."""
     scenario = Scenario(nodes=2, ranks_per_node=1, spares=1, racks=2, step_s=1.0, faults=1)
     for seed in range(4):
         done = run(seed, scenario=scenario, faults=(Fault(FaultKind.DRAIN_IN_VAIN, 30.0, 150.0, 0.3, noticed_late),))
@@ -148,8 +150,10 @@ ALL_SILENT = (FaultKind.ALL_HOSTS_PAUSED, FaultKind.ALL_HOSTS_CUT_FROM_SUPERVISO
 
 @pytest.mark.parametrize("kind", ALL_SILENT)
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_job_whose_hosts_are_all_silent_for_a_while_is_not_begun_anew(kind: FaultKind, nodes: int) -> None:
-    """Nor started again: its ranks train, or go on where they were paused."""
+def test_a_job_whose_hosts_are_all_silent_for_a_while_is_not_restarted_from_scratch(
+    kind: FaultKind, nodes: int
+) -> None:
+    """Nor started again: its ranks train, or continue where they were paused."""
     scenario = Scenario(nodes=nodes, ranks_per_node=2, spares=nodes, racks=2, step_s=1.0, faults=1)
     for seed in range(4):
         done = run(seed, scenario=scenario, faults=(Fault(kind, 60.0, 35.0, 0.3, 0.3),))
@@ -160,7 +164,7 @@ def test_a_job_whose_hosts_are_all_silent_for_a_while_is_not_begun_anew(kind: Fa
 
 @pytest.mark.parametrize("never", [False, True])
 @pytest.mark.parametrize("kind", ALL_SILENT)
-def test_the_wait_for_newer_steps_has_an_end_unless_the_user_forbids_to_begin_anew(
+def test_the_wait_for_newer_steps_ends_unless_the_user_forbids_a_start_from_scratch(
     kind: FaultKind, never: bool
 ) -> None:
     scenario = Scenario(nodes=2, ranks_per_node=1, spares=2, racks=2, step_s=1.0, faults=1, never_from_scratch=never)

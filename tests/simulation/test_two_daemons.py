@@ -1,4 +1,4 @@
-"""Two daemons with one host id: no rank is started twice, and the first is obeyed as if the second were not there."""
+"""Two daemons with one host id: no rank is started twice, and the first daemon works as if the second did not exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from simulator.world.training import SIGKILL, Ending
 
 
 class Twin(Host):
-    """A daemon on another machine that has the host id of one that is there."""
+    """A daemon on another machine with the host id of an existing one."""
 
     def start_daemon(self) -> None:
         self._incarnations = self._incarnations or 100
@@ -29,7 +29,7 @@ def restart_a_rank(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_second_of_two_daemons_with_one_id_is_given_nothing_to_do(seed: int) -> None:
+def test_the_second_of_two_daemons_with_one_id_gets_no_commands(seed: int) -> None:
     scenario = Scenario(nodes=2, ranks_per_node=1, spares=1, racks=1, step_s=1.0, faults=0)
     cluster = Cluster(scenario, Random(seed))
     world, timeline = cluster.world, cluster.timeline
@@ -39,7 +39,7 @@ def test_the_second_of_two_daemons_with_one_id_is_given_nothing_to_do(seed: int)
     timeline.run_until(BEGAN_AT + 25.0)
     restart_a_rank(cluster)
     timeline.run_until(BEGAN_AT + 45.0)
-    first.kill_daemon()  # and it is started again at once: no chance for the twin
+    first.kill_daemon()  # restarted at once: no chance for the twin
     first.start_daemon()
     restart_a_rank(cluster)
     timeline.run_until(BEGAN_AT + 70.0)

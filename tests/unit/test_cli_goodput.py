@@ -89,7 +89,7 @@ def test_options_are_those_of_the_calculator(logs: Path, capsys: pytest.CaptureF
         ("--from 1795003200 --to 1795006800", 1_795_003_200.0, 1_795_006_800.0),
     ],
 )
-def test_a_part_of_the_time(
+def test_a_report_on_part_of_the_time(
     flags: str, start: float, end: float, logs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = json_of(f"report a.jsonl -o json {flags}", capsys)

@@ -11,7 +11,7 @@ REACHED = re.compile(r"\breach\(([^)]*)\)")
 
 
 def names(argument: str) -> list[str]:
-    """What `reach(argument)` can be called with."""
+    """The names that `reach(argument)` can be called with."""
     if argument.startswith("f"):
         return [argument.removeprefix("f").strip('"').replace("{self.tier}", tier) for tier in ("disk", "persistent")]
     return [argument.strip('"')]

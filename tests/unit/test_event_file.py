@@ -1,4 +1,4 @@
-"""The event file of a trainer without a supervisor; tests/integration/test_trainer_events.py has whole runs of it."""
+"""The event file of a trainer without a supervisor. tests/integration/test_trainer_events.py covers whole runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "events.jsonl"
 
 
-def test_a_run_is_told_from_its_launch_to_its_end(alone: WorkerIdentity, path: Path) -> None:
+def test_a_run_is_logged_from_its_launch_to_its_end(alone: WorkerIdentity, path: Path) -> None:
     before = SystemClock().wall_s()
     with Job(alone, events=str(path)) as job:
         with job.phase("restore"):
@@ -55,7 +55,7 @@ def test_a_run_is_told_from_its_launch_to_its_end(alone: WorkerIdentity, path: P
     started = next(e for e in log.events if e.kind is EventKind.GENERATION_STARTED)
     assert submitted.at == started.at
     assert started.at < before and started.generation == 1 and started.data["world_size"] == 1
-    assert "restore_step" not in started.data  # the script's own checkpoints are not known
+    assert "restore_step" not in started.data  # the script's own checkpoints are unknown
     assert steps_in(path) == [0, 1, 2, 3, 4]
     phases = [e.data["phase"] for e in log.events if e.kind is EventKind.PHASE]
     assert phases == ["restore", "step", "eval", "step", "done"]
@@ -80,24 +80,24 @@ def test_steps_are_in_the_file_while_the_job_runs(alone: WorkerIdentity, path: P
     job.step(7)
     wait_for_step(path, 7)
     job.step(8)
-    job.step(20)  # the script left some out
+    job.step(20)  # the script skipped some
     wait_for_step(path, 20)
     job.close()
     assert steps_in(path) == [7, 8, 20]
 
 
-def test_more_steps_than_the_beacon_keeps_are_a_gap_and_no_error(alone: WorkerIdentity, path: Path) -> None:
+def test_more_steps_than_the_beacon_keeps_are_a_gap_not_an_error(alone: WorkerIdentity, path: Path) -> None:
     with Job(alone, events=str(path)) as job:
         job.step(0)
         wait_for_step(path, 0)
         for step in range(1, RING_ENTRIES * 20):
             job.step(step)
-    told = steps_in(path)
-    assert told == sorted(set(told)) and told[-1] == RING_ENTRIES * 20 - 1
+    logged = steps_in(path)
+    assert logged == sorted(set(logged)) and logged[-1] == RING_ENTRIES * 20 - 1
     assert calculate(read_logs([path]).events).steps.kept == RING_ENTRIES * 20
 
 
-def test_a_restart_is_a_generation_and_an_incident_that_nobody_saw_begin(alone: WorkerIdentity, path: Path) -> None:
+def test_a_restart_is_a_generation_and_an_inferred_incident(alone: WorkerIdentity, path: Path) -> None:
     first = Job(alone, events=str(path))
     first.step(0)
     wait_for_step(path, 0)
@@ -115,7 +115,7 @@ def test_a_restart_is_a_generation_and_an_incident_that_nobody_saw_begin(alone: 
 
 
 def launched_again(path: Path, restarts: str, *, step: str = "") -> None:
-    """The next launch of the same job, in a process of its own that ends without a word."""
+    """The next launch of the same job, in a process of its own that ends abruptly."""
     script = (
         "import sys\n"
         "from flyball.sdk import event_file\n"
@@ -131,11 +131,11 @@ def launched_again(path: Path, restarts: str, *, step: str = "") -> None:
     )
 
 
-def test_a_job_that_ended_may_go_on_in_the_same_file(alone: WorkerIdentity, path: Path) -> None:
+def test_a_job_that_ended_may_continue_in_the_same_file(alone: WorkerIdentity, path: Path) -> None:
     with Job(alone, events=str(path)) as job:
         job.step(0)
     (ended,) = of_kind(path, EventKind.JOB_ENDED)
-    while SystemClock().wall_s() < ended.at + 0.05:  # a process's start is known to a hundredth of a second
+    while SystemClock().wall_s() < ended.at + 0.05:  # process start times are precise to 10 ms
         time.sleep(0.01)
     launched_again(path, "0", step="1")
     report = calculate(read_logs([path]).events)
@@ -184,11 +184,11 @@ def test_a_full_disk_at_a_restart_changes_no_generation(
     assert [e.generation for e in of_kind(path, EventKind.GENERATION_STARTED)] == [1, 2, 3]
 
 
-def test_what_is_closed_twice_ended_once(alone: WorkerIdentity, path: Path) -> None:
+def test_a_job_closed_twice_ended_once(alone: WorkerIdentity, path: Path) -> None:
     with Job(alone, events=str(path)) as job:
         job.step(0)
         job.close()
-        job.step(1)  # nobody hears it
+        job.step(1)  # not recorded
     assert len(of_kind(path, EventKind.JOB_ENDED)) == 1 and steps_in(path) == [0]
 
 
@@ -197,14 +197,14 @@ def test_a_forked_child_writes_nothing(alone: WorkerIdentity, path: Path) -> Non
         job.step(0)
         child = os.fork()
         if child == 0:
-            job._events._at_exit()  # what the interpreter calls
+            job._events._at_exit()  # called by the interpreter at exit
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         job.step(1)
     assert steps_in(path) == [0, 1] and of_kind(path, EventKind.WORKERS_STOPPED) == []
 
 
-def test_a_launch_is_known_by_what_its_launcher_gave_it(alone: WorkerIdentity) -> None:
+def test_a_launch_is_identified_by_its_launchers_environment(alone: WorkerIdentity) -> None:
     clock = SystemClock()
     base = {"TORCHELASTIC_RUN_ID": "7", "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
     identity = read_identity(base)
@@ -237,7 +237,7 @@ def steps_line(job: str = "llama", generation: int = 1) -> str:
     ).decode()
 
 
-def test_of_a_long_run_one_line_of_steps_is_decoded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_line_of_steps_of_a_long_run_is_decoded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enter_and_write(path, a_launch("one"))
     append(path, *[steps_line()] * 50, *[steps_line("another job")] * 2, *[steps_line(generation=0)] * 50)
     decoded: list[bytes] = []
@@ -248,7 +248,7 @@ def test_of_a_long_run_one_line_of_steps_is_decoded(path: Path, monkeypatch: pyt
 
     monkeypatch.setattr("flyball.sdk.event_generation.decode", count)
     assert enter_and_write(path, a_launch("two")).incident_id == "restart-2"
-    assert len(decoded) == 5  # one of each generation, those of another job, and the start of the generation
+    assert len(decoded) == 5  # one per generation, those of another job, and the start of the generation
 
 
 @pytest.mark.parametrize("block_bytes", [1, 7, 1 << 20])

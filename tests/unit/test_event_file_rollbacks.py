@@ -1,4 +1,4 @@
-"""A trainer that goes back to an earlier step without a restart, as its event file tells it."""
+"""A trainer that goes back to an earlier step without a restart, in its event file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def report(path: Path) -> GoodputReport:
 
 
 @pytest.mark.parametrize("how", ["job.restore", "a checkpoint of its own", "without a word"])
-def test_steps_that_are_done_again_are_recomputed(how: str, alone: WorkerIdentity, path: Path) -> None:
+def test_repeated_steps_are_recomputed(how: str, alone: WorkerIdentity, path: Path) -> None:
     with Job(alone, events=str(path)) as job:
         assert job.restore({}) == 0
         train(job, *range(10))
@@ -66,8 +66,8 @@ def test_steps_that_are_done_again_are_recomputed(how: str, alone: WorkerIdentit
     assert (incident.seconds_by_category.get("restore", 0.0) > 0) == (how != "without a word")
 
 
-def test_a_rollback_is_told_in_its_place_whenever_the_thread_looks(alone: WorkerIdentity, path: Path) -> None:
-    """It looks all the time, beside rollbacks as fast as can be: no step is told of another generation."""
+def test_a_rollback_is_logged_in_its_place_at_any_time(alone: WorkerIdentity, path: Path) -> None:
+    """The thread runs constantly while rollbacks follow each other quickly: every step keeps its generation."""
     job = Job(alone, events=str(path))
     done = threading.Event()
 
@@ -85,15 +85,15 @@ def test_a_rollback_is_told_in_its_place_whenever_the_thread_looks(alone: Worker
     looking.join()
     job.close()
 
-    told: dict[int, list[int]] = {}
+    logged: dict[int, list[int]] = {}
     for event in of_kind(path, EventKind.STEPS):
         first = event.data["first_step"]
-        told.setdefault(event.generation, []).extend(range(first, first + len(event.data["completed_at"])))
-    assert told == {start + 1: list(range(start, start + 10)) for start in range(20)}
+        logged.setdefault(event.generation, []).extend(range(first, first + len(event.data["completed_at"])))
+    assert logged == {start + 1: list(range(start, start + 10)) for start in range(20)}
     assert report(path).steps.kept == 29
 
 
-def test_a_step_with_the_number_of_the_one_before_is_no_rollback(alone: WorkerIdentity, path: Path) -> None:
+def test_a_repeated_step_number_is_not_a_rollback(alone: WorkerIdentity, path: Path) -> None:
     with Job(alone, events=str(path)) as job:
         train(job, 0, 0, 1, 1, 2)
     assert len(of_kind(path, EventKind.GENERATION_STARTED)) == 1
@@ -120,13 +120,13 @@ def test_ranks_that_go_back_together_share_the_generation(tmp_path: Path) -> Non
             with job.phase("restore"):
                 pass
             train(job, *range(start, start + 5))
-    for job in jobs:  # the first is through with all before the other begins to look
+    for job in jobs:  # the first finishes everything before the other begins
         job.close()
 
     started = of_kind(folder, EventKind.GENERATION_STARTED)
     assert [(e.generation, e.incident_id) for e in started] == [(1, ""), (2, "rollback-2"), (3, "rollback-3")]
-    told = {(e.generation, e.rank, e.data["first_step"]) for e in of_kind(folder, EventKind.STEPS)}
-    assert told == {(n, rank, start) for n, start in ((1, 0), (2, 2), (3, 1)) for rank in (0, 1)}
+    logged = {(e.generation, e.rank, e.data["first_step"]) for e in of_kind(folder, EventKind.STEPS)}
+    assert logged == {(n, rank, start) for n, start in ((1, 0), (2, 2), (3, 1)) for rank in (0, 1)}
     found = report(folder)
     assert (found.steps.kept, found.steps.recomputed, found.interruptions) == (6, 3 + 6, 2)
 
@@ -147,7 +147,9 @@ def test_a_rank_finds_its_rollback_among_those_of_others(path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_numbers_that_begin_anew_with_an_epoch_are_no_rollback(first: int, alone: WorkerIdentity, path: Path) -> None:
+def test_numbers_that_start_over_with_an_epoch_are_not_a_rollback(
+    first: int, alone: WorkerIdentity, path: Path
+) -> None:
     with Job(alone, events=str(path)) as job:
         for _ in range(5):
             train(job, *range(first, first + 20))

@@ -1,4 +1,4 @@
-"""What a trainer's event file tells of its checkpoints."""
+"""Checkpoints in a trainer's event file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def saved_in(path: Path) -> list[tuple[int, str]]:
     return [(event.data["step"], event.data["tier"]) for event in of_kind(path, EventKind.CHECKPOINT_SAVED)]
 
 
-def test_a_save_is_told_once_it_is_committed_and_a_restore_with_its_tier(lone_rank: WorkerIdentity, path: Path) -> None:
+def test_a_save_is_logged_once_committed_and_a_restore_with_its_tier(lone_rank: WorkerIdentity, path: Path) -> None:
     identity = replace(lone_rank, checkpoint=CheckpointSpec(every_steps=2))
     with Job(identity, events=str(path)) as job:
         for step in range(6):
@@ -74,8 +74,10 @@ def test_a_restore_names_the_tier_that_the_engine_brought_it_from(
     assert restored.data == {"step": 4, "source_tier": tier}
 
 
-def test_what_is_not_committed_is_not_told_as_saved(lone_rank: WorkerIdentity, path: Path) -> None:
-    identity = replace(lone_rank, engine_notify=str(path.with_name("nobody")))  # an engine would commit; there is none
+def test_uncommitted_saves_are_not_logged(lone_rank: WorkerIdentity, path: Path) -> None:
+    identity = replace(
+        lone_rank, engine_notify=str(path.with_name("nobody"))
+    )  # an engine would commit, but there is none
     with Job(identity, events=str(path)) as job:
         job.save(1, {"weights": torch.zeros(8)})
         segments = RankSegments.open(rank_segment(identity.shm_prefix, identity.job, identity.rank))
@@ -97,7 +99,7 @@ def test_what_is_not_committed_is_not_told_as_saved(lone_rank: WorkerIdentity, p
         ({"disk_dir": "d", "disk_every_steps": 1, "persistent_dir": "p", "persistent_every_steps": 2}, ""),
     ],
 )
-def test_a_durable_step_names_its_tier_if_there_is_but_one(
+def test_a_durable_step_names_its_tier_if_there_is_only_one(
     tiers: dict[str, str | int], named: str, lone_rank: WorkerIdentity, path: Path
 ) -> None:
     identity = replace(lone_rank, checkpoint=CheckpointSpec(**tiers))  # type: ignore[arg-type]
@@ -120,5 +122,5 @@ def test_time_blocked_before_a_rollback_is_not_counted_again_after_it(lone_rank:
         job.step(0)
         job._events._flush()
         job._beacon.add_save_blocked(1_000_000_000)
-    told = {e.generation: e.data["save_blocked_s"] for e in of_kind(path, EventKind.RANK_MARKS)}
-    assert told == {1: 3.0, 2: 1.0}
+    blocked_s = {e.generation: e.data["save_blocked_s"] for e in of_kind(path, EventKind.RANK_MARKS)}
+    assert blocked_s == {1: 3.0, 2: 1.0}

@@ -1,4 +1,4 @@
-"""An event file that cannot be written or locked as it should be, or that others damage."""
+"""An event file that cannot be written or locked, or that other processes damage."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "events.jsonl"
 
 
-def test_a_line_that_a_kill_cut_off_costs_that_line_only(alone: WorkerIdentity, path: Path) -> None:
+def test_a_line_cut_off_by_a_kill_costs_only_that_line(alone: WorkerIdentity, path: Path) -> None:
     with Job(alone, events=str(path)) as job:
         job.step(0)
     whole = path.read_bytes()
@@ -53,7 +53,7 @@ def test_a_line_that_a_kill_cut_off_costs_that_line_only(alone: WorkerIdentity, 
     assert of_kind(path, EventKind.GENERATION_STARTED)[-1].generation == 1  # the same process is the same launch
 
 
-def test_a_line_that_another_process_left_unfinished_costs_that_line_only(alone: WorkerIdentity, path: Path) -> None:
+def test_a_line_left_unfinished_by_another_process_costs_only_that_line(alone: WorkerIdentity, path: Path) -> None:
     with Job(alone, events=str(path)) as job:
         job.step(0)
         wait_for_step(path, 0)
@@ -66,7 +66,7 @@ def test_a_line_that_another_process_left_unfinished_costs_that_line_only(alone:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """By another process."""
+    """Lock it from another process."""
     with path.open("ab") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         yield
@@ -78,23 +78,23 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flyball.sdk.event_file._LOCKED_LONG_S", 0.0)
 
 
-def test_a_locked_file_is_waited_for_and_no_generation_guessed(
+def test_a_locked_file_is_waited_for_without_guessing_a_generation(
     alone: WorkerIdentity, path: Path, impatient: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_events(path, [Event(1.0, EventKind.GENERATION_STARTED, "llama", 1, data={"launch": "before"})])
-    told = path.read_bytes()
+    content = path.read_bytes()
     with locked(path):
         job = Job(alone, events=str(path))
         job.step(0)
         job._events._flush()
-        said = capsys.readouterr().err
-        assert said.count("another process has it locked") == 1 and "lslocks" in said
-        assert path.read_bytes() == told
+        printed = capsys.readouterr().err
+        assert printed.count("another process has it locked") == 1 and "lslocks" in printed
+        assert path.read_bytes() == content
     job.close()
     assert [e.generation for e in of_kind(path, EventKind.STEPS)] == [2] and steps_in(path) == [0]
 
 
-def test_a_job_of_which_nothing_is_told_does_not_end(alone: WorkerIdentity, path: Path, impatient: None) -> None:
+def test_a_job_without_logged_events_does_not_end(alone: WorkerIdentity, path: Path, impatient: None) -> None:
     with locked(path):
         with Job(alone, events=str(path)) as job:
             job.step(0)
@@ -102,7 +102,7 @@ def test_a_job_of_which_nothing_is_told_does_not_end(alone: WorkerIdentity, path
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
-def test_on_a_file_system_without_locks_a_run_is_told_all_the_same(
+def test_a_run_is_logged_on_a_file_system_without_locks(
     number: int,
     alone: WorkerIdentity,
     path: Path,
@@ -120,7 +120,7 @@ def test_on_a_file_system_without_locks_a_run_is_told_all_the_same(
 
 
 def test_a_generation_that_two_ranks_began_is_taken_for_one() -> None:
-    """As may happen where there are no locks."""
+    """This can happen without locks."""
 
     def report(ranks: int) -> GoodputReport:
         launch = Launch("llama", "first", 1.0, 2.0, rank=0, world_size=2, given=0)
@@ -137,7 +137,7 @@ def test_a_generation_that_two_ranks_began_is_taken_for_one() -> None:
     assert report(2) == report(1) and report(1).interruptions == 1
 
 
-def test_each_trouble_is_told_of_once_with_its_file(
+def test_each_problem_is_reported_once_with_its_file(
     alone: WorkerIdentity, tmp_path: Path, impatient: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "rank-00000.jsonl").symlink_to("/dev/full")
@@ -147,10 +147,10 @@ def test_each_trouble_is_told_of_once_with_its_file(
     job.step(0)
     job._events._flush()
     job.close()
-    said = capsys.readouterr().err
-    assert said.count("cannot be written") == 2
-    assert said.count(f"{WORLD_FILE} cannot be written: another process has it locked") == 1
-    assert said.count("rank-00000.jsonl cannot be written: No space left on device") == 1
+    printed = capsys.readouterr().err
+    assert printed.count("cannot be written") == 2
+    assert printed.count(f"{WORLD_FILE} cannot be written: another process has it locked") == 1
+    assert printed.count("rank-00000.jsonl cannot be written: No space left on device") == 1
 
 
 @pytest.mark.parametrize(("place", "hint"), [("/dev/full", "free space there"), ("a file/events.jsonl", "fix that")])
@@ -167,17 +167,17 @@ def test_a_file_that_cannot_be_written_costs_one_warning(
     with Job(alone, events=place) as job:
         for step in range(100):
             job.step(step)
-    said = capsys.readouterr().err
-    assert said.count("cannot be written") == 1 and f"Next step: {hint}, or" in said
+    printed = capsys.readouterr().err
+    assert printed.count("cannot be written") == 1 and f"Next step: {hint}, or" in printed
 
 
-def test_what_could_not_be_written_is_written_later(alone: WorkerIdentity, tmp_path: Path) -> None:
+def test_failed_writes_are_repeated_later(alone: WorkerIdentity, tmp_path: Path) -> None:
     blocked = tmp_path / "not yet"
     blocked.write_text("")
     path = blocked / "events.jsonl"
     with Job(alone, events=str(path)) as job:
         job.step(0)
-        blocked.unlink()  # the disk is there again
+        blocked.unlink()  # the disk is back
         wait_for_step(path, 0)
         job.step(1)
     assert steps_in(path) == [0, 1]
@@ -189,10 +189,10 @@ def test_a_write_that_hangs_holds_up_neither_training_nor_its_end(
 ) -> None:
     monkeypatch.setattr("flyball.sdk.event_file._JOIN_S", 0.1)
     os.mkfifo(path)
-    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # that does not read: a write waits when the pipe is full
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # never reads, so a write blocks when the pipe is full
     fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, os.sysconf("SC_PAGE_SIZE"))  # soon
     job = Job(alone, events=str(path))
-    job._events._flush()  # from now on there is nothing to tell
+    job._events._flush()  # from now on there is nothing to write
     writing, write = threading.Event(), os.write
 
     def watched(descriptor: int, data: bytes) -> int:
@@ -212,7 +212,7 @@ def test_a_write_that_hangs_holds_up_neither_training_nor_its_end(
 
     assert job._events._thread.is_alive()
     deadline = time.monotonic() + DEADLINE_S
-    while job._events._thread.is_alive():  # let it go
+    while job._events._thread.is_alive():  # release it
         assert time.monotonic() < deadline
         with contextlib.suppress(BlockingIOError):
             os.read(reader, 1 << 20)
@@ -222,14 +222,14 @@ def test_a_write_that_hangs_holds_up_neither_training_nor_its_end(
 
 
 @pytest.mark.parametrize("steps_per_s", [1, 100, 510, 2000, 5000])
-def test_steps_that_can_be_told_one_by_one_are_looked_at_before_they_are_overwritten(steps_per_s: int) -> None:
+def test_slow_steps_are_read_before_they_are_overwritten(steps_per_s: int) -> None:
     period_s = 0.05
-    for elapsed_s in [0.05] * 10 + [3.0]:  # the last look comes late
+    for elapsed_s in [0.05] * 10 + [3.0]:  # the last pass is late
         period_s = next_period_s(period_s, round(steps_per_s * elapsed_s), elapsed_s)
         assert 0.05 <= period_s <= 0.5 and steps_per_s * period_s < RING_ENTRIES
 
 
-def test_steps_that_are_too_fast_are_looked_at_seldom_and_only_as_long_as_they_are() -> None:
+def test_fast_steps_are_read_seldom_and_only_while_they_are_fast() -> None:
     assert next_period_s(0.05, 300, 0.05) == 0.5
     assert next_period_s(0.5, 3000, 0.5) == 0.5
     assert next_period_s(0.5, 500, 0.5) == RING_ENTRIES / 2 / 1000

@@ -1,4 +1,4 @@
-"""Worked examples: small logs whose every second can be checked by hand. Those of docs/goodput.md are here."""
+"""Worked examples: small logs whose every second can be checked by hand. Includes the examples of docs/goodput.md."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def decision(at: float, incident: str, kind: str) -> Event:
 
 
 def killed_worker(*, stamped: bool = True) -> list[Event]:
-    """Ten steps of a second, a kill in the eleventh, and eleven more from step 9 on."""
+    """Ten one-second steps, a kill during the eleventh, and eleven more from step 9 on."""
     return [
         event(100.0, EventKind.JOB_SUBMITTED),
         *start(1, 101.0, attached=103.0, began=103.0, restored=103.5),
@@ -69,7 +69,7 @@ def killed_worker(*, stamped: bool = True) -> list[Event]:
 
 
 def spent(report: GoodputReport) -> dict[str, float]:
-    """The categories that occur, to a millisecond."""
+    """The categories that occur, rounded to a millisecond."""
     assert sum(report.seconds_by_category.values()) == pytest.approx(report.elapsed_s, rel=1e-6)
     assert sum(report.badput_s.values()) == pytest.approx(report.elapsed_s - report.seconds_by_category["useful"])
     return {category: round(s, 3) for category, s in report.seconds_by_category.items() if round(s, 3)}
@@ -82,7 +82,7 @@ def test_a_killed_worker_costs_what_the_clock_says() -> None:
         "scheduling": 1.0,
         "restart": 3.3,  # 101.0-103.0, and 114.9-116.2
         "restore": 0.8,
-        "warm_up": 1.0,  # the first steps took 1.5 s each, a step takes 1 s
+        "warm_up": 1.0,  # the first steps took 1.5 s each; a step takes 1 s
         "useful": 20.0,
         "recomputed": 1.4,  # step 9, and 0.4 s of step 10
         "detection": 0.2,
@@ -118,14 +118,14 @@ def test_without_a_stamp_detection_counts_from_the_newest_step() -> None:
     assert incident.detected_s == pytest.approx(0.6)
 
 
-def test_lost_steps_are_counted_where_the_controller_did_not() -> None:
+def test_lost_steps_are_counted_if_the_controller_did_not() -> None:
     events = [e for e in killed_worker() if e.kind is not EventKind.INCIDENT_CLOSED]
     assert calculate(events).incidents[0].lost_steps == 1
     undecided = [e for e in events if e.generation != 2]
     assert calculate(undecided).incidents[0].lost_steps is None
 
 
-def test_a_preemption_that_is_foreseen_loses_no_step() -> None:
+def test_an_announced_preemption_loses_no_step() -> None:
     report = calculate(
         [
             event(0.0, EventKind.JOB_SUBMITTED),
@@ -144,7 +144,7 @@ def test_a_preemption_that_is_foreseen_loses_no_step() -> None:
 
     assert spent(report) == {
         "useful": 13.0,
-        "checkpoint_blocked": 0.4,  # parked from step 9 on, until the save was safe
+        "checkpoint_blocked": 0.4,  # parked at step 9 until the save was safe
         "stop": 0.1,
         "restart": 0.5,
         "restore": 0.5,
@@ -153,8 +153,8 @@ def test_a_preemption_that_is_foreseen_loses_no_step() -> None:
     assert report.ettr == pytest.approx(13.4 / 14.5)
 
 
-def test_an_outage_is_seen_though_no_step_number_repeats() -> None:
-    # A trainer alone, its log of steps only: 600 s of nothing between two steps, no step done twice.
+def test_an_outage_shows_without_a_repeated_step_number() -> None:
+    # An unsupervised trainer that logs only steps: 600 s between two steps, no step repeated.
     times = [float(i) for i in range(1, 968)] + [967.0 + 600.0 + i for i in range(1, 968)]
     report = calculate([event(0.0, EventKind.JOB_SUBMITTED), *steps(0, 0, times, ranks=1)])
 
@@ -162,7 +162,7 @@ def test_an_outage_is_seen_though_no_step_number_repeats() -> None:
     assert spent(report)["unknown"] == 600.0
 
 
-def test_a_pause_that_an_incident_explains_is_that_incidents() -> None:
+def test_a_pause_explained_by_an_incident_belongs_to_it() -> None:
     report = calculate(
         [
             event(0.0, EventKind.JOB_SUBMITTED),
@@ -175,7 +175,7 @@ def test_a_pause_that_an_incident_explains_is_that_incidents() -> None:
         ]
     )
 
-    # 4-10 detection, 10-33 decision; the step itself, 33-34, lies on top of the last half second of it.
+    # 4-10 detection, 10-33 decision; the step itself, 33-34, covers the last half second of it.
     assert spent(report) == {"useful": 6.0, "detection": 6.0, "decision": 23.0}
     assert report.badput_s == pytest.approx({"rank_stalled": 29.0})
     assert report.interruptions == 0
@@ -202,7 +202,7 @@ def test_a_restart_that_fails_is_counted_once() -> None:
 
     assert spent(report) == {
         "useful": 4.0,  # steps 0, 1, and 2 and 3 of the third generation
-        "recomputed": 1.0,  # step 2 of the first, which the second had kept and the third had not
+        "recomputed": 1.0,  # step 2 of the first generation, which the second had kept and the third had not
         "detection": 1.0,
         "stop": 2.0,
         "restart": 4.0 + 3.0,
@@ -213,7 +213,7 @@ def test_a_restart_that_fails_is_counted_once() -> None:
     assert [i.badput_s for i in report.incidents] == [pytest.approx(1.0 + 1.0 + 4.0), pytest.approx(1.0 + 1 + 1 + 3)]
 
 
-def test_what_happens_while_a_generation_is_doomed_is_not_its_warm_up() -> None:
+def test_the_time_of_a_doomed_generation_is_not_warm_up() -> None:
     report = calculate(
         [
             event(0.0, EventKind.JOB_SUBMITTED),
@@ -226,7 +226,7 @@ def test_what_happens_while_a_generation_is_doomed_is_not_its_warm_up() -> None:
     assert spent(report) == {"scheduling": 1.0, "restart": 1.0, "restore": 3.0, "decision": 3.0, "stop": 1.0}
 
 
-def test_time_without_a_controller_is_told_apart() -> None:
+def test_time_without_a_controller_has_its_own_category() -> None:
     report = calculate(
         [
             event(0.0, EventKind.CONTROLLER_ELECTED, epoch=1),
@@ -278,7 +278,7 @@ def test_time_blocked_in_save_is_not_useful() -> None:
 
 
 @pytest.mark.parametrize("left", [True, False])
-def test_an_evaluation_is_no_step(left: bool) -> None:
+def test_an_evaluation_is_not_a_step(left: bool) -> None:
     phases = [event(4.0, EventKind.PHASE, generation=1, rank=0, phase="eval")]
     if left:
         phases.append(event(9.0, EventKind.PHASE, generation=1, rank=0, phase="step"))
@@ -295,7 +295,7 @@ def test_an_evaluation_is_no_step(left: bool) -> None:
     assert report.ettr == pytest.approx(1.0)
 
 
-def test_a_lost_hosts_last_reports_may_be_missing() -> None:
+def test_missing_last_reports_of_a_lost_host_do_not_matter() -> None:
     # Rank 1's host died before it reported steps 3 and 4, whose bytes its peer had: they are kept.
     def log(restore_step: int) -> list[Event]:
         return [
@@ -332,7 +332,7 @@ def test_workers_that_were_cut_off_do_not_add_to_their_successors_time() -> None
     assert report.steps.kept == 8
 
 
-def test_a_log_that_stops_is_unknown_from_there_on() -> None:
+def test_time_after_the_end_of_a_log_is_unknown() -> None:
     events = [
         event(0.0, EventKind.JOB_SUBMITTED),
         *start(1, 0.0, attached=0.0, began=0.0, restored=0.0),
@@ -358,7 +358,7 @@ def test_a_plain_script_has_no_steps_and_the_report_says_so() -> None:
     assert "no completed step" in report.notes[0]
 
 
-def test_fields_of_the_wrong_type_are_not_there() -> None:
+def test_fields_of_the_wrong_type_are_ignored() -> None:
     report = calculate(
         [
             event(0.0, EventKind.JOB_SUBMITTED),

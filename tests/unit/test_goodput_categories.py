@@ -1,4 +1,4 @@
-"""Worked examples of what lies within steps, or keeps a job from its hosts: every second can be checked by hand."""
+"""Worked examples of waits within steps and of missing hosts: every second can be checked by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def event(at: float, kind: EventKind, /, *, generation: int = -1, rank: int = -1
 def begin(
     generation: int = 1, at: float = 0.0, restore_step: int | None = None, incident: str = "", **data
 ) -> list[Event]:
-    """A generation that can train at once; 0.0 would mean: not reached."""
+    """A generation that can train at once. (0.0 would mean: not reached.)"""
     data |= {"restore_step": restore_step}
     started = event(at, EventKind.GENERATION_STARTED, generation=generation, incident=incident, **data)
     marks = event(at, EventKind.RANK_MARKS, generation=generation, rank=0, spawned_at=at, restored_at=at or 1e-6)
@@ -42,7 +42,7 @@ def end(at: float, outcome: str = "succeeded") -> Event:
 
 
 def spent(report: GoodputReport) -> dict[str, float]:
-    """The categories that occur, to a millisecond; that everything sums up is checked on the way."""
+    """The categories that occur, rounded to a millisecond. Also checks that everything sums up."""
     assert sum(report.seconds_by_category.values()) == pytest.approx(report.elapsed_s)
     assert sum(row.seconds for row in report.losses) == pytest.approx(
         report.elapsed_s - report.seconds_by_category["useful"]
@@ -50,7 +50,7 @@ def spent(report: GoodputReport) -> dict[str, float]:
     return {category: round(s, 3) for category, s in report.seconds_by_category.items() if round(s, 3)}
 
 
-def test_of_a_wait_for_data_the_rank_that_waits_longest_counts() -> None:
+def test_a_wait_for_data_counts_the_rank_that_waits_longest() -> None:
     report = calculate(
         [
             *begin(),
@@ -67,11 +67,11 @@ def test_of_a_wait_for_data_the_rank_that_waits_longest_counts() -> None:
     assert report.goodput == pytest.approx(0.8)
     assert report.ettr == pytest.approx(1.0)
     assert report.badput_s["data"] == pytest.approx(0.8)
-    # In the third step all ranks waited alike: that is no host's doing.
+    # In the third step all ranks waited alike: no host caused that.
     assert report.badput_by_host == pytest.approx({"host-b": 0.6})
 
 
-def test_a_wait_for_data_that_never_ends_is_the_stalls_incident() -> None:
+def test_an_endless_wait_for_data_belongs_to_the_stall() -> None:
     report = calculate(
         [
             *begin(),
@@ -85,8 +85,8 @@ def test_a_wait_for_data_that_never_ends_is_the_stalls_incident() -> None:
     assert spent(report) == {"useful": 3.0, "detection": 10.0, "decision": 0.5, "shutdown": 0.5}
 
 
-def test_phases_that_are_told_only_now_and_then_are_no_waits() -> None:
-    # The control plane tells when a rank enters an evaluation and what it does after it, not what comes then.
+def test_occasional_phases_are_not_waits() -> None:
+    # The control plane logs when a rank enters an evaluation and what it does after it, but not later phases.
     log = [*begin(), steps(0, 0, *(1.0 + i for i in range(3)), *(6.0 + i for i in range(5))), end(10.0)]
     phases = [phase(3.0, 0, "eval"), phase(5.0, 0, "data"), phase(9.9, 0, "eval")]
     assert spent(calculate([*log, *phases])) == {"useful": 8.0, "evaluation": 2.0}
@@ -102,7 +102,7 @@ def test_totals_of_waits_for_data_lie_at_the_beginnings_of_steps() -> None:
             for at, r, s in totals
         ),
         phase(2.5, 0, "eval"),
-        phase(2.75, 0, "data"),  # what a control plane tells of phases
+        phase(2.75, 0, "data"),  # phases as a control plane logs them
         end(6.0),
     ]
     found = spent(calculate(log))
@@ -128,7 +128,6 @@ def test_the_last_rank_is_a_straggler_only_beyond_a_tenth_of_a_step() -> None:
     times = {0: (1.0, 2.0, 3.0, 4.0), 1: (1.0, 2.0, 3.0, 4.0), 2: (1.0, 2.05, 3.0, 4.0), 3: (1.5, 2.0, 3.4, 4.0)}
     report = calculate([*begin(), *(steps(rank, 0, *of_rank) for rank, of_rank in times.items()), end(4.0)])
     # The first step is start-up; in the second the last rank is 0.05 s late, in the third 0.4 s.
-    # A step takes 0.6 s.
     assert spent(report) == {"useful": 2.7, "warm_up": 0.9, "straggler": 0.4}
     assert report.badput_by_host == pytest.approx({"host-d": 0.4})
     row = next(row for row in report.losses if row.category == "straggler")
@@ -150,7 +149,7 @@ def test_a_rank_that_hangs_without_an_incident_is_a_straggler() -> None:
     assert report.badput_by_host == pytest.approx({"host-c": 30.0})
 
 
-def test_what_an_incident_was_opened_for_is_the_incidents() -> None:
+def test_the_time_before_an_incident_belongs_to_it() -> None:
     report = calculate(
         [
             *begin(),
@@ -161,11 +160,11 @@ def test_what_an_incident_was_opened_for_is_the_incidents() -> None:
             end(35.0),
         ]
     )
-    # Most ranks had completed the step at 4; when the incident was closed, the last one still had a step's time to go.
+    # Most ranks had completed the step at 4; when the incident closed, the last one needed one more step's time.
     assert spent(report) == {"useful": 5.0, "detection": 6.0, "decision": 23.0, "straggler": 1.0}
 
 
-def test_a_clock_that_is_ahead_makes_no_straggler() -> None:
+def test_a_clock_that_is_ahead_is_not_a_straggler() -> None:
     times = [1.0 + i for i in range(10)]
     ahead = [at + 100.0 for at in times]
     report = calculate([*begin(), *(steps(rank, 0, *times) for rank in range(3)), steps(3, 0, *ahead), end(10.0)])
@@ -201,7 +200,7 @@ def test_a_job_that_waits_for_a_host_is_idle() -> None:
     assert report.productivity.scheduling == pytest.approx(7 / 67)
 
 
-def test_training_goes_on_while_a_host_that_is_left_on_purpose_waits_for_a_spare() -> None:
+def test_training_goes_on_while_a_drain_waits_for_a_spare() -> None:
     report = calculate(
         [
             *begin(),
@@ -217,7 +216,7 @@ def test_training_goes_on_while_a_host_that_is_left_on_purpose_waits_for_a_spare
 def test_slow_first_steps_are_warm_up_but_slow_steps_are_not() -> None:
     compiled = [5.0, 8.0, 10.0, *(11.0 + i for i in range(30))]
     report = calculate([*begin(), steps(0, 0, *compiled), end(compiled[-1])])
-    # 4 s beyond a step in the first, 2 and 1 in the next; from the fourth on a step takes 1 s.
+    # 4 s beyond a normal step in the first, 2 and 1 in the next two; from the fourth on a step takes 1 s.
     assert spent(report) == {"useful": 33.0, "warm_up": 7.0}
     slow_from_here = [float(i) for i in range(1, 30)] + [29.0 + 2.0 * i for i in range(1, 20)]
     assert spent(calculate([*begin(), steps(0, 0, *slow_from_here), end(slow_from_here[-1])])) == {
@@ -225,7 +224,7 @@ def test_slow_first_steps_are_warm_up_but_slow_steps_are_not() -> None:
     }
 
 
-def test_phases_alone_tell_of_a_start() -> None:
+def test_phases_alone_show_a_start() -> None:
     report = calculate(
         [
             event(0.0, EventKind.GENERATION_STARTED, generation=1),
@@ -241,7 +240,7 @@ def test_phases_alone_tell_of_a_start() -> None:
     assert spent(report) == {"restart": 6.0, "restore": 3.0, "useful": 3.0}
 
 
-def test_what_only_a_restart_tells_of_has_no_known_beginning() -> None:
+def test_an_inferred_incident_has_no_known_beginning() -> None:
     report = calculate(
         [
             *begin(),
@@ -312,8 +311,8 @@ def test_the_second_example_of_the_docs() -> None:
     assert report.incidents[0].cost == pytest.approx(2.0 * 4 * 42.7 / 3600)
 
 
-def test_a_stamp_that_the_world_outlived_begins_no_detection() -> None:
-    # A fault that did nothing for 20 steps; of the pause soon after it the log does not say why.
+def test_a_fault_that_the_world_outlived_begins_no_detection() -> None:
+    # A fault without an effect for 20 steps; the log does not explain the pause soon after it.
     times = [*(1.0 + i for i in range(25)), *(81.0 + i for i in range(20))]
     report = calculate(
         [
@@ -331,8 +330,8 @@ def test_a_stamp_that_the_world_outlived_begins_no_detection() -> None:
     ("kind", "category"),
     [("restart_in_place", "stop"), ("fail_job", "shutdown"), ("emergency_checkpoint", "checkpoint_blocked")],
 )
-def test_steps_that_go_on_do_not_end_the_stop_of_a_job(kind: str, category: str) -> None:
-    # Workers that are being stopped, or saved, may complete many steps and then pause: that is still the stop.
+def test_continuing_steps_do_not_end_the_stop_of_a_job(kind: str, category: str) -> None:
+    # Workers being stopped or saved may complete many steps and then pause: that is still the stop.
     times = [1.0 + i for i in range(30)]
     report = calculate(
         [
@@ -346,7 +345,7 @@ def test_steps_that_go_on_do_not_end_the_stop_of_a_job(kind: str, category: str)
     assert spent(report) == {"useful": 30.0, category: 60.0}
 
 
-def test_steps_that_go_on_end_an_incident_of_which_the_log_tells_no_end() -> None:
+def test_continuing_steps_end_an_incident_without_a_logged_end() -> None:
     times = [*(1.0 + i for i in range(30)), *(91.0 + i for i in range(2))]
     opened = event(10.0, EventKind.INCIDENT_OPENED, incident="inc-1", cause="rank_stalled")
     assert spent(calculate([*begin(), steps(0, 0, *times), opened, end(92.0)])) == {"useful": 32.0, "unknown": 60.0}
@@ -359,11 +358,11 @@ def test_steps_that_go_on_end_an_incident_of_which_the_log_tells_no_end() -> Non
         (event(9.0, EventKind.INCIDENT_OPENED, incident="inc-1", cause="host_silent"), 9.0),
     ],
 )
-def test_an_evaluation_of_which_no_end_is_told_lasts_until_what_cut_it_off(cut_off_by: Event, until: float) -> None:
+def test_an_evaluation_without_a_logged_end_lasts_until_it_is_cut_off(cut_off_by: Event, until: float) -> None:
     log = [*begin(), steps(0, 0, 1.0, 2.0, 3.0), phase(3.0, 0, "eval"), end(20.0, "failed")]
     found = spent(calculate([*log, cut_off_by]))
     assert (found["useful"], found["evaluation"]) == (3.0, until - 3.0)
-    assert "evaluation" not in spent(calculate(log)), "nothing tells how long it took"
+    assert "evaluation" not in spent(calculate(log)), "its duration is unknown"
 
 
 def test_an_evaluation_ends_with_its_generation() -> None:
@@ -372,7 +371,7 @@ def test_an_evaluation_ends_with_its_generation() -> None:
             *begin(),
             steps(0, 0, 1.0, 2.0, 3.0),
             phase(3.0, 0, "eval"),
-            phase(30.0, 0, "step"),  # told by a worker that was cut off
+            phase(30.0, 0, "step"),  # from a worker that was cut off
             *begin(2, 10.0, restore_step=2),
             steps(0, 3, 11.0, 12.0, generation=2),
             end(12.0),

@@ -1,5 +1,5 @@
-"""Step numbers that begin anew with each epoch, as Lightning and Hugging Face scripts tell them: no step is done again,
-unless the log tells of a restart."""
+"""Step numbers that start over with each epoch, as Lightning and Hugging Face scripts log them: no step is repeated
+unless the log shows a restart."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def event(at: float, kind: EventKind, /, *, generation: int = -1, rank: int = -1
 def epochs(
     count: int, steps: int, *, since: float = 0.0, pause_s: float = 0.0, first: int = 0
 ) -> list[tuple[float, int]]:
-    """When which number was told: steps of 1 s, and a pause between two epochs."""
+    """When each number was logged: steps of 1 s, and a pause between two epochs."""
     return [
         (since + epoch * (steps + pause_s) + place + 1.0, first + place)
         for epoch in range(count)
@@ -31,7 +31,7 @@ def epochs(
     ]
 
 
-def told(steps: Iterable[tuple[float, int]], *, generation: int = 1, ranks: int = 2, skip: int = -1) -> list[Event]:
+def logged(steps: Iterable[tuple[float, int]], *, generation: int = 1, ranks: int = 2, skip: int = -1) -> list[Event]:
     return [
         event(at, EventKind.STEPS, generation=generation, rank=rank, first_step=step, completed_at=[BASE + at])
         for place, (at, step) in enumerate(steps)
@@ -57,32 +57,32 @@ def spent(report: GoodputReport) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("skip", [-1, 100, 199])  # a line of the second rank that is lost, at an epoch's ends
+@pytest.mark.parametrize("skip", [-1, 100, 199])  # a lost line of the second rank, at the ends of an epoch
 def test_epochs_within_a_generation_are_numbered_through(first: int, skip: int) -> None:
-    report = run(told(epochs(EPOCHS, 100, first=first), skip=skip)[::-1], 500.0)
+    report = run(logged(epochs(EPOCHS, 100, first=first), skip=skip)[::-1], 500.0)
     assert spent(report) == {"useful": 500.0}
     assert (report.steps.kept, report.steps.recomputed, report.interruptions) == (500, 0, 0)
     (note,) = [note for note in report.notes if "epoch" in note]
     assert "start over" in note
 
 
-def test_an_evaluation_between_two_epochs_is_no_restart() -> None:
-    report = run(told(epochs(3, 100, pause_s=200.0)), 700.0)
+def test_an_evaluation_between_two_epochs_is_not_a_restart() -> None:
+    report = run(logged(epochs(3, 100, pause_s=200.0)), 700.0)
     assert spent(report) == {"useful": 300.0, "unknown": 400.0}
     assert report.steps.kept == 300
 
 
-def test_lines_that_come_twice_are_no_epochs() -> None:
-    steps = told(epochs(1, 100))
+def test_repeated_lines_are_not_epochs() -> None:
+    steps = logged(epochs(1, 100))
     assert run(steps + steps[:40], 100.0) == run(steps, 100.0)
 
 
-def test_a_generation_that_restores_a_step_of_an_epoch_goes_on_within_it() -> None:
-    """Two epochs and 73 steps, of which those after the number 50 are done again."""
+def test_a_generation_continues_within_the_epoch_of_its_restored_step() -> None:
+    """Two epochs and 73 steps; the steps after number 50 are repeated."""
     before = epochs(3, 100)[:273]
     after = [(300.0 + place + 1, number) for place, number in enumerate([*range(51, 100), *range(100)])]
     report = run(
-        told(before) + told(after, generation=2),
+        logged(before) + logged(after, generation=2),
         300.0 + len(after),
         event(280.0, EventKind.INCIDENT_OPENED, incident="i", cause="worker_killed"),
         event(299.0, EventKind.GENERATION_STARTED, generation=2, incident="i", restore_step=50),
@@ -95,7 +95,7 @@ def test_a_generation_that_restores_a_step_of_the_epoch_before() -> None:
     before = epochs(3, 100)[:211]
     after = [(300.0 + place + 1, number) for place, number in enumerate(range(81, 100))]
     report = run(
-        told(before) + told(after, generation=2),
+        logged(before) + logged(after, generation=2),
         300.0 + len(after),
         event(280.0, EventKind.INCIDENT_OPENED, incident="i", cause="worker_killed"),
         event(299.0, EventKind.GENERATION_STARTED, generation=2, incident="i", restore_step=80),
@@ -104,7 +104,7 @@ def test_a_generation_that_restores_a_step_of_the_epoch_before() -> None:
 
 
 def test_a_sensors_sums_of_epochs_are_numbered_through() -> None:
-    """A step comes again, a little later, once slower ranks completed it too."""
+    """A step is reported again a little later, once slower ranks completed it."""
     steps = [
         event(at, EventKind.STEPS, generation=1, first_step=number, completed_at=[BASE + at - late], slowest_step=99)
         for at, number in epochs(EPOCHS, 100)
@@ -121,7 +121,7 @@ def table(path: Path, steps: Iterable[tuple[float, int]]) -> Path:
 
 
 @pytest.mark.parametrize(("first", "pause_s"), [(0, 0.0), (1, 3.0), (0, 120.0)])
-def test_a_table_of_epochs_is_no_row_of_restarts(first: int, pause_s: float, tmp_path: Path) -> None:
+def test_a_table_of_epochs_has_no_restarts(first: int, pause_s: float, tmp_path: Path) -> None:
     log = read([table(tmp_path / "a.csv", epochs(EPOCHS, 100, first=first, pause_s=pause_s))])
     report = calculate(log.events)
     assert (report.steps.kept, report.steps.recomputed, report.interruptions) == (500, 0, 0)
@@ -137,8 +137,8 @@ def test_a_clock_that_is_coarser_than_the_steps_hides_no_epoch(tmp_path: Path) -
     assert (report.steps.kept, report.steps.recomputed, report.interruptions) == (500, 0, 0)
 
 
-def test_tables_of_two_nodes_tell_of_the_same_epochs(tmp_path: Path) -> None:
-    """The second is 7 s ahead, began to write in the second epoch, and lacks the first line of the fourth."""
+def test_tables_of_two_nodes_have_the_same_epochs(tmp_path: Path) -> None:
+    """The second is 7 s ahead, begins in the second epoch, and lacks the first line of the fourth."""
     steps = epochs(EPOCHS, 100)
     other = [(at + 7.0, step) for place, (at, step) in enumerate(steps) if place > 130 and place != 300]
     log = read([table(tmp_path / "a.csv", steps), table(tmp_path / "b.csv", other)])
@@ -146,13 +146,13 @@ def test_tables_of_two_nodes_tell_of_the_same_epochs(tmp_path: Path) -> None:
     assert (report.steps.kept, report.steps.recomputed, report.interruptions) == (500, 0, 0)
 
 
-def test_a_table_that_tells_of_every_tenth_step(tmp_path: Path) -> None:
+def test_a_table_with_every_tenth_step(tmp_path: Path) -> None:
     steps = [(at, step) for at, step in epochs(EPOCHS, 100, first=1) if step % 10 == 0]
     report = calculate(read([table(tmp_path / "a.csv", steps)]).events)
     assert (report.steps.kept + 9, report.steps.recomputed, report.interruptions) == (500, 0, 0)
 
 
-def test_a_run_that_begins_from_scratch_after_a_while_is_a_restart(tmp_path: Path) -> None:
+def test_a_run_that_starts_from_scratch_after_a_while_is_a_restart(tmp_path: Path) -> None:
     steps = [*epochs(1, 73), *epochs(1, 100, since=200.0)]
     log = read([table(tmp_path / "a.csv", steps)])
     report = calculate(log.events)
@@ -161,7 +161,7 @@ def test_a_run_that_begins_from_scratch_after_a_while_is_a_restart(tmp_path: Pat
 
 
 def test_a_process_that_starts_between_is_a_restart(tmp_path: Path) -> None:
-    """However soon, and also if the numbers begin anew with epochs beside it. At which epoch nobody knows."""
+    """However soon it starts, and even if numbers also start over with epochs. The epoch it restarts in is unknown."""
     path = tmp_path / "run.log"
     with path.open("w") as file:
         for since in (0, 206):

@@ -16,7 +16,7 @@ EVENTS = (
 GOOD = b'{"at":3.0,"kind":"job_ended","job":"j","data":{"outcome":"succeeded"}}'
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_written_events_are_read(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     assert write_events(path, EVENTS[:1]) == 1
     assert write_events(path, EVENTS[1:]) == 1

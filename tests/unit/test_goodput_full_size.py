@@ -13,7 +13,7 @@ def event(at: float, kind: EventKind, /, *, generation: int = -1, rank: int = -1
 
 
 def begin(generation: int, at: float, /, *, incident: str = "", **data) -> list[Event]:
-    """A generation that can train at once; 0.0 would mean: not reached."""
+    """A generation that can train at once. (0.0 would mean: not reached.)"""
     started = event(at, EventKind.GENERATION_STARTED, generation=generation, incident=incident, **data)
     return [started, event(at, EventKind.RANK_MARKS, generation=generation, rank=0, restored_at=at or 1e-6)]
 
@@ -27,7 +27,7 @@ def end(at: float) -> Event:
     return event(at, EventKind.JOB_ENDED, outcome="succeeded")
 
 
-def test_a_job_that_shrunk_counts_as_far_as_its_ranks_do() -> None:
+def test_a_shrunk_job_counts_by_its_share_of_ranks() -> None:
     report = calculate(
         [
             event(0.0, EventKind.JOB_SUBMITTED, world_size=4),
@@ -49,7 +49,7 @@ def test_a_job_that_shrunk_counts_as_far_as_its_ranks_do() -> None:
     assert spent == {"useful": 9.0, "reduced_capacity": 1.0, "stop": 2.0}
     row = next(row for row in report.losses if row.category == "reduced_capacity")
     assert (row.incident_id, row.host_id, row.failure_class) == ("inc-1", "host-b", "host")
-    # Four GPUs for twelve seconds; of them the missing one for four.
+    # Four GPUs for twelve seconds; the missing one for four of them.
     assert report.gpus == 4
     assert report.gpu_hours == pytest.approx(4 * 12 / 3600)
     assert row.gpu_hours == pytest.approx(1 * 4 / 3600)
@@ -65,7 +65,7 @@ def test_a_job_that_shrunk_counts_as_far_as_its_ranks_do() -> None:
         ({}, {}, 2.0, 4, "does not say the job's full size"),
     ],
 )
-def test_the_full_size_of_a_job_that_grew_is_what_it_was_submitted_with(
+def test_the_full_size_of_a_job_that_grew_is_its_submitted_size(
     submitted: dict[str, int], full: dict[str, int], reduced_s: float, gpus: int, note: str
 ) -> None:
     report = calculate(

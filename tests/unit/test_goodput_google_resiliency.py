@@ -1,4 +1,4 @@
-"""Google's own formula, by hand and with the numbers of Google's tests and guide; docs/goodput-importers.md has the
+"""Google's own formula, by hand and with the numbers of Google's tests and guide. docs/goodput-importers.md uses the
 sample as an example."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def at(seconds: float) -> str:
     return (datetime(2025, 4, 1, 12) + timedelta(seconds=seconds)).isoformat()
 
 
-# Three nodes start, load step 100, save step 200 and end: with 8 s a step, 800 s of 900. As in Google's own test.
+# Three nodes start, load step 100, save step 200 and end: at 8 s a step, 800 s of 900. Same as Google's own test.
 RUN = [
     LogEntry(at(0), SCHEDULED),
     *(LogEntry(at(60 * n), START) for n in (1, 2, 3)),
@@ -42,7 +42,7 @@ RUN = [
 
 
 def measured(lines: list[dict[str, object]], folder: Path, reference_step_time_s: float = 1.0) -> GoogleGoodput:
-    """Of a file of these lines, none of which may be refused."""
+    """The measure of a file with these lines; none may be refused."""
     path = folder / "log.jsonl"
     path.write_text("".join(json.dumps({"job_name": "j", **line}) + "\n" for line in lines))
     refusals = MalformedLines(strict=True)
@@ -66,14 +66,14 @@ def test_the_formula() -> None:
 
 
 def test_the_run_of_112_nodes_that_google_published(tmp_path: Path) -> None:
-    """A log with the schedule's known totals comes to what Google's own test expects of it, to the last digit."""
+    """A log with the known totals of the schedule gives exactly the result that Google's own test expects."""
     first = datetime.fromisoformat("2025-04-02T06:08:24.318726")
     last = datetime.fromisoformat("2025-04-02T15:57:48.604217")
-    # 48 starts, 44 of which load and save; 4 ends. Progress is from step 40 to 1960.
+    # 48 starts, of which 44 load and save; 4 ends. Progress is from step 40 to 1960.
     kinds: list[tuple[EntryKind, float | None]] = []
     for run in range(48):
         loads = run % 12 != 11
-        kinds += [(START, None)] * 112  # of each node, of which the last counts
+        kinds += [(START, None)] * 112  # one per node; only the last counts
         if loads:
             kinds += [(LOAD, 40.0 * (run + 1)), (SAVE, 40.0 * (run + 2)), (SAVE, 40.0 * (run + 3))]
         else:
@@ -98,7 +98,7 @@ def test_the_run_of_112_nodes_that_google_published(tmp_path: Path) -> None:
 
 
 def test_the_interrupted_run_of_googles_guide(tmp_path: Path) -> None:
-    """Its table says 27 events, 2 starts, 1 load, 20 saves, 0.03 h, 21.72%."""
+    """Its table shows 27 events, 2 starts, 1 load, 20 saves, 0.03 h, 21.72%."""
 
     def line(clock: str, kind: EntryKind, **more: int) -> dict[str, object]:
         return {"timestamp": f"2025-09-27T{clock}", "event_type": kind, **more}
@@ -120,7 +120,7 @@ def test_the_interrupted_run_of_googles_guide(tmp_path: Path) -> None:
     assert f"{found.total_runtime_seconds / 3600:.2f} {found.goodput_percentage:.2f}%" == "0.03 21.72%"
 
 
-def test_runs_collapse_to_their_last_and_the_first_event_stands_in_for_the_schedule() -> None:
+def test_runs_collapse_to_their_last_and_the_first_event_replaces_a_missing_schedule() -> None:
     log = collapsed(RUN[1:])
     assert [(e.event_type, e.timestamp) for e in log] == [
         (SCHEDULED, at(60)),
@@ -133,12 +133,12 @@ def test_runs_collapse_to_their_last_and_the_first_event_stands_in_for_the_sched
     assert measure(RUN[1:]).total_runtime_seconds == 840.0
 
 
-def test_entries_of_one_moment_are_taken_in_the_order_of_a_run() -> None:
+def test_entries_of_one_moment_are_sorted_by_kind() -> None:
     together = [LogEntry(at(1), kind) for kind in ("lunch", *reversed(EntryKind))]
     assert [e.event_type for e in collapsed(together)] == [*EntryKind, "lunch"]
 
 
-def test_an_event_of_an_unknown_type_counts_for_time_and_parts_a_run() -> None:
+def test_an_event_of_an_unknown_type_counts_for_time_and_splits_a_run() -> None:
     lunch, dinner = LogEntry(at(-30), "lunch"), LogEntry(at(1200), "dinner")
     log = collapsed([*RUN[1:], lunch, dinner, LogEntry(at(90), "tea")])
     assert [e.event_type for e in log][:5] == [SCHEDULED, "lunch", START, "tea", START]
@@ -147,9 +147,9 @@ def test_an_event_of_an_unknown_type_counts_for_time_and_parts_a_run() -> None:
     assert (found.total_runtime_seconds, found.goodput_percentage) == (1230.0, 800 / 1230 * 100)
 
 
-def test_lines_as_its_calculator_takes_them(tmp_path: Path) -> None:
-    """Half steps and steps below 0 are numbers; a step that is none makes its own event useless, but not its time; who
-    was the node does not matter; of the clock on the wall no hour is taken away or given back."""
+def test_lines_are_parsed_like_googles_calculator(tmp_path: Path) -> None:
+    """Half steps and negative steps are numbers. An invalid step makes its own event useless, but not its time. The
+    node does not matter. Wall-clock time is used without any summer-time correction."""
     lines: list[dict[str, object]] = [
         {"timestamp": "2026-10-25T01:00:00", "event_type": SCHEDULED, "node_rank": "head"},
         {"timestamp": "2026-10-25T01:10:00", "event_type": LOAD, "step": None},
@@ -164,7 +164,7 @@ def test_lines_as_its_calculator_takes_them(tmp_path: Path) -> None:
     assert found.total_runtime_seconds == 3 * 3600.5 - 1.0
 
 
-def test_a_line_that_its_calculator_stops_at_is_left_out_and_named(tmp_path: Path) -> None:
+def test_a_line_that_stops_googles_calculator_is_left_out_and_named(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     for bad, why in (
         ('{"timestamp": "lunch", "event_type": "job_started"}', "is not a time"),
@@ -184,7 +184,7 @@ def test_a_line_that_its_calculator_stops_at_is_left_out_and_named(tmp_path: Pat
 
 def test_a_map_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(["goodput", "report", str(SAMPLE), "--method", "google-resiliency", "--map", "tz=+02:00"]) == 2
-    assert "has no --map" in capsys.readouterr().err
+    assert "does not support --map" in capsys.readouterr().err
 
 
 def test_without_a_reference_or_progress_there_is_no_percentage() -> None:
@@ -195,7 +195,7 @@ def test_without_a_reference_or_progress_there_is_no_percentage() -> None:
     assert measure([LogEntry(at(5), SAVE, 40)], reference_step_time_s=1.0).total_runtime_seconds == 0.0
 
 
-def test_a_load_of_step_0_counts_for_the_smallest_step_and_not_as_a_load() -> None:
+def test_a_load_of_step_0_counts_as_the_smallest_step_but_not_as_a_load() -> None:
     log = [LogEntry(at(0), LOAD, 0), LogEntry(at(100), SAVE, 10), LogEntry(at(150), LOAD, 10)]
     found = measure(log, reference_step_time_s=5.0)
     assert (found.checkpoints_loaded, found.min_loaded_step, found.goodput_percentage) == (1, 0, 50 / 150 * 100)
@@ -203,7 +203,7 @@ def test_a_load_of_step_0_counts_for_the_smallest_step_and_not_as_a_load() -> No
 
 def test_the_sample() -> None:
     found = measure(read_entries([SAMPLE], MalformedLines(strict=True)), reference_step_time_s=10.0)
-    # Starts at 60, 1000 and 1100 (one run), 2260; ends in two runs. It does not know of the steps that were lost.
+    # Starts at 60, 1000 and 1100 (one run), 2260; ends in two runs. The lost steps are unknown to it.
     assert (found.job_started_count, found.checkpoints_loaded, found.checkpoints_saved) == (3, 2, 10)
     assert found.total_runtime_seconds == pytest.approx(2760.4 - 60.1234)
     assert (found.min_loaded_step, found.max_saved_step, found.effective_computation_time) == (0, 200, 2000.0)

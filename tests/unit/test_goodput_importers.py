@@ -1,4 +1,4 @@
-"""Logs of other tools: the samples beside the tests have schedules that are known, and those must come out again."""
+"""Logs of other tools: the samples beside the tests have known schedules, which must be recovered."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def sample(name: str) -> GoodputReport:
 
 
 def test_google_resiliency() -> None:
-    """Steps of 10 s, saved every 20. From the last save before a failure to the next start the log knows nothing; a
-    start that fails is part of the outage. The second failure ended the processes at 2200 s, the third the job."""
+    """Steps of 10 s, saved every 20. From the last save before a failure to the next start the log has nothing; a
+    failed start is part of the outage. The second failure ended the processes at 2200 s, the third one the job."""
     report = sample("google_resiliency.jsonl")
     assert report.job == "llama-70b"
     assert spent(report)["useful"] == 2000.0
@@ -55,16 +55,16 @@ def test_google_resiliency() -> None:
 
 
 def test_ml_goodput() -> None:
-    """Steps of 2 s; after step 59 began nothing is told for 580 s, and training goes on with step 60."""
+    """Steps of 2 s. After step 59 began, nothing is logged for 580 s; training continues with step 60."""
     report = sample("ml_goodput.jsonl")
     assert report.job == "gemma" and report.outcome == "succeeded" and report.interruptions == 1
-    # Of the last step that began before each end nobody knows.
+    # The duration of the last step begun before each end is unknown.
     assert spent(report) == {"useful": 198.0, "restart": 18.0, "restore": 12.0, "shutdown": 2.0, "unknown": 580.0}
     assert report.steps.recomputed == 0
 
 
 def test_torchtitan() -> None:
-    """A line per 10 steps of 2 s. Saved at step 10 in 4 s; fails after step 30, and goes on from 10."""
+    """A line per 10 steps of 2 s. Saves at step 10 in 4 s; fails after step 30, and continues from 10."""
     report = sample("torchtitan.log")
     assert report.outcome == "succeeded" and report.interruptions == 1
     assert spent(report) == {
@@ -81,7 +81,7 @@ def test_torchtitan() -> None:
 
 
 def test_nemo() -> None:
-    """Steps of 3 s; fails after step 19, and goes on from 14, 240 s later."""
+    """Steps of 3 s; fails after step 19, and continues from 14, 240 s later."""
     log = read([SAMPLES / "nemo.log"])
     assert log.malformed_count == 1 and "no time on this line" in log.malformed[0].reason
     report = sample("nemo.log")
@@ -90,15 +90,15 @@ def test_nemo() -> None:
 
 
 def test_megatron() -> None:
-    """A line per 10 steps of 5 s, which says so: 30 s more passed before the third. Fails after step 40, and goes on
-    from 20."""
+    """A line per 10 steps of 5 s, with that duration: 30 s more passed before the third line. Fails after step 40,
+    and continues from 20."""
     report = sample("megatron.log")
     assert spent(report) == {"useful": 250.0, "recomputed": 100.0, "restart": 100.0, "shutdown": 2.0, "unknown": 240.0}
     assert (report.steps.kept, report.steps.recomputed, report.interruptions) == (50, 20, 1)
 
 
 def test_csv() -> None:
-    """Steps of 4 s; after step 50 300 s pass, and step 41 is done again. The table does not say when a run began, so
+    """Steps of 4 s; 300 s pass after step 50, and step 41 is repeated. The table does not show when a run began, so
     the first step of each has no length."""
     report = sample("steps.csv")
     assert spent(report) == {"useful": 59 * 4.0, "recomputed": 40.0, "unknown": 304.0}
@@ -106,7 +106,7 @@ def test_csv() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(SAMPLES.iterdir()), ids=lambda path: path.name)
-def test_a_named_format_reads_as_a_found_one(path: Path) -> None:
+def test_a_named_format_reads_like_a_detected_one(path: Path) -> None:
     name = {"steps.csv": "csv"}.get(path.name, path.stem.replace("_", "-"))
     assert read([path], format=name) == read([path])
 
@@ -120,7 +120,7 @@ def write(path: Path, lines: list[object]) -> Path:
 
 
 def outage_lines(kind: str) -> list[object]:
-    """1,934 steps of 1 s, 600 s of silence after step 1000, and the next step: no number comes twice."""
+    """1,934 steps of 1 s, 600 s of silence after step 1000, and the next step: no number is repeated."""
     lines: list[object] = [] if kind != "csv" else ["time,step"]
     for step in range(1935):
         at = BASE + step + (600.0 if step > 1000 else 0.0)
@@ -132,7 +132,7 @@ def outage_lines(kind: str) -> list[object]:
 
 
 @pytest.mark.parametrize("kind", ["ml-goodput", "csv"])
-def test_an_outage_shows_although_no_step_number_repeats(kind: str, tmp_path: Path) -> None:
+def test_an_outage_shows_although_no_step_number_is_repeated(kind: str, tmp_path: Path) -> None:
     path = write(tmp_path / ("log.csv" if kind == "csv" else "log.jsonl"), outage_lines(kind))
     report = calculate(read([path]).events)
     assert report.elapsed_s == 2534.0
@@ -154,7 +154,7 @@ def test_failed_restarts_are_not_counted_twice(tmp_path: Path) -> None:
     assert spent(report) == {"useful": 200.0, "restart": 510.0, "shutdown": 1.0, "unknown": 90.0}
 
 
-# --- the same said otherwise -----------------------------------------------------------------------------------------
+# --- equivalent logs -------------------------------------------------------------------------------------------------
 
 
 def comparable(log: ReadEvents) -> set[str]:
@@ -172,12 +172,12 @@ def test_neither_splitting_nor_duplicating_a_log_changes_anything(path: Path, tm
         parts[0].write_bytes(b"".join(lines[:cut]))
         parts[1].write_bytes(b"".join(lines[cut:]))
         assert comparable(read(parts)) == comparable(whole)
-        if path.suffix != ".csv":  # whose second part has no header
+        if path.suffix != ".csv":  # its second part has no header
             assert comparable(read(parts[::-1])) == comparable(whole)
     assert comparable(read([path, path])) == comparable(whole)
 
 
-def test_what_every_node_or_collector_tells_a_moment_apart_is_told_once(tmp_path: Path) -> None:
+def test_duplicates_from_nodes_or_collectors_count_once(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (SAMPLES / "google_resiliency.jsonl").read_text().splitlines()]
     copies = []
     for line in lines:
@@ -210,14 +210,14 @@ def test_several_jobs_in_one_log_are_kept_apart(tmp_path: Path) -> None:
 
 
 def test_several_formats_in_one_report(tmp_path: Path) -> None:
-    """A trainer's own events and another tool's log: each file by its own format."""
+    """A trainer's own events and another tool's log: each file in its own format."""
     own = Event(at=BASE, kind=EventKind.JOB_SUBMITTED, job="gemma")
     path = write(tmp_path / "own.jsonl", [{"at": own.at, "kind": own.kind, "job": own.job}])
     log = read([path, SAMPLES / "ml_goodput.jsonl"])
     assert calculate(log.events).started_at == BASE
 
 
-# --- what is wrong with a log ----------------------------------------------------------------------------------------
+# --- malformed logs --------------------------------------------------------------------------------------------------
 
 BAD_LINES = {
     "google-resiliency": [
@@ -328,17 +328,17 @@ def test_times_in_milliseconds_and_of_a_zone(tmp_path: Path) -> None:
         ("delimiter=||", "not one character"),
     ],
 )
-def test_a_map_that_makes_no_sense_is_a_clear_error(text: str, message: str) -> None:
+def test_an_invalid_map_is_a_clear_error(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read([SAMPLES / "steps.csv"], mapping=parse_mapping(text))
 
 
-# --- the hour that comes twice ---------------------------------------------------------------------------------------
+# --- the hour that occurs twice --------------------------------------------------------------------------------------
 
 
 def test_time_does_not_go_back_when_summer_time_ends(tmp_path: Path) -> None:
-    """In Berlin 2026-10-25 has 25 hours: a step every 10 minutes from 01:30 summer time to 03:30 winter time, written
-    without an offset, a line out of order, over two files."""
+    """In Berlin 2026-10-25 has 25 hours: a step every 10 minutes from 01:30 summer time to 03:30 winter time,
+    written without an offset, with a line out of order, over two files."""
     start = datetime(2026, 10, 24, 23, 30, tzinfo=UTC)
     stamps = [start + timedelta(minutes=10 * n) for n in range(19)]
     local = [at.astimezone(ZoneInfo("Europe/Berlin")).strftime("%F %T,000") for at in stamps]
@@ -348,8 +348,8 @@ def test_time_does_not_go_back_when_summer_time_ends(tmp_path: Path) -> None:
     path = write(tmp_path / "titan.log", [*lines[:10], late, *lines[10:]])
     log = read([path, write(tmp_path / "before.log", lines[:5])], mapping={"tz": "Europe/Berlin"})
     assert log.malformed == () and [e for e in log.events if e.kind is EventKind.INCIDENT_OPENED] == []
-    told = [at for e in log.events if e.kind is EventKind.STEPS for at in e.data["completed_at"]]
-    assert told == [at.timestamp() for at in stamps]
+    completed = [at for e in log.events if e.kind is EventKind.STEPS for at in e.data["completed_at"]]
+    assert completed == [at.timestamp() for at in stamps]
     assert [note.split(", times")[0] for note in log.assumed] == [
         f"{path}: from line 10 on",
         f"{tmp_path / 'before.log'}: from line 4 on",
@@ -357,7 +357,9 @@ def test_time_does_not_go_back_when_summer_time_ends(tmp_path: Path) -> None:
     assert read([path], mapping={"tz": "+01:00"}).assumed == ()
 
 
-def test_a_report_says_which_passage_of_the_hour_was_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_says_which_passage_of_the_hour_was_assumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [f"2026-10-25 02:{minute}:00,{step}" for step, minute in enumerate((10, 30, 50, 10, 30, 50))]
     path = write(tmp_path / "log.csv", ["time,step", *rows])
     assert run_cli(["goodput", "report", str(path), "--map", "tz=Europe/Berlin", "-o", "json"]) == 0

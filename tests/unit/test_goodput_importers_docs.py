@@ -1,4 +1,4 @@
-"""docs/goodput-importers.md is true: its commands run, and say what it says."""
+"""docs/goodput-importers.md is true: its commands run, with the output shown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from goodput.read.importers.registry import FORMATS, read_entries
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "goodput-importers.md").read_text()
-# A block of commands on samples, and the block of output after it, if there is one.
+# A block of commands on samples, and the output block after it, if there is one.
 EXAMPLES = re.findall(
     r"((?:^    flyball goodput report tests/.*\n)+)\n((?:^    (?!flyball).*\n)*)", DOCUMENT, re.MULTILINE
 )
@@ -27,11 +27,11 @@ def test_a_worked_example(
     commands: str, output: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    said = ""
+    printed = ""
     for command in commands.splitlines():
         assert run_cli(shlex.split(command)[1:]) == 0
-        said = capsys.readouterr().out
-    assert output and re.sub(r"^    ", "", output, flags=re.MULTILINE) in said + "\n"
+        printed = capsys.readouterr().out
+    assert output and re.sub(r"^    ", "", output, flags=re.MULTILINE) in printed + "\n"
 
 
 def test_every_format_and_key_of_a_map_is_documented() -> None:

@@ -1,4 +1,4 @@
-"""Local times of a zone with summer time: what is read is right, and what nobody can tell is refused or told."""
+"""Local times in a zone with summer time: they are read correctly, and ambiguous ones are refused or reported."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from goodput.read.event_files import ReadEvents
 from goodput.read.importers.registry import read
 
 BERLIN = {"tz": "Europe/Berlin"}
-BEGINS = datetime(2026, 10, 24, 22, 30, tzinfo=UTC)  # 00:30 summer time; the hour from 02:00 on comes twice
-STEPS = 300  # of a minute each
+BEGINS = datetime(2026, 10, 24, 22, 30, tzinfo=UTC)  # 00:30 summer time; the hour from 02:00 on occurs twice
+STEPS = 300  # one minute each
 
 
 def lines(start: datetime = BEGINS, steps: int = STEPS) -> list[str]:
@@ -32,7 +32,7 @@ def table(path: Path, rows: Sequence[str]) -> Path:
     return path
 
 
-def told(log: ReadEvents) -> dict[int, float]:
+def times_by_step(log: ReadEvents) -> dict[int, float]:
     return {
         int(str(event.data["first_step"])) + place: float(at)
         for event in log.events
@@ -45,19 +45,19 @@ def true(step: int, start: datetime = BEGINS) -> float:
     return (start + timedelta(minutes=step)).timestamp()
 
 
-def test_lines_in_their_order_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_ordered_lines_are_read_correctly(tmp_path: Path) -> None:
     log = read([table(tmp_path / "a.csv", lines())], mapping=BERLIN)
-    assert told(log) == {step: true(step) for step in range(STEPS)}
+    assert times_by_step(log) == {step: true(step) for step in range(STEPS)}
     assert (log.malformed_count, len(log.assumed)) == (0, 1)
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_of_lines_in_no_order_those_of_the_hour_that_comes_twice_are_refused(seed: int, tmp_path: Path) -> None:
+def test_unordered_lines_in_the_hour_that_occurs_twice_are_refused(seed: int, tmp_path: Path) -> None:
     rows = lines()
     random.Random(seed).shuffle(rows)
     path = table(tmp_path / "a.csv", rows)
     log = read([path], mapping=BERLIN)
-    steps = told(log)
+    steps = times_by_step(log)
     assert steps == {step: true(step) for step in steps}
     assert set(steps) == {*range(90), *range(210, STEPS)}
     assert log.malformed_count == 120 and "occurs twice" in log.malformed[0].reason
@@ -68,31 +68,31 @@ def test_of_lines_in_no_order_those_of_the_hour_that_comes_twice_are_refused(see
         read([path], mapping=BERLIN, strict=True)
 
 
-def test_lines_in_no_order_that_are_of_no_such_hour_are_read(tmp_path: Path) -> None:
+def test_unordered_lines_outside_that_hour_are_read(tmp_path: Path) -> None:
     rows = lines(BEGINS + timedelta(hours=12))
     random.Random(1).shuffle(rows)
     log = read([table(tmp_path / "a.csv", rows)], mapping=BERLIN)
-    assert told(log) == {step: true(step, BEGINS + timedelta(hours=12)) for step in range(STEPS)}
+    assert times_by_step(log) == {step: true(step, BEGINS + timedelta(hours=12)) for step in range(STEPS)}
     assert (log.malformed_count, log.assumed) == (0, ())
 
 
-def test_a_file_that_tells_of_one_passage_only_is_taken_for_the_first_aloud(tmp_path: Path) -> None:
+def test_a_file_with_only_one_passage_is_assumed_to_be_the_first_and_says_so(tmp_path: Path) -> None:
     log = read([table(tmp_path / "a.csv", lines()[:120])], mapping=BERLIN)
-    assert told(log) == {step: true(step) for step in range(120)}
+    assert times_by_step(log) == {step: true(step) for step in range(120)}
     (note,) = log.assumed
     assert "occurs twice" in note and "first passage" in note and "line 92" in note
 
 
-def test_times_of_the_hour_that_is_skipped_are_refused(tmp_path: Path) -> None:
+def test_times_in_the_skipped_hour_are_refused(tmp_path: Path) -> None:
     rows = ["2026-03-29 01:59:00,1\n", "2026-03-29 02:30:00,2\n", "2026-03-29 03:01:00,3\n"]
     log = read([table(tmp_path / "a.csv", rows)], mapping=BERLIN)
-    assert sorted(told(log)) == [1, 3]
+    assert sorted(times_by_step(log)) == [1, 3]
     assert log.malformed_count == 1 and "summer time skips it" in log.malformed[0].reason
 
 
-def test_times_with_an_offset_are_clear_in_any_order(tmp_path: Path) -> None:
+def test_times_with_an_offset_are_unambiguous_in_any_order(tmp_path: Path) -> None:
     rows = [f"{(BEGINS + timedelta(minutes=step)).isoformat()},{step}\n" for step in range(STEPS)]
     random.Random(1).shuffle(rows)
     log = read([table(tmp_path / "a.csv", rows)], mapping=BERLIN)
-    assert told(log) == {step: true(step) for step in range(STEPS)}
+    assert times_by_step(log) == {step: true(step) for step in range(STEPS)}
     assert (log.malformed_count, log.assumed) == (0, ())

@@ -1,4 +1,4 @@
-"""Measures by hand: quantiles, windows, MTBI and its kin, MFU, productivity, and the report on a part of the time."""
+"""Measures by hand: quantiles, windows, MTBI and related times, MFU, productivity, and reports on part of the time."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def event(at: float, kind: EventKind, /, *, generation: int = -1, rank: int = -1
 
 
 def job(*repairs: float, steps: int = 100) -> list[Event]:
-    """Steps of a second of 8 ranks; after every `steps` of them a worker dies, two steps are lost, and the repair (of
-    which a tenth each is detection, decision and stop, the rest restart) takes so long."""
+    """One-second steps of 8 ranks. After every `steps` of them a worker dies and two steps are lost; a repair takes
+    this long, a tenth each for detection, decision and stop, the rest for the restart."""
     log = [event(0.0, EventKind.JOB_SUBMITTED, world_size=8)]
     now, step, incident = 10.0, 0, ""
     for generation, repair_s in enumerate((*repairs, None), start=1):
@@ -72,7 +72,7 @@ def test_times_between_interruptions_and_the_parts_of_repairs() -> None:
     assert report.mttf_s == pytest.approx(running_s / 3)
     assert report.mtbi_s == pytest.approx((elapsed_s - 10.0) / 3)
     assert report.mttd_s == pytest.approx(3.0)
-    # To the first step after it, which takes a second.
+    # Until the first step after it, which takes a second.
     assert report.mttr_s == pytest.approx(31.0)
     repair = report.repair
     assert list(repair) == ["detect", "decide", "wait_for_hosts", "stop", "restart", "restore", "warm_up", "total"]
@@ -106,14 +106,14 @@ def test_the_rolling_window_is_exact() -> None:
     points, ettr = rolling(pieces, 800.0, points=40)
     assert [p.at for p in points] == pytest.approx([100.0 * n for n in range(1, 41)])
     by_at = {round(p.at): p for p in points}
-    assert (by_at[500].goodput, by_at[500].ettr, by_at[500].cumulative_goodput) == (1.0, 1.0, 1.0)  # what there is
+    assert (by_at[500].goodput, by_at[500].ettr, by_at[500].cumulative_goodput) == (1.0, 1.0, 1.0)  # a shorter window
     assert by_at[1500].goodput == pytest.approx(300 / 800)
     assert by_at[1500].cumulative_goodput == pytest.approx(1000 / 1500)
     assert (by_at[3000].goodput, by_at[3000].ettr) == (pytest.approx(300 / 800), pytest.approx(1.0))
     assert points[-1].cumulative_goodput == pytest.approx(3000 / 4000)
     assert ettr is not None
     assert (ettr.window_s, ettr.min, ettr.median, ettr.last) == (800.0, pytest.approx(300 / 800), 1.0, 1.0)
-    assert rolling(pieces, 800.0, points=7)[1].min == pytest.approx(300 / 800)  # whatever the points are
+    assert rolling(pieces, 800.0, points=7)[1].min == pytest.approx(300 / 800)  # independent of the points
 
 
 def test_the_smallest_window_is_exact_however_many_intervals_there_are() -> None:
@@ -126,7 +126,7 @@ def test_the_smallest_window_is_exact_however_many_intervals_there_are() -> None
     assert ettr.min == pytest.approx(0.09 / 0.99)
 
 
-def test_a_window_longer_than_the_time_is_all_of_it() -> None:
+def test_a_window_longer_than_the_elapsed_time_covers_all_of_it() -> None:
     report = calculate(job(10.0))
     assert report.ettr_window is not None
     assert report.ettr == pytest.approx(report.ettr_window.min)
@@ -136,11 +136,11 @@ def test_a_window_longer_than_the_time_is_all_of_it() -> None:
     assert rolling([], 3600.0) == ((), None)
 
 
-def test_mfu_and_productivity_multiply_to_what_the_machines_could_have_done() -> None:
+def test_mfu_and_productivity() -> None:
     flops = AccountOptions(model_flops_per_step=8e12, peak_flops_per_gpu=2.5e12)
     report = calculate(job(10.0), options=flops)
 
-    assert report.mfu == pytest.approx(0.4)  # 8 TFLOP in a second on eight of 2.5
+    assert report.mfu == pytest.approx(0.4)  # 8 TFLOP per second on eight of 2.5
     found = report.productivity
     assert found is not None
     assert found.scheduling == pytest.approx((report.elapsed_s - 10.0) / report.elapsed_s)
@@ -149,7 +149,7 @@ def test_mfu_and_productivity_multiply_to_what_the_machines_could_have_done() ->
     assert found.overall == pytest.approx(198 * 8e12 / (report.elapsed_s * 8 * 2.5e12))
 
 
-def test_without_flops_a_reference_step_time_tells_the_program_goodput() -> None:
+def test_without_flops_a_reference_step_time_gives_the_program_goodput() -> None:
     report = calculate(job(10.0), options=AccountOptions(reference_step_s=0.8))
     assert report.mfu is None
     assert report.productivity is not None
@@ -175,7 +175,7 @@ def test_gpu_hours_and_money_need_gpus_and_a_price() -> None:
     assert (unknown.gpus, unknown.cost, unknown.gpu_hours_by_category) == (None, None, {})
 
 
-def test_a_part_of_the_time() -> None:
+def test_a_report_on_part_of_the_time() -> None:
     log = job(10.0, 20.0)
     whole = calculate(log)
     first = calculate(log, options=AccountOptions(to_at=115.0))  # the second generation begins there
@@ -188,7 +188,7 @@ def test_a_part_of_the_time() -> None:
     for category, seconds in whole.seconds_by_category.items():
         parts = first.seconds_by_category[category] + second.seconds_by_category[category]
         assert parts == pytest.approx(seconds), category
-    # The first incident's restart lies in the second part: it is told of there too, and not counted again.
+    # The first incident's restart lies in the second part: it is listed there, too, but not counted again.
     assert [i.incident_id for i in second.incidents] == ["inc-1", "inc-2"]
     beside = calculate(log, options=AccountOptions(from_at=5 * DAY_S))
     assert (beside.elapsed_s, beside.goodput, beside.rolling) == (0.0, None, ())
@@ -206,14 +206,14 @@ def test_a_part_of_the_time() -> None:
         {"reference_step_s": -1.0},
     ],
 )
-def test_options_that_mean_nothing_are_refused(wrong: dict[str, float]) -> None:
+def test_invalid_options_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UsageError):
         AccountOptions(**wrong)  # type: ignore[arg-type]
 
 
-def test_the_recommendation_is_made_from_what_the_log_tells() -> None:
+def test_the_recommendation_uses_the_log() -> None:
     unseen = calculate(job(10.0, 20.0, 60.0)).recommendation
-    assert unseen is not None  # that nothing blocked is no proof of a save
+    assert unseen is not None  # the absence of blocking does not prove a save
     assert unseen.save_every_steps is None and "what a save costs" in unseen.reason
     ended_at = job(10.0, 20.0, 60.0)[-1].at
     blocked = event(ended_at, EventKind.RANK_MARKS, generation=4, rank=0, save_blocked_s=2.0)
@@ -226,12 +226,12 @@ def test_the_recommendation_is_made_from_what_the_log_tells() -> None:
     assert asked is not None
     assert (asked.saved_every_steps, asked.saved_every_is_estimate) == (25.0, False)
     saves = [event(50.0 + 40 * n, EventKind.CHECKPOINT_SAVED, generation=1, step=40 * n, tier="disk") for n in range(3)]
-    told = calculate([*job(10.0, 20.0, 60.0), *saves]).recommendation
-    assert told is not None
-    assert (told.saved_every_steps, told.saved_every_is_estimate) == (40.0, False)
+    found = calculate([*job(10.0, 20.0, 60.0), *saves]).recommendation
+    assert found is not None
+    assert (found.saved_every_steps, found.saved_every_is_estimate) == (40.0, False)
 
 
-def test_a_clock_that_was_not_set_makes_no_run_of_56_years() -> None:
+def test_an_unset_clock_does_not_make_a_run_of_56_years() -> None:
     log = [moved(e, 1.7e9) for e in job(10.0, 20.0)]
     true = calculate(log)
     asleep = [
@@ -250,11 +250,11 @@ def test_a_clock_that_was_not_set_makes_no_run_of_56_years() -> None:
         assert msgspec.structs.replace(found, notes=true.notes) == true
     assert calculate([Event(17.0, EventKind.FAULT_INJECTED), *log]).notes == found.notes, "of every job"
     assert true.elapsed_s < 1000.0
-    assert calculate(asleep).elapsed_s == 4.0, "a log that has a zero of its own"
+    assert calculate(asleep).elapsed_s == 4.0, "a log with its own zero"
 
 
 def moved(event: Event, by_s: float) -> Event:
-    """The event at a later time, with all moments that it tells of."""
+    """The event at a later time, with all times in it."""
     data = dict(event.data)
     for key in data.keys() & {"spawned_at", "restored_at"}:
         data[key] += by_s

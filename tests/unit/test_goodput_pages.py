@@ -67,7 +67,7 @@ def test_the_page_has_everything_and_loads_nothing() -> None:
         assert f">{title}<" in text, title
     assert report.recommendation and report.recommendation.text.split(";")[0] in text
     assert "90.63%" in text and "inc-6" in text and "host-b" in text
-    assert "2 lines of the log are no events" in text
+    assert "2 lines of the log were malformed" in text
     tags = Tags(text).found
     assert not [a for _, a in tags if {"src", "href", "srcset"} & a.keys()], "nothing is loaded from elsewhere"
     assert not [tag for tag, _ in tags if tag in ("link", "iframe", "object", "img")]
@@ -78,7 +78,7 @@ def test_the_page_has_everything_and_loads_nothing() -> None:
     assert "@media print" in html
 
 
-def test_an_incident_has_the_time_that_it_lost_and_with_a_price_what_that_cost() -> None:
+def test_an_incident_shows_its_lost_time_and_with_a_price_its_cost() -> None:
     events = interrupted_run(interruptions=1, steps_between=20)
     for options, titles in (({}, ["time lost"]), ({"gpu_hour_price": 250.0}, ["time lost", "cost"])):
         report, html = page(events, **options)
@@ -94,7 +94,7 @@ def test_an_incident_has_the_time_that_it_lost_and_with_a_price_what_that_cost()
         assert ("cost" in text) is ("cost" in titles)
 
 
-def test_every_picture_has_titles_with_units_and_does_without_colour() -> None:
+def test_every_figure_has_titles_with_units_and_is_readable_without_colour() -> None:
     _, html = page(interrupted_run())
     for axis in ("time (hours)", "time (UTC)", "share of the slice (%)", "share of the time (%)"):
         assert axis in html
@@ -102,7 +102,7 @@ def test_every_picture_has_titles_with_units_and_does_without_colour() -> None:
     assert {'"dash":"solid"', '"dash":"dash"', '"dash":"dot"'} <= set(re.findall(r'"dash":"\w+"', html))
 
 
-def test_names_of_others_are_no_markup_in_it() -> None:
+def test_names_from_logs_are_escaped() -> None:
     _, harmless = page(interrupted_run(job="llama", hosts=("a", "b", "c")))
     _, html = page(interrupted_run(job=HOSTILE_JOB, hosts=HOSTILE_HOSTS))
     assert html.count("<script") == harmless.count("<script")
@@ -114,7 +114,7 @@ def test_names_of_others_are_no_markup_in_it() -> None:
     assert "onerror=alert(2)>" not in html.replace("&gt;", "")
 
 
-def test_a_cause_is_no_markup_in_a_picture() -> None:
+def test_a_cause_is_escaped_in_a_figure() -> None:
     events = interrupted_run()
     events.append(
         Event(events[-1].at - 5.0, EventKind.INCIDENT_OPENED, "llama", incident_id="x", data={"cause": "<b>owned</b>"})
@@ -122,7 +122,7 @@ def test_a_cause_is_no_markup_in_a_picture() -> None:
     assert "<b>owned" not in page(events)[1]
 
 
-def test_a_run_of_nothing_has_a_page() -> None:
+def test_an_empty_run_has_a_page() -> None:
     report, html = page([Event(at=5.0, kind=EventKind.JOB_SUBMITTED, job="new")])
     assert report.goodput is None
     assert "Goodput of new" in html
@@ -155,7 +155,7 @@ def test_every_value_is_in_the_csv() -> None:
     }
 
 
-def test_no_name_is_a_formula_in_a_spreadsheet() -> None:
+def test_no_name_becomes_a_formula_in_a_spreadsheet() -> None:
     text = report_csv(calculate(interrupted_run(hosts=HOSTILE_HOSTS[2:], job="=1+1")))
     cells = [cell for row in csv.reader(io.StringIO(text)) for cell in row]
     assert not [c for c in cells if c.startswith(("=", "@", "+"))]
@@ -165,7 +165,7 @@ def test_no_name_is_a_formula_in_a_spreadsheet() -> None:
 # --- Prometheus ------------------------------------------------------------------------------------------------------
 
 
-def test_the_metrics_are_what_prometheus_reads() -> None:
+def test_prometheus_can_read_the_metrics() -> None:
     report = calculate(interrupted_run(job='a"b\\c\n'), options=AccountOptions(gpu_hour_price=1.0))
     families = {f.name: f for f in text_string_to_metric_families(exposition([report]))}
     goodput = families["flyball_goodput_ratio"].samples[0]
@@ -176,7 +176,7 @@ def test_the_metrics_are_what_prometheus_reads() -> None:
     assert families["flyball_goodput_cost"].samples[0].value == report.cost
     assert families["flyball_goodput_gpu_seconds"].samples[0].value == pytest.approx(8 * report.elapsed_s)
     labels = {label for family in families.values() for sample in family.samples for label in sample.labels}
-    assert not labels & {"job", "instance"}, "a scrape has these itself"
+    assert not labels & {"job", "instance"}, "a scrape adds these itself"
 
 
 def test_a_measure_without_a_value_is_left_out() -> None:
@@ -208,7 +208,7 @@ def test_two_runs_side_by_side() -> None:
     }
 
 
-def test_a_run_against_itself_differs_in_nothing() -> None:
+def test_a_run_does_not_differ_from_itself() -> None:
     a = calculate(interrupted_run())
     assert not any(row.difference for row in compare(a, a).measures)
     empty = calculate([Event(at=5.0, kind=EventKind.JOB_SUBMITTED, job="new")])
@@ -218,7 +218,7 @@ def test_a_run_against_itself_differs_in_nothing() -> None:
 # --- text ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_text_says_what_it_cost_and_what_to_do() -> None:
+def test_the_text_has_the_cost_and_the_recommendation() -> None:
     report = calculate(interrupted_run(), options=AccountOptions(gpu_hour_price=2.5))
     shown = " ".join(to_text(report).split())
     assert report.recommendation and report.recommendation.text in shown
@@ -227,7 +227,7 @@ def test_the_text_says_what_it_cost_and_what_to_do() -> None:
         assert word in shown
 
 
-def test_a_screen_has_what_fits_and_the_most_important_always() -> None:
+def test_a_screen_shows_what_fits_and_always_the_most_important() -> None:
     report = calculate(interrupted_run(steps_between=60, save_every=20), options=AccountOptions(gpu_hour_price=2.5))
     console = Console(width=80)
 
@@ -245,7 +245,7 @@ def test_a_screen_has_what_fits_and_the_most_important_always() -> None:
         assert any(line.startswith("useful") for line in found)
 
 
-def test_the_text_gives_no_orders_to_a_terminal() -> None:
+def test_the_text_contains_no_terminal_controls() -> None:
     shown = to_text(calculate(interrupted_run(job="a\x1b[2Jb", hosts=("h\x1b]0;x\x07",))))
     assert "\x1b" not in shown and "\x07" not in shown
 

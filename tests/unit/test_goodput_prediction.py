@@ -1,4 +1,4 @@
-"""Predictions against what was published, and against the renewal process itself, simulated step by step."""
+"""Predictions against published results, and against the renewal process itself, simulated step by step."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_metas_closed_form_gives_the_published_points(
 
 
 def test_the_published_time_to_failure_of_a_large_job() -> None:
-    # 16,384 GPUs of RSC-1, 8 to a node: 1.8 h; 131,072 GPUs: 0.23 h (Kokolis et al.).
+    # 16,384 GPUs of RSC-1, 8 per node: 1.8 h; 131,072 GPUs: 0.23 h (Kokolis et al.).
     assert job_mtti_s(2_048, 6.5) / 3600 == pytest.approx(1.8, abs=0.01)
     assert job_mtti_s(16_384, 6.5) / 3600 == pytest.approx(0.23, abs=0.01)
 
 
-def test_metas_form_is_the_exact_one_to_first_order() -> None:
+def test_metas_form_is_exact_to_first_order() -> None:
     exact = expected_goodput(interval_s=120.0, save_s=0.0, mtti_s=job_mtti_s(2_048, 6.5), repair_s=60.0)
     form = expected_ettr(nodes=2_048, failures_per_1000_node_days=6.5, restart_s=60.0, interval_s=120.0)
     assert form == pytest.approx(exact, abs=1e-3)
@@ -81,7 +81,7 @@ def test_no_other_interval_is_better_than_dalys(save_s: float, mtti_s: float) ->
 def test_the_expected_goodput_is_that_of_a_simulated_run(
     interval_s: float, save_s: float, mtti_s: float, repair_s: float
 ) -> None:
-    """Between two failures whole pieces are kept: failures have no memory, so each begins a piece anew."""
+    """Between two failures whole pieces are kept. Failures have no memory, so each begins a new piece."""
     running_s = np.random.default_rng(7).exponential(mtti_s, 200_000)
     pieces = np.floor(running_s / (interval_s + save_s))
     simulated = pieces.sum() * interval_s / (running_s + repair_s).sum()
@@ -89,7 +89,7 @@ def test_the_expected_goodput_is_that_of_a_simulated_run(
     assert expected == pytest.approx(simulated, rel=0.02)
 
 
-# --- how sure a rate is ----------------------------------------------------------------------------------------------
+# --- confidence of a rate --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -101,13 +101,13 @@ def test_the_interval_of_a_rate_is_garwoods(count: int, low: float, high: float)
     assert (2.0 * found.low, 2.0 * found.high) == pytest.approx((low, high), rel=1e-3, abs=1e-6)
 
 
-def test_the_approximation_goes_on_where_the_exact_interval_ends() -> None:
+def test_the_approximation_continues_the_exact_interval() -> None:
     exact, approximate = rate_interval(100, 1.0), rate_interval(101, 1.0)
     assert exact.low < approximate.low < exact.low + 1.5
     assert exact.high < approximate.high < exact.high + 1.5
 
 
-def test_the_interval_holds_the_rate_as_often_as_it_says() -> None:
+def test_the_interval_covers_the_rate_as_often_as_promised() -> None:
     counts = np.random.default_rng(3).poisson(4.0, 2_000)
     intervals = {count: rate_interval(int(count), 1.0) for count in set(counts)}
     held = sum(intervals[count].low <= 4.0 <= intervals[count].high for count in counts)
@@ -132,7 +132,7 @@ def test_one_tier_gets_dalys_interval() -> None:
     )
 
 
-def test_each_tier_is_saved_to_as_its_own_failures_ask_for() -> None:
+def test_each_tier_gets_the_interval_for_its_own_failures() -> None:
     plan = optimal_tiers([STORE, MEMORY, PEER], mtti_s=3_600.0, repair_s=20.0, step_s=1.0)
     by_name = {tier.name: tier for tier in plan.tiers}
     assert [tier.name for tier in plan.tiers] == ["persistent", "memory", "peer"]
@@ -147,7 +147,7 @@ def test_each_tier_is_saved_to_as_its_own_failures_ask_for() -> None:
     assert plan.goodput > alone.goodput + 0.1
 
 
-def test_a_tier_that_is_of_no_use_is_left_out() -> None:
+def test_a_useless_tier_is_left_out() -> None:
     costly = PredictedTier("costly", save_s=40.0, restore_s=100.0, survives=0.5)
     never = PredictedTier("never", save_s=0.0, restore_s=0.0, survives=0.0)
     plan = optimal_tiers([costly, never, STORE], mtti_s=3_600.0, repair_s=20.0, step_s=1.0)
@@ -155,12 +155,12 @@ def test_a_tier_that_is_of_no_use_is_left_out() -> None:
     assert sum(tier.restores_share for tier in plan.tiers) == 1.0
 
 
-def test_no_save_begins_before_the_one_before_it_counts() -> None:
+def test_no_save_begins_before_the_previous_copy_counts() -> None:
     slow = PredictedTier("slow", save_s=0.0, restore_s=1.0, survives=1.0, ready_after_s=90.5)
     assert optimal_tiers([slow], mtti_s=3_600.0, repair_s=0.0, step_s=1.0).tiers[0].interval_steps == 91
 
 
-def test_the_plan_of_two_tiers_is_what_a_simulated_run_gives_and_no_other_is_better() -> None:
+def test_the_plan_of_two_tiers_matches_a_simulated_run_and_is_the_best() -> None:
     tiers = [PredictedTier("memory", 0.1, 2.0, 0.8), PredictedTier("persistent", 5.0, 30.0, 1.0)]
     plan = optimal_tiers(tiers, mtti_s=400.0, repair_s=10.0, step_s=1.0)
     steps = [tier.interval_steps or 0 for tier in plan.tiers]
@@ -172,7 +172,7 @@ def test_the_plan_of_two_tiers_is_what_a_simulated_run_gives_and_no_other_is_bet
 
 
 def simulated(tiers: list[PredictedTier], intervals: list[int], *, mtti_s: float, repair_s: float) -> float:
-    """Steps of a second with saves behind them; a failure goes back to the newest copy that is still there."""
+    """One-second steps with saves after them; a failure goes back to the newest surviving copy."""
     rng = random.Random(11)
     saved = [0] * len(tiers)
     step, elapsed_s, failure_in_s = 0, 0.0, rng.expovariate(1.0 / mtti_s)
@@ -197,7 +197,7 @@ def simulated(tiers: list[PredictedTier], intervals: list[int], *, mtti_s: float
     return step / elapsed_s
 
 
-# --- wrong numbers ---------------------------------------------------------------------------------------------------
+# --- invalid numbers -------------------------------------------------------------------------------------------------
 
 
 def test_wrong_numbers_are_named() -> None:

@@ -1,4 +1,4 @@
-"""Logs that end raggedly: one rank's stops early, an incident's end is missing, a stamp belongs to nothing."""
+"""Logs with ragged ends: one rank's log stops early, an incident's end is missing, a stamp belongs to nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def end(at: float) -> Event:
     return event(at, EventKind.JOB_ENDED, outcome="succeeded")
 
 
-def test_a_rank_whose_log_stops_early_does_not_hide_what_the_others_did() -> None:
+def test_a_rank_whose_log_stops_early_does_not_hide_the_others() -> None:
     times = [float(at) for at in range(1, 501)]
     log = [*begin(), *(steps(times, rank) for rank in range(3)), steps(times[:100], 3), end(500.0)]
 
@@ -39,7 +39,7 @@ def test_a_rank_whose_log_stops_early_does_not_hide_what_the_others_did() -> Non
 
 
 @pytest.mark.parametrize(("ahead", "pace_s"), [(15, 10.0), (200, 0.1)])
-def test_a_lost_hosts_last_reports_are_no_lost_log(ahead: int, pace_s: float) -> None:
+def test_a_lost_hosts_last_reports_are_not_a_lost_log(ahead: int, pace_s: float) -> None:
     times = [(step + 1) * pace_s for step in range(100 + ahead)]
     report = calculate([*begin(), steps(times, 0), steps(times[:100], 1), end(times[-1])])
 
@@ -47,7 +47,7 @@ def test_a_lost_hosts_last_reports_are_no_lost_log(ahead: int, pace_s: float) ->
     assert not any("end long before" in note for note in report.notes)
 
 
-def test_one_absurd_step_number_of_a_rank_makes_the_others_no_lost_logs() -> None:
+def test_an_absurd_step_number_does_not_make_the_others_lost_logs() -> None:
     times = [float(at) for at in range(1, 101)]
     report = calculate([*begin(), steps(times, 0), steps(times, 1), steps([900.0], 1, first_step=10**6), end(900.0)])
 
@@ -62,7 +62,7 @@ def test_a_silence_within_a_row_of_many_steps_is_a_pause() -> None:
     assert spent(calculate(log))["unknown"] == pytest.approx(600.0, abs=80.0)
 
 
-def test_an_outage_that_is_no_ten_steps_long_is_a_pause_between_long_steps() -> None:
+def test_an_outage_shorter_than_ten_steps_is_a_pause_between_long_steps() -> None:
     times = [70.0 * step for step in range(1, 11)]
     times += [times[-1] + 600.0 + 70.0 * step for step in range(1, 11)]
 
@@ -105,7 +105,7 @@ def test_an_incident_that_training_outlives_does_not_end_an_evaluation() -> None
 
 
 @pytest.mark.parametrize(("stamps", "began_at"), [([20.5], 99.0), ([95.5, 97.5], 95.5), ([20.5, 97.5], 97.5)])
-def test_only_a_stamp_shortly_before_an_incident_is_its_beginning(stamps: list[float], began_at: float) -> None:
+def test_only_a_stamp_shortly_before_an_incident_begins_it(stamps: list[float], began_at: float) -> None:
     log = [
         *begin(),
         steps([float(at) for at in range(1, 100)]),

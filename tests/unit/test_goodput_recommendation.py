@@ -1,4 +1,4 @@
-"""The recommendation: in words with numbers, with how sure they are, or why there is none."""
+"""The recommendation: in words, with numbers and their confidence, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEEN: dict[str, Any] = {
 }
 
 
-def test_it_is_in_words_with_numbers() -> None:
+def test_the_text_has_words_and_numbers() -> None:
     found = recommend(**SEEN)
     best = daly_interval_s(0.5, 2 * HOUR_S) / 2.0
     assert found.save_every_steps in (int(best), int(best) + 1)
@@ -36,7 +36,7 @@ def test_it_is_in_words_with_numbers() -> None:
     assert found.reason == ""
 
 
-def test_it_says_how_sure_it_is() -> None:
+def test_the_text_has_the_confidence() -> None:
     found, few = recommend(**SEEN), recommend(**SEEN | {"interruptions": 2, "running_s": 4 * HOUR_S})
     assert found.save_every_steps_range and few.save_every_steps_range
     low, high = found.save_every_steps_range
@@ -44,7 +44,7 @@ def test_it_says_how_sure_it_is() -> None:
     assert f"With 95% confidence the optimum lies between every {low} and every {high} steps" in found.text
     assert "so few interruptions tell little" not in found.text
     wide = few.save_every_steps_range
-    assert wide[0] < low and high < wide[1], "the same rate, seen for longer, is known better"
+    assert wide[0] < low and high < wide[1], "the same rate, observed for longer, is more certain"
     assert "so few interruptions tell little" in few.text
     assert found.gain_range and few.gain_range
     assert few.gain_range[0] < found.gain_range[0] < (found.gain or 0.0) < found.gain_range[1] < few.gain_range[1]
@@ -59,7 +59,7 @@ def test_a_good_interval_is_kept() -> None:
         assert "worth less than 0.1% goodput: keep what you have." in found.text
 
 
-def test_saves_that_cost_nothing_are_made_after_every_step() -> None:
+def test_free_saves_are_made_after_every_step() -> None:
     found = recommend(**SEEN | {"save_blocked_s": 0.0})
     assert found.save_every_steps == 1
     assert "is every step; worth +" in found.text
@@ -75,7 +75,7 @@ def test_the_gain_lies_in_its_range_also_where_it_rises_and_falls_with_the_rate(
     assert found.gain_range[0] <= (found.gain or 0.0) <= found.gain_range[1]
 
 
-def test_what_was_saved_is_judged_by_what_was_lost_where_the_log_does_not_tell() -> None:
+def test_the_save_interval_is_estimated_from_lost_steps_if_unknown() -> None:
     found = recommend(**SEEN | {"saved_every_steps": None, "lost_steps": 249.5})
     assert found.saved_every_steps == 500.0
     assert found.saved_every_is_estimate
@@ -95,14 +95,14 @@ def test_what_was_saved_is_judged_by_what_was_lost_where_the_log_does_not_tell()
         ({"save_blocked_s": None}, "what a save costs"),
     ],
 )
-def test_without_the_numbers_there_is_none_and_the_reason_is_named(missing: dict[str, Any], reason: str) -> None:
+def test_without_the_numbers_the_reason_is_named(missing: dict[str, Any], reason: str) -> None:
     found = recommend(**SEEN | missing)
     assert found.save_every_steps is None and found.gain is None
     assert reason in found.reason
     assert found.text == found.reason
 
 
-def test_without_an_interruption_the_rate_has_an_upper_end_all_the_same() -> None:
+def test_without_an_interruption_the_rate_still_has_an_upper_end() -> None:
     none = recommend(**SEEN | {"interruptions": 0})
     assert "are at least 6h 30m apart" in none.text
     assert none.mtti_at_least_s == pytest.approx(24 * HOUR_S / 3.689, rel=1e-3)
@@ -113,6 +113,6 @@ def test_an_unknown_repair_time_changes_no_interval() -> None:
     assert recommend(**SEEN | {"repair_s": None}).save_every_steps == recommend(**SEEN).save_every_steps
 
 
-def test_it_survives_the_way_through_json() -> None:
+def test_a_recommendation_survives_json() -> None:
     found = recommend(**SEEN)
     assert msgspec.json.decode(msgspec.json.encode(found), type=Recommendation) == found

@@ -1,4 +1,4 @@
-"""What the report says of a small log; test_goodput_schema.py pins the fields."""
+"""The report on a small log; test_goodput_schema.py pins the fields."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_the_text_report_names_everything() -> None:
     assert "Job gpt: goodput 50.00%, ETTR 50.00% of 6.000s (failed)" in shown
     for word in ("useful", "detection", "worker killed", "inc-1", "~1.000s", "fail job", "scheduling"):
         assert word in shown
-    assert "control plane away" not in shown  # what did not occur takes no line
+    assert "control plane away" not in shown  # absent categories take no line
     assert "\x1b" not in shown
 
 

@@ -1,4 +1,4 @@
-"""The JSON report is an interface: its schema is pinned, fields are only added, and docs/goodput.md names every one."""
+"""The JSON report is an interface: its schema is pinned, fields are only added, and docs/goodput.md documents each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from goodput.show.report import to_json
 from goodput.show.schema import report_schema
 
 DOCS = Path(__file__).parents[2] / "docs"
-# Of the first release. Whoever reads reports counts on these for as long as SCHEMA is the same.
+# Fields of the first release. Readers of reports rely on them as long as SCHEMA is the same.
 FIRST = {
     GoodputReport: "schema job outcome started_at ended_at elapsed_s goodput ettr seconds_by_category badput_s "
     "incidents interruptions mttr_s mttf_s steps notes",
@@ -37,7 +37,7 @@ def test_fields_are_only_added() -> None:
         assert set(names.split()) <= set(struct.__struct_fields__)
 
 
-def test_the_top_level_has_what_readers_look_for_and_nothing_undocumented() -> None:
+def test_the_top_level_fields_are_all_documented() -> None:
     report = to_json(calculate([Event(0.0, EventKind.JOB_SUBMITTED, "gpt"), Event(5.0, EventKind.JOB_ENDED, "gpt")]))
     assert set(ASKED_FOR.split()) <= set(report)
     page = (DOCS / "goodput.md").read_text()

@@ -91,7 +91,7 @@ def read_entries(paths: Sequence[Path | str], refusals: MalformedLines) -> Itera
 
 
 def _formats(paths: Sequence[Path], mapping: Mapping[str, str] | None) -> Iterator[tuple[Path, str]]:
-    """Every file with its format. An unrecognised file, such as the last part of a split log, gets the format of the
+    """Every file with its format. An unrecognised file, like the last part of a split log, gets the format of the
     others if they have only one."""
     found = [(path, *detect(path, mapping)) for path in paths]
     known = {name for _, name, _ in found if name}
