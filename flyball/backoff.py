@@ -24,22 +24,14 @@ class Backoff:
         longest_s: float,
         *,
         factor: float = 2.0,
-        attempts: int | None = None,
         jitter: Random | None = None,
     ) -> None:
-        """`attempts`: failures in a row after which `is_spent`; None for never. `jitter`: a seeded source that shortens
-        each pause by up to half, so that many hosts do not retry in step."""
+        """`jitter`: a seeded source that shortens each pause by up to half, so that many hosts do not retry in step."""
         self._first_s = first_s
         self._longest_s = longest_s
         self._factor = factor
-        self._attempts = attempts
         self._jitter = jitter
         self._failures = 0
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether to give up."""
-        return self._attempts is not None and self._failures >= self._attempts
 
     def failed(self) -> float:
         """Count a failure. Returns the seconds to wait before the next attempt."""

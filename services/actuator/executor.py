@@ -7,6 +7,7 @@ import threading
 import msgspec
 import structlog
 
+from flyball import backoff
 from flyball.contracts.clock import Clock
 from services.actuator.moves import end
 from services.actuator.playbook import advance
@@ -82,8 +83,9 @@ class Executor:
         except OUTAGES:
             raise
         except Exception as error:
-            pause_s = min(FIRST_PAUSE_S * 2.0**faulty.times, LONGEST_PAUSE_S)
-            self._faulty[progress.action_id] = _Faulty(min(faulty.times + 1, MAX_FAULTS), now + pause_s)
+            times = faulty.times + 1
+            pause_s = backoff.pause_s(times, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
+            self._faulty[progress.action_id] = _Faulty(min(times, MAX_FAULTS), now + pause_s)
             log.exception(
                 "action_cannot_be_moved",
                 action_id=progress.action_id,

@@ -27,22 +27,10 @@ def test_the_factor_can_be_smaller() -> None:
     assert [backoff.failed() for _ in range(3)] == [1.0, 1.5, 2.25]
 
 
-def test_it_is_spent_after_its_attempts() -> None:
-    backoff = Backoff(1.0, 1.0, attempts=2)
-    assert not backoff.is_spent
-    backoff.failed()
-    assert not backoff.is_spent
-    backoff.failed()
-    assert backoff.is_spent
-    backoff.succeeded()
-    assert not backoff.is_spent
-
-
-def test_without_a_number_of_attempts_it_never_is() -> None:
+def test_many_failures_do_not_overflow() -> None:
     backoff = Backoff(1.0, 2.0)
     for _ in range(5_000):
         assert backoff.failed() <= 2.0
-    assert not backoff.is_spent
 
 
 def test_jitter_shortens_by_up_to_half_and_the_seed_repeats_it() -> None:

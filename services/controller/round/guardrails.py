@@ -15,6 +15,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from flyball import backoff
 from flyball.contracts.cluster import Phase
 from flyball.contracts.decisions import Incident
 from services.controller.round.diagnosis import FALSE_ALARM, newest_common_step
@@ -125,4 +126,4 @@ def back_off_s(decisions_made: int) -> float:
     """How long to wait after a failed action before the next decision: nothing the first time, then doubling."""
     if decisions_made <= 1:
         return 0.0
-    return min(_FIRST_BACK_OFF_S * 2.0 ** (decisions_made - 2), _LONGEST_BACK_OFF_S)
+    return backoff.pause_s(decisions_made - 1, first_s=_FIRST_BACK_OFF_S, longest_s=_LONGEST_BACK_OFF_S)
