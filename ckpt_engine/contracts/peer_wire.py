@@ -106,7 +106,7 @@ class WorldStep(msgspec.Struct, frozen=True, tag="world"):
         return AbandonedSteps(frozenset(self.abandoned), self.world_step, self.abandoned_upto)
 
 
-class CommittedSteps(msgspec.Struct, frozen=True, tag="rank_steps"):
+class RankSteps(msgspec.Struct, frozen=True, tag="rank_steps"):
     """To the coordinator: the steps that a rank has committed and, with peers, replicated; and those that it will never
     have."""
 
@@ -150,7 +150,7 @@ class ListShards(msgspec.Struct, frozen=True, tag="list"):
     rank: Rank
 
 
-PeerRequest: TypeAlias = Ping | WorldStep | CommittedSteps | PutShard | GetShard | ListShards
+PeerRequest: TypeAlias = Ping | WorldStep | RankSteps | PutShard | GetShard | ListShards
 
 
 class ShardVerdict(StrEnum):

@@ -9,12 +9,12 @@ from contextlib import ExitStack, contextmanager
 import structlog
 
 from ckpt_engine.contracts.peer_wire import (
-    CommittedSteps,
     GetShard,
     ListShards,
     PeerRequest,
     Ping,
     PutShard,
+    RankSteps,
     Reply,
     ShardList,
     ShardVerdict,
@@ -59,7 +59,7 @@ class PeerRequests:
         match request:
             case Ping():
                 reply = Reply(ShardVerdict.OK, daemon_s=self._contact.age_s)
-            case WorldStep() | CommittedSteps():
+            case WorldStep() | RankSteps():
                 reply = Reply(self._receive_steps(request), daemon_s=self._contact.age_s)
             case PutShard():
                 reply = self._receive_replica(connection, request)
@@ -70,7 +70,7 @@ class PeerRequests:
                 return
         connection.send(reply, timeout_s=self._io_timeout_s)
 
-    def _receive_steps(self, message: WorldStep | CommittedSteps) -> ShardVerdict:
+    def _receive_steps(self, message: WorldStep | RankSteps) -> ShardVerdict:
         job = self._find_job(message.job)
         coordination = job.coordination if job is not None else None
         if coordination is None:

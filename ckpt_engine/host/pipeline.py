@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from ckpt_engine.contracts.generation import HostGeneration, WorldView
+from ckpt_engine.contracts.peer_wire import RankSteps, TierReport
 from ckpt_engine.counters import Counters
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.peers.replicator import PutReplica, ReplicationOutcome, Replicator
@@ -128,6 +129,16 @@ class RankPipeline:
         """The newest steps of this generation that this rank will never have."""
         with self._state_lock:
             return tuple(sorted(self._failed))
+
+    def report(self, tiers: tuple[TierReport, ...]) -> RankSteps:
+        """The rank's report to the coordinator."""
+        generation, saving = (
+            self._generation,
+            self.saving_step,
+        )  # first: steps saved from now on are in what is read next
+        return RankSteps(
+            generation.job, generation.number, self.rank, self.saved_steps, self.failed_steps, tiers, saving=saving
+        )
 
     @property
     def saving_step(self) -> int:

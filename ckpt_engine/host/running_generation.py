@@ -264,11 +264,9 @@ class RunningGeneration:
         pipeline = self.pipelines.get(rank)
         if pipeline is not None:
             with self._reporting:  # a report replaces the one before, so they must not overtake each other
-                reports = self.durable.reports(rank)
-                saving = pipeline.saving_step  # first: steps saved from now on are in what is read next
-                saved = pipeline.saved_steps
-                self.coordination.report(rank, saved, pipeline.failed_steps, reports, saving)
-                self._save_failures.kept(rank, max(saved, default=-1), self._clock.wall_s())
+                report = pipeline.report(self.durable.reports(rank))
+                self.coordination.report(report)
+                self._save_failures.kept(rank, max(report.saved, default=-1), self._clock.wall_s())
         with self._progress:
             self._progress.notify_all()
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable
 
 import structlog
 
-from ckpt_engine.contracts.peer_wire import CommittedSteps, Ping, Reply, ShardVerdict, WorldStep
+from ckpt_engine.contracts.peer_wire import Ping, RankSteps, Reply, ShardVerdict, WorldStep
 from ckpt_engine.counters import Counters
 from ckpt_engine.peers.transport.pool import Dial
 from ckpt_engine.peers.transport.port import Connection
@@ -27,7 +27,7 @@ from flyball.contracts.reports.testimony import Testimony
 
 log = structlog.get_logger()
 
-StateMessage = WorldStep | CommittedSteps
+StateMessage = WorldStep | RankSteps
 Key = tuple[str, Hashable]  # the job, and what the message is about
 _BUSY_GROWTH = 1.5  # of the pause before a message is offered again, up to the ping interval
 

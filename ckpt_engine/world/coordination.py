@@ -10,7 +10,7 @@ import structlog
 
 from ckpt_engine.contracts.generation import HostGeneration, WorldView
 from ckpt_engine.contracts.notices import Captured, Notice, SaveWaited
-from ckpt_engine.contracts.peer_wire import CommittedSteps, ShardVerdict, TierNaming, TierReport, WorldStep
+from ckpt_engine.contracts.peer_wire import RankSteps, ShardVerdict, TierNaming, TierReport, WorldStep
 from ckpt_engine.counters import Counters
 from ckpt_engine.peers.links import Key, PeerLinks
 from ckpt_engine.tiers.memory import MemoryTier
@@ -55,18 +55,15 @@ class Coordination:
         self._on_naming = on_naming
         self._on_written = on_written
         self._lock = threading.Lock()
-        self._reports: dict[int, CommittedSteps] = {}  # of local ranks, to send again when the coordinator is back
+        self._reports: dict[int, RankSteps] = {}  # of local ranks, to send again when the coordinator is back
         self._flush_step = -1  # this host wants it in the disk tiers, out of schedule
         start = self._begin_words()
         self.world = WorldView(start)
         self._coordinator: Coordinator | None = None
         if generation.coordinates:
             self._coordinator = Coordinator(
-                generation=generation.number,
+                start,
                 world_size=generation.placement.world_size,
-                world_step=start.world_step,
-                abandoned=start.abandoned,
-                abandoned_upto=start.abandoned_upto,
                 schedules=schedules,
                 saves=self._make_save_schedule(start),
                 pace=self._make_save_pace(start),
@@ -88,22 +85,11 @@ class Coordination:
         every_steps = interval_steps(spec)
         return SavePace(every_steps, start.pace) if every_steps > 0 and spec.adapt_interval else None
 
-    def report(
-        self,
-        rank: int,
-        saved: tuple[int, ...],
-        failed: tuple[int, ...],
-        tiers: tuple[TierReport, ...] = (),
-        saving: int = -1,
-    ) -> None:
-        """Report a local rank to the coordinator; the arguments are those of `CommittedSteps`."""
-        generation = self._generation
+    def report(self, steps: RankSteps) -> None:
+        """Send the report of a local rank to the coordinator."""
         with self._lock:
-            steps = CommittedSteps(
-                generation.job, generation.number, rank, saved, failed, tiers, self._flush_step, saving
-            )
-            self._reports[rank] = steps
-        self._send(rank)
+            self._reports[steps.rank] = msgspec.structs.replace(steps, flush=self._flush_step)
+        self._send(steps.rank)
 
     def want_flush(self, step: int) -> None:
         """Have all ranks write this step, or a newer one, to the disk tiers, out of schedule."""
@@ -126,7 +112,7 @@ class Coordination:
         if steps is not None and generation.coordinates:
             self.receive_steps(steps)
 
-    def receive_steps(self, steps: CommittedSteps) -> ShardVerdict:
+    def receive_steps(self, steps: RankSteps) -> ShardVerdict:
         """A report of any rank, for the coordinator."""
         verdict = self._judge(steps.generation)
         if verdict is not ShardVerdict.OK:
@@ -218,7 +204,7 @@ class Coordination:
     def _decide_locked(self, coordinator: Coordinator) -> bool:
         """Send the decision to all hosts. It is in this host's control words first, so a restarted engine cannot decide
         otherwise. Returns whether the world step moved."""
-        world = self._world_of(coordinator)
+        world = coordinator.world
         advanced = self._learn_locked(world)
         for host_id in self._generation.linked_hosts:
             self._post(host_id, (self._generation.job, "world"), world)
@@ -253,12 +239,12 @@ class Coordination:
         generation = self._generation
         with self._lock:
             if self._coordinator is not None:
-                self._post(host_id, (generation.job, "world"), self._world_of(self._coordinator))
+                self._post(host_id, (generation.job, "world"), self._coordinator.world)
             elif host_id == generation.coordinator_host:
                 for rank, steps in self._reports.items():
                     self._post(host_id, (generation.job, rank), steps)
 
-    def _post(self, host_id: str, key: Key, message: CommittedSteps | WorldStep) -> None:
+    def _post(self, host_id: str, key: Key, message: RankSteps | WorldStep) -> None:
         # Nobody wants messages of an ended generation, and nobody accepts those of an ended job.
         self._links.post(host_id, key, message, unless=self._generation.ended.is_set)
 
@@ -266,18 +252,6 @@ class Coordination:
         if generation > self._generation.number:
             return ShardVerdict.BUSY  # its Configure is on its way here
         return ShardVerdict.OK if generation == self._generation.number else ShardVerdict.STALE
-
-    def _world_of(self, coordinator: Coordinator) -> WorldStep:
-        return WorldStep(
-            self._generation.job,
-            coordinator.generation,
-            coordinator.world_step,
-            coordinator.abandoned,
-            coordinator.namings,
-            coordinator.next_save,
-            coordinator.abandoned_upto,
-            coordinator.pace.word if coordinator.pace is not None else 0,
-        )
 
     def _begin_words(self) -> WorldStep:
         generation = self._generation

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from ckpt_engine.contracts.peer_wire import TierNaming, TierReport
+from ckpt_engine.contracts.peer_wire import TierNaming, TierReport, WorldStep
 from ckpt_engine.tiers.writing.tier_schedule import TierSchedule
 from ckpt_engine.world.save_pace import SavePace
 from ckpt_engine.world.save_schedule import SaveSchedule
@@ -30,33 +30,43 @@ class Coordinator:
 
     def __init__(
         self,
+        start: WorldStep,
         *,
-        generation: int,
         world_size: int,
-        world_step: int,
-        abandoned: Iterable[int] = (),
-        abandoned_upto: int = -1,
         schedules: Sequence[TierSchedule] = (),
         saves: SaveSchedule | None = None,
         pace: SavePace | None = None,
     ) -> None:
-        """`world_step`: the restore step (-1: none) or, after an engine restart, the control words'; likewise
-        `abandoned` and `abandoned_upto`. `schedules` are for the disk tiers, `saves` for intervals in seconds, `pace`
-        for intervals in steps."""
-        self.generation = generation
-        self.world_step = world_step
+        """`start`: the restore step or, after an engine restart, what the control words say. `schedules` are for the
+        disk tiers, `saves` for intervals in seconds, `pace` for intervals in steps."""
+        self._job = start.job
+        self.generation = start.generation
+        self.world_step = start.world_step
         self.schedules = schedules
         self.now_s = 0.0  # set it before reporting facts; only the times of saves depend on it
         self.pace = pace
         self._saves = saves
-        self.abandoned_upto = abandoned_upto  # every step up to it and beyond the world step
-        self._abandoned = {step for step in abandoned if step > max(world_step, abandoned_upto)}
+        self.abandoned_upto = start.abandoned_upto  # every step up to it and beyond the world step
+        self._abandoned = {step for step in start.abandoned if step > max(start.world_step, start.abandoned_upto)}
         self._waiting: set[int] = set()  # will be abandoned when there is room for their names
         self._skipped: list[int] = []  # given up since the last `take_skipped`
         self._saved: list[set[int]] = [set() for _ in range(world_size)]  # by rank, without given-up steps
-        self._settled = [
-            world_step + 1
-        ] * world_size  # by rank: of older steps it has, or will get, only those in _saved
+        # By rank: of older steps than this it has, or will get, only those in _saved.
+        self._settled = [start.world_step + 1] * world_size
+
+    @property
+    def world(self) -> WorldStep:
+        """The message to all hosts."""
+        return WorldStep(
+            self._job,
+            self.generation,
+            self.world_step,
+            self.abandoned,
+            self.namings,
+            self.next_save,
+            self.abandoned_upto,
+            self.pace.word if self.pace is not None else 0,
+        )
 
     @property
     def abandoned(self) -> tuple[int, ...]:

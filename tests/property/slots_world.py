@@ -97,15 +97,11 @@ class World(RuleBasedStateMachine):
     def _begin_generation(self, restored: int) -> None:
         self.generation = self.lineage[-1].generation
         self.restored = restored
-        self.coordinator = Coordinator(
-            generation=self.generation,
-            world_size=self.ranks,
-            world_step=restored,
-        )
         self.next_step = [restored + 1] * self.ranks
         self.writing: list[int | None] = [None] * self.ranks
         self.saved: list[list[int]] = [[] for _ in range(self.ranks)]
         start = WorldStep("job", self.generation, restored)
+        self.coordinator = Coordinator(start, world_size=self.ranks)
         self.known = [WorldView(start) for _ in range(self.ranks)]  # what each rank heard
         self.heard = [[-1] * self.slow_tiers for _ in range(self.ranks)]
         self.named = [-1] * self.slow_tiers
@@ -253,9 +249,7 @@ class World(RuleBasedStateMachine):
         self._broadcast()
 
     def _broadcast(self) -> None:
-        at = self.coordinator
-        world = WorldStep("job", at.generation, at.world_step, at.abandoned, abandoned_upto=at.abandoned_upto)
-        self.broadcasts.append((world, tuple(self.named)))
+        self.broadcasts.append((self.coordinator.world, tuple(self.named)))
 
     @rule(rank=st.integers(0, 2), data=st.data())
     def hear_of_the_world(self, rank: int, data: st.DataObject) -> None:
@@ -300,14 +294,7 @@ class World(RuleBasedStateMachine):
         self.failed[rank] = []
         self.saved[rank] = [step for step in self.saved[rank] if self.own[rank].holds(self.generation, step)]
         if rank == 0:
-            at = self.coordinator
-            self.coordinator = Coordinator(
-                generation=at.generation,
-                world_size=self.ranks,
-                world_step=at.world_step,
-                abandoned=at.abandoned,
-                abandoned_upto=at.abandoned_upto,
-            )
+            self.coordinator = Coordinator(self.coordinator.world, world_size=self.ranks)
 
     @precondition(lambda self: self.replicas)
     @rule(rank=st.integers(0, 2), told=st.booleans())

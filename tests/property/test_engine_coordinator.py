@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpt_engine.contracts.peer_wire import WorldStep
 from ckpt_engine.world.coordinator import MAX_ABANDONED, Coordinator
 from ckpt_engine.world.save_schedule import SaveSchedule
 
@@ -29,7 +30,7 @@ def histories(draw: st.DrawFn) -> list[tuple[int, int, bool]]:
 def test_a_world_step_is_had_by_all_and_an_abandoned_step_never_becomes_one(
     history: list[tuple[int, int, bool]],
 ) -> None:
-    coordinator = Coordinator(generation=1, world_size=RANKS, world_step=-1)
+    coordinator = Coordinator(WorldStep("job", 1, -1), world_size=RANKS)
     reported: dict[int, set[int]] = {rank: set() for rank in range(RANKS)}
     ever_abandoned: set[int] = set()
     world_step = -1
@@ -53,7 +54,7 @@ def test_a_world_step_is_had_by_all_and_an_abandoned_step_never_becomes_one(
 @settings(max_examples=200, deadline=None)
 @given(histories())
 def test_a_step_that_all_ranks_have_in_the_end_becomes_the_world_step(history: list[tuple[int, int, bool]]) -> None:
-    coordinator = Coordinator(generation=1, world_size=RANKS, world_step=-1)
+    coordinator = Coordinator(WorldStep("job", 1, -1), world_size=RANKS)
     for rank, step, saved in history:
         coordinator.saved(rank, [step]) if saved else coordinator.failed([step])
     for rank in range(RANKS):
@@ -65,8 +66,8 @@ def test_a_step_that_all_ranks_have_in_the_end_becomes_the_world_step(history: l
 @settings(max_examples=200, deadline=None)
 @given(histories())
 def test_repeated_reports_change_nothing(history: list[tuple[int, int, bool]]) -> None:
-    once = Coordinator(generation=1, world_size=RANKS, world_step=-1)
-    twice = Coordinator(generation=1, world_size=RANKS, world_step=-1)
+    once = Coordinator(WorldStep("job", 1, -1), world_size=RANKS)
+    twice = Coordinator(WorldStep("job", 1, -1), world_size=RANKS)
     for rank, step, saved in history:
         for coordinator, times in ((once, 1), (twice, 2)):
             for _ in range(times):
@@ -75,7 +76,7 @@ def test_repeated_reports_change_nothing(history: list[tuple[int, int, bool]]) -
 
 
 def test_a_rank_that_went_past_a_step_dooms_it_for_all() -> None:
-    coordinator = Coordinator(generation=1, world_size=2, world_step=0)
+    coordinator = Coordinator(WorldStep("job", 1, 0), world_size=2)
     coordinator.saved(0, [1])
     assert coordinator.abandoned == ()
     assert coordinator.saved(1, [2])
@@ -85,7 +86,7 @@ def test_a_rank_that_went_past_a_step_dooms_it_for_all() -> None:
 
 
 def test_a_restarted_coordinator_goes_on_from_the_control_words() -> None:
-    coordinator = Coordinator(generation=1, world_size=2, world_step=5, abandoned=[6])
+    coordinator = Coordinator(WorldStep("job", 1, 5, (6,)), world_size=2)
     coordinator.saved(0, [5, 6])
     assert not coordinator.saved(1, [5, 6])
     assert coordinator.world_step == 5
@@ -96,7 +97,7 @@ def test_a_restarted_coordinator_goes_on_from_the_control_words() -> None:
 
 def test_skipped_steps_do_not_give_up_an_older_one_that_is_on_its_way() -> None:
     """With `when_full=skip` a slow peer makes many newer steps fail before the older one is there."""
-    coordinator = Coordinator(generation=1, world_size=2, world_step=-1)
+    coordinator = Coordinator(WorldStep("job", 1, -1), world_size=2)
     for step in range(2, 50):
         coordinator.failed([step])
     coordinator.saved(0, [1])
@@ -109,7 +110,7 @@ def test_skipped_steps_do_not_give_up_an_older_one_that_is_on_its_way() -> None:
 
 def test_what_was_given_up_is_told_although_there_are_more_names_than_are_told() -> None:
     """One rank has a step that is not among the names: it is told by number, once the older ones are settled."""
-    coordinator = Coordinator(generation=1, world_size=2, world_step=0)
+    coordinator = Coordinator(WorldStep("job", 1, 0), world_size=2)
     for step in range(2, 50):
         coordinator.failed([step])
     coordinator.saved(0, [1, 40])
@@ -124,7 +125,7 @@ def test_what_was_given_up_is_told_although_there_are_more_names_than_are_told()
 def test_what_a_rank_went_past_it_cannot_say_it_has_later() -> None:
     """It is not among the names, of which there are only so many; and yet a report that was long on its way must not
     bring it back."""
-    coordinator = Coordinator(generation=1, world_size=3, world_step=0)
+    coordinator = Coordinator(WorldStep("job", 1, 0), world_size=3)
     coordinator.failed(range(10, 30))
     coordinator.saved(0, [1, 45, 60])
     coordinator.saved(1, [1, 60])
@@ -138,7 +139,7 @@ def test_what_a_rank_went_past_it_cannot_say_it_has_later() -> None:
 
 
 def test_a_step_that_all_had_and_one_lost_counts_no_more() -> None:
-    coordinator = Coordinator(generation=1, world_size=2, world_step=0)
+    coordinator = Coordinator(WorldStep("job", 1, 0), world_size=2)
     coordinator.failed(range(10, 30))
     coordinator.saved(0, [1, 2])
     coordinator.saved(0, [40])
@@ -149,7 +150,7 @@ def test_a_step_that_all_had_and_one_lost_counts_no_more() -> None:
 
 
 def test_every_step_that_the_world_goes_without_is_told_once() -> None:
-    coordinator = Coordinator(generation=1, world_size=2, world_step=0)
+    coordinator = Coordinator(WorldStep("job", 1, 0), world_size=2)
     told = []
     for step in range(1, 100, 2):
         coordinator.saved(0, [step])
@@ -161,7 +162,7 @@ def test_every_step_that_the_world_goes_without_is_told_once() -> None:
 
 def test_another_step_is_named_for_one_that_was_given_up_and_not_told_yet() -> None:
     saves = SaveSchedule(1.0, named=0, world_step=0, now_s=0.0)
-    coordinator = Coordinator(generation=1, world_size=2, world_step=0, saves=saves)
+    coordinator = Coordinator(WorldStep("job", 1, 0), world_size=2, saves=saves)
     coordinator.failed(range(100, 120))
     coordinator.now_s = 5.0
     coordinator.tick(1)

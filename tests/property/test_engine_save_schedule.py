@@ -64,18 +64,10 @@ class World:
         saves = SaveSchedule(
             interval_s(self.spec), named=known.next_save, world_step=known.world_step, now_s=self.now_s
         )
-        self.coordinator = Coordinator(
-            generation=1,
-            world_size=RANKS,
-            world_step=known.world_step,
-            abandoned=known.abandoned,
-            abandoned_upto=known.abandoned_upto,
-            saves=saves,
-        )
+        self.coordinator = Coordinator(known, world_size=RANKS, saves=saves)
 
     def hear(self, rank: Rank) -> None:
-        at = self.coordinator
-        rank.world.learn(WorldStep("job", 1, at.world_step, at.abandoned, at.namings, at.next_save, at.abandoned_upto))
+        rank.world.learn(self.coordinator.world)
 
     def do(self, event: str, rank: Rank) -> None:
         match event:

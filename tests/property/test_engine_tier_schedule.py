@@ -90,7 +90,7 @@ class World:
         """Rank 0's engine is started, anew."""
         schedule = TierSchedule(Tier.DISK, policy=self.policy, world_size=RANKS, restore_step=-1, now_s=self.now_s)
         known = self.ranks[0].world.present.world_step
-        self.coordinator = Coordinator(generation=1, world_size=RANKS, world_step=known, schedules=[schedule])
+        self.coordinator = Coordinator(WorldStep("job", 1, known), world_size=RANKS, schedules=[schedule])
 
     @property
     def said(self) -> WorldStep:
@@ -344,7 +344,7 @@ def test_what_a_newer_generation_wrote_is_not_removed_by_a_host_that_was_cut_off
 def test_what_all_have_written_is_sealed_also_if_that_is_known_before_the_folder_was_looked_at() -> None:
     tier = Tier.PERSISTENT
     schedule = TierSchedule(tier, policy=TierPolicy(1, keep_latest=1), world_size=1, restore_step=-1, sealed=True)
-    coordinator = Coordinator(generation=1, world_size=1, world_step=3, schedules=[schedule])
+    coordinator = Coordinator(WorldStep("job", 1, 3), world_size=1, schedules=[schedule])
     coordinator.tiers_reported(0, [TierReport(tier, 3, 3, (2, 3))])
     assert coordinator.to_seal == {}
     assert coordinator.namings == ()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_engine.contracts.generation import HostGeneration
-from ckpt_engine.contracts.peer_wire import CommittedSteps
+from ckpt_engine.contracts.peer_wire import RankSteps
 from ckpt_engine.counters import Counters
 from ckpt_engine.peers.links import PeerLinks
 from ckpt_engine.peers.transport.port import Connection
@@ -39,10 +39,10 @@ class SlowLinks:
     """Messages to the coordinator, of which the newest counts; something happens while the first one is handed in."""
 
     def __init__(self) -> None:
-        self.messages: list[CommittedSteps] = []
+        self.messages: list[RankSteps] = []
         self.meanwhile: Callable[[], None] = lambda: None
 
-    def post(self, host_id: str, key: object, message: CommittedSteps, *, unless: Callable[[], bool]) -> None:
+    def post(self, host_id: str, key: object, message: RankSteps, *, unless: Callable[[], bool]) -> None:
         meanwhile, self.meanwhile = self.meanwhile, lambda: None
         meanwhile()
         self.messages.append(message)
@@ -72,7 +72,7 @@ def test_a_wish_to_flush_is_not_lost_to_a_report_that_was_made_before_it(tmp_pat
         flush.join(0.3)
 
     links.meanwhile = flush_meanwhile
-    coordination.report(1, (4, 5), ())
+    coordination.report(RankSteps("job", 3, 1, (4, 5)))
     flush.join(60.0)
     assert (links.messages[-1].saved, links.messages[-1].flush) == ((4, 5), 5)
     memory.release()
@@ -101,7 +101,7 @@ def test_what_a_thread_posts_while_the_job_is_released_is_not_queued_for_ever(tm
 
     ended: Any = EndsNow()
     coordination._generation.ended = ended
-    coordination.report(1, (4, 5), ())
+    coordination.report(RankSteps("job", 3, 1, (4, 5)))
     for release in releases:
         release.join(60.0)
     try:

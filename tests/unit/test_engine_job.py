@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import save
 
 from ckpt_engine.contracts.notices import Captured, SaveAborted, SaveWaited
-from ckpt_engine.contracts.peer_wire import TierNaming
+from ckpt_engine.contracts.peer_wire import RankSteps, TierNaming, TierReport
 from ckpt_engine.counters import Counters
 from ckpt_engine.format.integrity import chunk_digests
 from ckpt_engine.format.shard_names import ShardKey
@@ -161,19 +161,20 @@ def test_a_shard_on_disk_is_durable_also_when_older_ones_cannot_be_removed(
 def test_a_rank_reports_what_is_newest_whichever_thread_was_first(job: EngineJob) -> None:
     class Pipeline:
         saved_steps: tuple[int, ...] = (1,)
-        failed_steps: tuple[int, ...] = ()
-        saving_step = -1
+
+        def report(self, tiers: tuple[TierReport, ...]) -> RankSteps:
+            return RankSteps("job", 1, 0, self.saved_steps)
 
     class Coordination:
         def __init__(self) -> None:
             self.received: list[tuple[int, ...]] = []
             self.entered, self.go_on = threading.Event(), threading.Event()
 
-        def report(self, rank: int, saved: tuple[int, ...], *_: object) -> None:
+        def report(self, steps: RankSteps) -> None:
             if not self.entered.is_set():
                 self.entered.set()
                 assert self.go_on.wait(60.0)
-            self.received.append(saved)
+            self.received.append(steps.saved)
 
     pipeline: Any = Pipeline()
     coordination: Any = Coordination()

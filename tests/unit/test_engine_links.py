@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ckpt_engine.contracts.peer_wire import CommittedSteps, Ping, Reply, ShardVerdict
+from ckpt_engine.contracts.peer_wire import Ping, RankSteps, Reply, ShardVerdict
 from ckpt_engine.counters import Counters
 from ckpt_engine.peers.links import PeerLink, PeerLinks
 from ckpt_engine.peers.peer_server import PeerServer
@@ -89,7 +89,7 @@ def link_to(request: pytest.FixtureRequest) -> Iterator[tuple[Host, PeerLink]]:
 @pytest.mark.parametrize("link_to", [0, 8], indirect=True)
 def test_a_busy_peer_is_asked_again_without_waiting_for_the_next_ping(link_to: tuple[Host, PeerLink]) -> None:
     host, link = link_to
-    message = CommittedSteps("job", 1, 0, (3,))
+    message = RankSteps("job", 1, 0, (3,))
     link.post(("job", 0), message, unless=never)
     assert host.done.wait(60.0)
     assert [request for request in host.heard if not isinstance(request, Ping)].count(message) == len(host.heard)
@@ -98,13 +98,11 @@ def test_a_busy_peer_is_asked_again_without_waiting_for_the_next_ping(link_to: t
 @pytest.mark.parametrize("link_to", [3], indirect=True)
 def test_a_newer_message_takes_the_place_of_one_that_waits(link_to: tuple[Host, PeerLink]) -> None:
     host, link = link_to
-    link.post(("job", 0), CommittedSteps("job", 1, 0, (3,)), unless=never)
-    link.post(("job", 0), CommittedSteps("job", 1, 0, (3, 4)), unless=never)
-    link.post(("job", 1), CommittedSteps("job", 1, 1, (3,)), unless=never)
+    link.post(("job", 0), RankSteps("job", 1, 0, (3,)), unless=never)
+    link.post(("job", 0), RankSteps("job", 1, 0, (3, 4)), unless=never)
+    link.post(("job", 1), RankSteps("job", 1, 1, (3,)), unless=never)
     assert host.done.wait(60.0)
-    wait_for(
-        lambda: CommittedSteps("job", 1, 0, (3, 4)) in host.heard and CommittedSteps("job", 1, 1, (3,)) in host.heard
-    )
+    wait_for(lambda: RankSteps("job", 1, 0, (3, 4)) in host.heard and RankSteps("job", 1, 1, (3,)) in host.heard)
 
 
 @pytest.mark.parametrize("link_to", [1_000_000], indirect=True)
@@ -120,17 +118,15 @@ def test_what_a_peer_does_not_take_is_forgotten_with_its_job(link_to: tuple[Host
     links.set_targets(frozenset({"host"}))
     try:
         for job in ("ended", "ended-too", "runs"):
-            links.post("host", (job, 0), CommittedSteps(job, 1, 0, (3,)), unless=never)
-        wait_for(
-            lambda: {request.job for request in list(host.heard) if isinstance(request, CommittedSteps)} >= {"ended"}
-        )
+            links.post("host", (job, 0), RankSteps(job, 1, 0, (3,)), unless=never)
+        wait_for(lambda: {request.job for request in list(host.heard) if isinstance(request, RankSteps)} >= {"ended"})
         for job in ("ended", "ended-too"):
             links.forget(job)
         (link,) = links._links.values()
         assert list(link._waiting) == [("runs", 0)]
         host.heard.clear()
         wait_for(lambda: len(host.heard) > 3)
-        assert {request.job for request in host.heard[2:] if isinstance(request, CommittedSteps)} == {"runs"}
+        assert {request.job for request in host.heard[2:] if isinstance(request, RankSteps)} == {"runs"}
     finally:
         links.close()
 
