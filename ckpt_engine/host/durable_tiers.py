@@ -18,6 +18,7 @@ from ckpt_engine.slots.rank_segments import SegmentOptions
 from ckpt_engine.tiers.memory import JobSlots, MemoryTier
 from ckpt_engine.tiers.opening import open_disk, open_persistent
 from ckpt_engine.tiers.shard_store import ShardStore
+from ckpt_engine.tiers.writing.tier_retention import TierRetention
 from ckpt_engine.tiers.writing.tier_schedule import TierSchedule
 from ckpt_engine.tiers.writing.tier_writer import DiskWriter, OnFailure
 from ckpt_engine.tiers.writing.world_sealer import WorldSealer
@@ -107,8 +108,14 @@ class DurableTiers:
                 memory=memory,
                 disk=disk,
                 counters=counters,
-                in_touch=contact.in_touch,
-                stored_points=contact.stored_points,
+                retention=TierRetention(
+                    generation,
+                    disk,
+                    rank=rank,
+                    counters=counters,
+                    in_touch=contact.in_touch,
+                    stored_points=contact.stored_points,
+                ),
                 on_failure=on_failure,
                 on_progress=on_progress,
             )

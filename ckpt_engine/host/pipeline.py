@@ -132,10 +132,8 @@ class RankPipeline:
 
     def report(self, tiers: tuple[TierReport, ...]) -> RankSteps:
         """The rank's report to the coordinator."""
-        generation, saving = (
-            self._generation,
-            self.saving_step,
-        )  # first: steps saved from now on are in what is read next
+        generation = self._generation
+        saving = self.saving_step  # first: steps saved from now on are in what is read next
         return RankSteps(
             generation.job, generation.number, self.rank, self.saved_steps, self.failed_steps, tiers, saving=saving
         )

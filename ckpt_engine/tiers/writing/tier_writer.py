@@ -30,7 +30,7 @@ from ckpt_engine.tiers.retention_rules import reported_steps
 from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.tiers.writing.tier_retention import TierRetention
 from ckpt_engine.worker_thread import WorkerThread, describe_failure
-from flyball.contracts.checkpoints import StoredPoints, Tier
+from flyball.contracts.checkpoints import Tier
 from flyball.contracts.errors import CorruptShard, FlyballError, StorageFull
 
 log = structlog.get_logger()
@@ -60,12 +60,11 @@ class DiskWriter:
         memory: MemoryTier,
         disk: ShardStore,
         counters: Counters,
-        in_touch: Callable[[], bool],
-        stored_points: Callable[[], StoredPoints | None],
+        retention: TierRetention,
         on_failure: OnFailure,
         on_progress: Callable[[int], None],
     ) -> None:
-        """`on_progress(rank)` is called when `report` changed. `in_touch`, `stored_points`: see `TierRetention`."""
+        """`on_progress(rank)` is called when `report` changed."""
         self.rank = self._rank = rank
         self._generation = generation
         self._memory = memory
@@ -73,9 +72,7 @@ class DiskWriter:
         self._counters = counters
         self._on_failure = on_failure
         self._on_progress = on_progress
-        self._retention = TierRetention(
-            generation, disk, rank=rank, counters=counters, in_touch=in_touch, stored_points=stored_points
-        )
+        self._retention = retention
         self._scanned = False
         self._unreadable = ""  # why the folder, or a manifest, cannot be read
         self._unread_until_s = 0.0
