@@ -207,17 +207,18 @@ class RunningGeneration:
         self._give_up_emergency(emergency.disarm(self.generation, self._slots.memory))
 
     def await_saved(self, step: int, timeout_s: float) -> list[int]:
-        """Wait until every local rank has committed and replicated `step`. Returns the ranks that have not."""
+        """Wait until every local rank has committed and replicated `step`. Returns the ranks that have not. If the
+        generation ends meanwhile, the answer is as of then."""
+        pipelines = self.pipelines  # `end` takes them away
 
         def missing() -> list[int]:
-            return [
-                rank
-                for rank, pipeline in self.pipelines.items()
-                if step not in pipeline.saved_steps and step > self.generation.restore_step
-            ]
+            if step <= self.generation.restore_step:
+                return []
+            saved = {rank for rank, pipeline in pipelines.items() if step in pipeline.saved_steps}
+            return [rank for rank in self.generation.local_ranks if rank not in saved]
 
         def is_settled() -> bool:
-            failed = any(step in pipeline.failed_steps for pipeline in self.pipelines.values())
+            failed = any(step in pipeline.failed_steps for pipeline in pipelines.values())
             return not missing() or failed or self.generation.ended.is_set()
 
         with self._progress:

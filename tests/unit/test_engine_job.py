@@ -158,6 +158,17 @@ def test_a_shard_on_disk_is_durable_also_when_older_ones_cannot_be_removed(
     assert job.save_failures.newest() == []
 
 
+def test_a_step_is_not_saved_because_the_job_ends_while_it_is_awaited(job: EngineJob) -> None:
+    job.begin(configure(1, 0))
+    missing: list[list[int]] = []
+    waiting = threading.Thread(target=lambda: missing.append(job.await_saved(1, 5, 60.0)))
+    waiting.start()
+    job.end(join_timeout_s=60.0)
+    waiting.join(60.0)
+    assert missing == [[0]]
+    assert job.await_saved(1, 5, 60.0) == [0], "nobody will save it any more"
+
+
 def test_a_rank_reports_what_is_newest_whichever_thread_was_first(job: EngineJob) -> None:
     class Pipeline:
         saved_steps: tuple[int, ...] = (1,)
