@@ -112,6 +112,8 @@ class RunningGeneration:
         for pipeline in pipelines:
             pipeline.kick()
         self.durable.stop()
+        with self._progress:
+            self._progress.notify_all()  # nobody need wait any more
         return pipelines
 
     def _make_pipeline(self, rank: int, resumed: bool) -> RankPipeline:

@@ -1,9 +1,10 @@
-"""The world as the rule for overwriting slots sees it, as a model: ranks that save at their own pace, messages to and
-from the coordinator that arrive late, twice, in another order or never, slow tiers that hold a slot for as long as they
-like, workers killed in the middle of a capture, engines killed with what they had not written down, generations and
-moments that go on with fewer or more slots, and hosts lost with all that they held. After every move the worst is
-assumed: if everything were killed now (with replicas: and any one host lost), the newest world step, at least, must be
-there for every rank.
+"""A model of the world for the rule that allows slots to be overwritten. Ranks save at their own pace. Messages to and
+from the coordinator are delayed, repeated, reordered or lost. Slow tiers hold slots for any time. Workers are killed
+during a capture, engines with all they had not written down, and hosts are lost with everything on them. Generations use
+fewer or more slots.
+
+After every move the worst is assumed: if everything were killed now (with replicas: and any one host lost), every rank
+must still have the newest world step, at least.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ from ckpt_engine.slots.slot_rules import (
 from ckpt_engine.world.coordinator import Coordinator
 from flyball.contracts.checkpoints import Lineage, LineageEntry, branch, is_alive
 
-_REMEMBERED_STEPS = 16  # as the pipeline
+_REMEMBERED_STEPS = 16  # as in the pipeline
 WHOLE = (SlotState.CAPTURED, SlotState.COMMITTED)
 
-Broadcast = tuple[WorldStep, tuple[int, ...]]  # with what was named last per slow tier (-1: none)
+Broadcast = tuple[WorldStep, tuple[int, ...]]  # with the last named step per slow tier (-1: none)
 
 
 class Report(NamedTuple):
     rank: int
     saved: tuple[int, ...]
     failed: tuple[int, ...]
-    saving: int  # the oldest step that is neither, while the rank is busy with one; else the one that it is at
+    saving: int  # the oldest step that is neither, else the position
 
 
 class Slots:
-    """A rank's own slots, or the replica slots of one on its neighbour, as `RankSegments` shows and chooses them."""
+    """A rank's own slots, or its replica slots on its neighbour, as in `RankSegments`."""
 
     def __init__(self, in_use: int = MIN_SLOTS) -> None:
         self.in_use = in_use
@@ -72,7 +73,7 @@ class Slots:
         self.views[index] = SlotView(index, state, generation, step, 1, sequence)
 
     def restorable(self, lineage: Lineage) -> set[int]:
-        """What an engine can commit and serve after its trainer's death."""
+        """The steps that an engine can commit and serve after its trainer's death."""
         return {v.step for v in self.views if v.state in WHOLE and is_alive(v.generation, v.step, lineage)}
 
     def holds(self, generation: int, step: int) -> SlotView | None:
@@ -84,13 +85,13 @@ class World(RuleBasedStateMachine):
     replicas = False
     slots = MIN_SLOTS
     slow_tiers = 0
-    heals = False  # whether the walk ends with a time in which nothing goes wrong
+    heals = False  # whether the walk ends with a period without faults
     rounds_to_heal = 30
 
     @initialize()
     def begin(self) -> None:
         self.own = [Slots(self.slots) for _ in range(self.ranks)]
-        self.replica = [Slots() for _ in range(self.ranks)]  # of rank r, kept by the host of rank r + 1
+        self.replica = [Slots() for _ in range(self.ranks)]  # of rank r, on the host of rank r + 1
         self.lineage: Lineage = (LineageEntry(1),)
         self._begin_generation(-1)
 
@@ -102,20 +103,22 @@ class World(RuleBasedStateMachine):
         self.saved: list[list[int]] = [[] for _ in range(self.ranks)]
         start = WorldStep("job", self.generation, restored)
         self.coordinator = Coordinator(start, world_size=self.ranks)
-        self.known = [WorldView(start) for _ in range(self.ranks)]  # what each rank heard
-        self.heard = [[-1] * self.slow_tiers for _ in range(self.ranks)]
+        self.known = [WorldView(start) for _ in range(self.ranks)]  # by rank
+        self.received = [[-1] * self.slow_tiers for _ in range(self.ranks)]
         self.named = [-1] * self.slow_tiers
-        self.unanswered: list[set[int]] = [set() for _ in range(self.slow_tiers)]  # ranks that have not settled it
+        self.unanswered: list[set[int]] = [
+            set() for _ in range(self.slow_tiers)
+        ]  # ranks that have not settled the named step
         self.held = [[-1] * self.slow_tiers for _ in range(self.ranks)]
         self.failed: list[list[int]] = [[] for _ in range(self.ranks)]
-        self.lost: list[set[int]] = [set() for _ in range(self.ranks)]  # what `failed` would say if it forgot nothing
+        self.lost: list[set[int]] = [set() for _ in range(self.ranks)]  # `failed` without forgetting
         self.to_coordinator: list[Report] = []
         self.broadcasts: list[Broadcast] = [(start, tuple(self.named))]
 
     def _keeper(self, rank: int) -> int:
         return (rank + 1) % self.ranks
 
-    # --- what a rank and its engine do ---
+    # --- ranks and their engines ---
 
     @rule(rank=st.integers(0, 2))
     def begin_save(self, rank: int) -> None:
@@ -138,18 +141,18 @@ class World(RuleBasedStateMachine):
             self.writing[rank] = None
             self.next_step[rank] += 1
 
-    @rule(rank=st.integers(0, 2), told=st.booleans())
-    def save_runs_out_of_time(self, rank: int, told: bool) -> None:
+    @rule(rank=st.integers(0, 2), reported=st.booleans())
+    def save_runs_out_of_time(self, rank: int, reported: bool) -> None:
         rank %= self.ranks
         if self.writing[rank] is None:
             self._will_never_have(rank, self.next_step[rank])
             self.next_step[rank] += 1
-            if told:
+            if reported:
                 self._report(rank)
 
     @rule(rank=st.integers(0, 2))
     def pass_by(self, rank: int) -> None:
-        """A script did not save at a step at which the others did, and nobody is told."""
+        """A script silently skips a step that the others save."""
         rank %= self.ranks
         if self.writing[rank] is None:
             self.lost[rank].add(self.next_step[rank])
@@ -160,7 +163,7 @@ class World(RuleBasedStateMachine):
         self.lost[rank].add(step)
 
     def _report(self, rank: int) -> None:
-        """All that the rank has, and all that it will never have: what a lost message said, the next one says again."""
+        """All that the rank has, and all that it will never have: the next message repeats a lost one."""
         world_step, _, abandoned = self._view(rank)
         settled = (*self.saved[rank], *self.failed[rank])
         own = [v for v in self.own[rank].views if v.state is not SlotState.EMPTY and v.generation == self.generation]
@@ -171,7 +174,7 @@ class World(RuleBasedStateMachine):
 
     @rule(rank=st.integers(0, 2))
     def commit_and_replicate(self, rank: int) -> None:
-        """The oldest captured shard; a busy replica slot means trying again later."""
+        """Commit and replicate the oldest captured shard; if the replica slot is busy, retry later."""
         rank %= self.ranks
         captured = [v for v in self.own[rank].views if v.state is SlotState.CAPTURED]
         if not captured:
@@ -198,7 +201,7 @@ class World(RuleBasedStateMachine):
         return tuple(step for step in self.held[rank] if step >= 0)
 
     def _waits_for_the_world_only(self, rank: int) -> None:
-        """With a slot for each slow tier, the two that are left would not be free without slow tiers either."""
+        """With a slot per slow tier, the other two would not be free without slow tiers either."""
         own = self.own[rank]
         if own.in_use < MIN_SLOTS + self.slow_tiers:
             return
@@ -210,10 +213,10 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.slow_tiers)
     @rule(tier=st.integers(0, 1))
     def name_for_a_slow_tier(self, tier: int) -> None:
-        """The coordinator names its world step, unless some rank has not answered for the one before."""
+        """The coordinator names its world step, unless a rank has not reported on the one before."""
         tier %= self.slow_tiers
         step = self.coordinator.world_step
-        if not self.unanswered[tier] and step > self.named[tier]:  # also the step that the generation began with
+        if not self.unanswered[tier] and step > self.named[tier]:  # also the restore step
             self.named[tier] = step
             self.unanswered[tier] = set(range(self.ranks))
             self._broadcast()
@@ -221,9 +224,9 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.slow_tiers)
     @rule(rank=st.integers(0, 2), tier=st.integers(0, 1))
     def slow_tier_is_done(self, rank: int, tier: int) -> None:
-        """Written, or failed: the coordinator hears of it."""
+        """Written, or failed: report it to the coordinator."""
         rank, tier = rank % self.ranks, tier % self.slow_tiers
-        if self.heard[rank][tier] == self.named[tier]:
+        if self.received[rank][tier] == self.named[tier]:
             self.held[rank][tier] = -1
             self.unanswered[tier].discard(rank)
 
@@ -237,59 +240,59 @@ class World(RuleBasedStateMachine):
     @rule(data=st.data(), lost=st.booleans(), again=st.booleans())
     def deliver_to_coordinator(self, data: st.DataObject, lost: bool, again: bool) -> None:
         index = data.draw(st.integers(0, len(self.to_coordinator) - 1))
-        said = self.to_coordinator[index] if again else self.to_coordinator.pop(index)
+        message = self.to_coordinator[index] if again else self.to_coordinator.pop(index)
         if not lost:
-            self._tell(said)
+            self._deliver(message)
 
-    def _tell(self, said: Report) -> None:
-        self.coordinator.saved(said.rank, said.saved)
-        self.coordinator.failed(said.failed)
-        if said.saving >= 0:
-            self.coordinator.saving(said.rank, said.saving)
+    def _deliver(self, message: Report) -> None:
+        self.coordinator.saved(message.rank, message.saved)
+        self.coordinator.failed(message.failed)
+        if message.saving >= 0:
+            self.coordinator.saving(message.rank, message.saving)
         self._broadcast()
 
     def _broadcast(self) -> None:
         self.broadcasts.append((self.coordinator.world, tuple(self.named)))
 
     @rule(rank=st.integers(0, 2), data=st.data())
-    def hear_of_the_world(self, rank: int, data: st.DataObject) -> None:
-        """Any broadcast of this generation, also an old one."""
+    def receive_the_world(self, rank: int, data: st.DataObject) -> None:
+        """Receive any broadcast of this generation, also an old one."""
         rank %= self.ranks
-        self._hear(rank, data.draw(st.sampled_from(self.broadcasts)))
+        self._receive(rank, data.draw(st.sampled_from(self.broadcasts)))
 
-    def _hear(self, rank: int, broadcast: Broadcast) -> None:
+    def _receive(self, rank: int, broadcast: Broadcast) -> None:
         world, named = broadcast
-        for tier, step in enumerate(named):  # held first: then the world step lets go of the slot
-            if step > self.heard[rank][tier] and step in self.own[rank].restorable(self.lineage):
+        for tier, step in enumerate(named):  # held first, before the world step frees the slot
+            if step > self.received[rank][tier] and step in self.own[rank].restorable(self.lineage):
                 self.held[rank][tier] = step
-            self.heard[rank][tier] = max(step, self.heard[rank][tier])
+            self.received[rank][tier] = max(step, self.received[rank][tier])
         self.known[rank].learn(world)
 
-    # --- several moves at once, so that a walk gets far ---
+    # --- several moves at once, so that a walk makes progress ---
 
-    @rule(rank=st.integers(0, 2), told=st.booleans())
-    def save_whole(self, rank: int, told: bool) -> None:
+    @rule(rank=st.integers(0, 2), reported=st.booleans())
+    def save_whole(self, rank: int, reported: bool) -> None:
         self.begin_save(rank)
         self.finish_capture(rank)
         self.commit_and_replicate(rank)
-        for said in self.to_coordinator if told else ():
-            self._tell(said)
+        for message in self.to_coordinator if reported else ():
+            self._deliver(message)
 
-    @rule(heard=st.booleans())
-    def everyone_saves(self, heard: bool) -> None:
+    @rule(received=st.booleans())
+    def everyone_saves(self, received: bool) -> None:
         for rank in range(self.ranks):
-            self.save_whole(rank, told=True)
-        if heard:
+            self.save_whole(rank, reported=True)
+        if received:
             self._broadcast()
             for rank in range(self.ranks):
-                self._hear(rank, self.broadcasts[-1])
+                self._receive(rank, self.broadcasts[-1])
 
-    # --- what goes wrong ---
+    # --- faults ---
 
     @rule(rank=st.integers(0, 2))
     def kill_an_engine(self, rank: int) -> None:
-        """What it did not write down is forgotten: which steps failed, and what was saved but for what is there. The
-        coordinator's knows its own control words."""
+        """Restart an engine: it forgets failed steps, and saved steps that are not in its slots. The coordinator's engine
+        knows its control words."""
         rank %= self.ranks
         self.failed[rank] = []
         self.saved[rank] = [step for step in self.saved[rank] if self.own[rank].holds(self.generation, step)]
@@ -297,15 +300,15 @@ class World(RuleBasedStateMachine):
             self.coordinator = Coordinator(self.coordinator.world, world_size=self.ranks)
 
     @precondition(lambda self: self.replicas)
-    @rule(rank=st.integers(0, 2), told=st.booleans())
-    def find_a_slot_bad_after_it_was_sent(self, rank: int, told: bool) -> None:
-        """It was not told that the rank has the step, and it never will; a replica of it is there."""
+    @rule(rank=st.integers(0, 2), reported=st.booleans())
+    def find_a_slot_bad_after_it_was_sent(self, rank: int, reported: bool) -> None:
+        """The rank loses a step, perhaps unreported, of which a replica exists."""
         rank %= self.ranks
         for view in self.own[rank].views:
             if view.state is SlotState.CAPTURED and self._replicate(rank, view):
                 self.own[rank].views[view.index] = replace(view, state=SlotState.EMPTY)
                 self._will_never_have(rank, view.step)
-                if told:
+                if reported:
                     self._report(rank)
                 return
 
@@ -327,7 +330,7 @@ class World(RuleBasedStateMachine):
         return set.intersection(*(self._available(rank, lost) for rank in range(self.ranks)))
 
     def _restart(self, lost: int | None, slots: int | None = None) -> None:
-        """What the controller, the daemons and the engines do: stop, ask what is there, name the step, fetch, go on."""
+        """What controller, daemons and engines do: stop, list the copies, name the step, fetch, resume."""
         common = self._common(lost)
         restored = max(common, default=None)
         sources = [self._source(rank, restored, lost) for rank in range(self.ranks)]
@@ -365,10 +368,10 @@ class World(RuleBasedStateMachine):
             -1,
         )
 
-    # --- what must come ---
+    # --- liveness ---
 
     def teardown(self) -> None:
-        """From now on nothing fails and every message arrives: the world step has to move on."""
+        """Without faults from now on, the world step has to advance."""
         before = self.coordinator.world_step
         behind = max(self.next_step) - min(self.next_step)
         for _ in range(self.rounds_to_heal + behind if self.heals else 0):
@@ -380,22 +383,22 @@ class World(RuleBasedStateMachine):
     def _a_good_round(self) -> None:
         self._broadcast()
         for rank in range(self.ranks):
-            self._hear(rank, self.broadcasts[-1])
+            self._receive(rank, self.broadcasts[-1])
             self.held[rank] = [-1] * self.slow_tiers
         for rank in sorted(range(self.ranks), key=lambda rank: self.next_step[rank]):
             if self.writing[rank] is None and self.next_step[rank] <= min(self.next_step):
                 self.begin_save(rank)
                 if self.writing[rank] is None:
-                    self.save_runs_out_of_time(rank, told=True)
+                    self.save_runs_out_of_time(rank, reported=True)
             self.finish_capture(rank)
             self._settle_captured(rank)
             self._report(rank)
-        for said in self.to_coordinator:
-            self._tell(said)
+        for message in self.to_coordinator:
+            self._deliver(message)
         self.to_coordinator.clear()
 
     def _settle_captured(self, rank: int) -> None:
-        """As the pipeline does: what the world does without is not replicated, and is in nobody's way."""
+        """As in the pipeline: abandoned steps are not replicated."""
         world_step, _, abandoned = self._view(rank)
         for view in self.own[rank].views:
             if view.state is SlotState.CAPTURED and (view.step < world_step or view.step in abandoned):
@@ -403,7 +406,7 @@ class World(RuleBasedStateMachine):
         for _ in range(MAX_SLOTS):
             self.commit_and_replicate(rank)
 
-    # --- what must never be ---
+    # --- safety ---
 
     @invariant()
     def the_world_step_is_there_for_all(self) -> None:
@@ -422,12 +425,12 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def no_step_is_abandoned_that_nobody_gave_up(self) -> None:
-        """Those count that some rank holds; all ranks have them by now, or get to them yet."""
+        """Steps that some rank holds count: all ranks have passed them, or will."""
         at = self.coordinator
-        told = AbandonedSteps(frozenset(at.abandoned), at.world_step, at.abandoned_upto)
+        reported = AbandonedSteps(frozenset(at.abandoned), at.world_step, at.abandoned_upto)
         for step in {view.step for own in self.own for view in own.views if view.generation == self.generation}:
             if step > at.world_step and all(self._may_have(rank, step) for rank in range(self.ranks)):
-                assert step not in told, f"step {step} is on its way and was given up"
+                assert step not in reported, f"step {step} is on its way and was given up"
 
     def _may_have(self, rank: int, step: int) -> bool:
         there = self.own[rank].holds(self.generation, step) is not None

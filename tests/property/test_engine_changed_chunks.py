@@ -1,4 +1,4 @@
-"""Which chunks of a shard travel, and whether what travels is all that is missing."""
+"""Which chunks of a shard are sent, and whether they are exactly the missing ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_what_is_equal_and_what_is_sent_make_the_whole_shard(old: bytes, chunk_b
     made = bytearray(old)
     end = 0
     for offset, size_bytes in changed_chunks.ranges(bitmap, len(old), chunk_bytes):
-        assert offset >= end and size_bytes > 0  # in order, apart, and none twice
+        assert offset >= end and size_bytes > 0  # sorted, disjoint
         end = offset + size_bytes
         made[offset:end] = new[offset:end]
     assert made == new
@@ -77,7 +77,7 @@ def test_a_few_equal_chunks_are_not_worth_the_trouble() -> None:
 def received(
     payload: bytes, manifest: Manifest, chunks: Sequence[int] | None = None, *, read_to_end: bool = True
 ) -> bytes:
-    """What `receive_payload` makes of bytes that another thread sends."""
+    """What `receive_payload` receives of bytes that another thread sends."""
     ours, theirs = socket.socketpair()
     sender = threading.Thread(target=theirs.sendall, args=(payload,))
     sender.start()

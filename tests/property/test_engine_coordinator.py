@@ -81,7 +81,7 @@ def test_a_rank_that_went_past_a_step_dooms_it_for_all() -> None:
     assert coordinator.abandoned == ()
     assert coordinator.saved(1, [2])
     assert coordinator.abandoned == (1,)
-    coordinator.saved(1, [1])  # too late: others may have overwritten it
+    coordinator.saved(1, [1])  # too late: ranks may have overwritten it
     assert coordinator.world_step == 0
 
 
@@ -96,7 +96,7 @@ def test_a_restarted_coordinator_goes_on_from_the_control_words() -> None:
 
 
 def test_skipped_steps_do_not_give_up_an_older_one_that_is_on_its_way() -> None:
-    """With `when_full=skip` a slow peer makes many newer steps fail before the older one is there."""
+    """With `when_full=skip` a slow peer makes many newer steps fail before the older one arrives."""
     coordinator = Coordinator(WorldStep("job", 1, -1), world_size=2)
     for step in range(2, 50):
         coordinator.failed([step])
@@ -108,14 +108,14 @@ def test_skipped_steps_do_not_give_up_an_older_one_that_is_on_its_way() -> None:
     assert (coordinator.world_step, coordinator.abandoned) == (50, ())
 
 
-def test_what_was_given_up_is_told_although_there_are_more_names_than_are_told() -> None:
-    """One rank has a step that is not among the names: it is told by number, once the older ones are settled."""
+def test_all_given_up_steps_are_announced_even_without_room_for_their_names() -> None:
+    """One rank has a step for whose name there is no room: it is abandoned by number once older ones are settled."""
     coordinator = Coordinator(WorldStep("job", 1, 0), world_size=2)
     for step in range(2, 50):
         coordinator.failed([step])
     coordinator.saved(0, [1, 40])
     assert coordinator.abandoned_upto < 1  # rank 1 may yet have it
-    coordinator.saved(1, [2, 60])  # went past 1, and past 40
+    coordinator.saved(1, [2, 60])  # passed 1 and 40
     assert coordinator.world_step == 0
     assert coordinator.abandoned_upto >= 40
     coordinator.saved(0, [60])
@@ -123,8 +123,7 @@ def test_what_was_given_up_is_told_although_there_are_more_names_than_are_told()
 
 
 def test_what_a_rank_went_past_it_cannot_say_it_has_later() -> None:
-    """It is not among the names, of which there are only so many; and yet a report that was long on its way must not
-    bring it back."""
+    """There is no room for its name, and yet a delayed report must not revive it."""
     coordinator = Coordinator(WorldStep("job", 1, 0), world_size=3)
     coordinator.failed(range(10, 30))
     coordinator.saved(0, [1, 45, 60])
@@ -144,23 +143,23 @@ def test_a_step_that_all_had_and_one_lost_counts_no_more() -> None:
     coordinator.saved(0, [1, 2])
     coordinator.saved(0, [40])
     coordinator.failed([40])  # its slot is bad
-    coordinator.saved(0, [40])  # of before
+    coordinator.saved(0, [40])  # from before
     coordinator.saved(1, [40])
     assert coordinator.world_step == 0
 
 
-def test_every_step_that_the_world_goes_without_is_told_once() -> None:
+def test_every_step_that_the_world_skips_is_reported_once() -> None:
     coordinator = Coordinator(WorldStep("job", 1, 0), world_size=2)
-    told = []
+    skipped = []
     for step in range(1, 100, 2):
         coordinator.saved(0, [step])
         coordinator.failed([step, step + 1])
         coordinator.failed([step])
-        told += coordinator.take_skipped()
-    assert told == list(range(1, 101))
+        skipped += coordinator.take_skipped()
+    assert skipped == list(range(1, 101))
 
 
-def test_another_step_is_named_for_one_that_was_given_up_and_not_told_yet() -> None:
+def test_another_step_is_named_for_one_that_was_given_up_but_not_announced_yet() -> None:
     saves = SaveSchedule(1.0, named=0, world_step=0, now_s=0.0)
     coordinator = Coordinator(WorldStep("job", 1, 0), world_size=2, saves=saves)
     coordinator.failed(range(100, 120))

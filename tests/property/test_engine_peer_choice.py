@@ -1,4 +1,4 @@
-"""Who holds whose replicas: enough, apart, balanced, and stable when hosts are replaced."""
+"""Which host holds which replicas: enough, in other failure domains, balanced, and stable when hosts are replaced."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ modes = st.sampled_from(Replication)
 
 
 def shared(chosen: PeerMap, domains: dict[str, str]) -> int:
-    """Pairs of owner and holder in one failure domain."""
+    """Pairs of owner and holder in the same failure domain."""
     return sum(domains[owner] == domains[holder] for owner, holders in chosen.items() for holder in holders)
 
 
 def changed(before: PeerMap, after: PeerMap) -> int:
-    """Pairs of owner and holder that are new."""
+    """New pairs of owner and holder."""
     pairs = {(owner, holder) for owner, holders in before.items() for holder in holders}
     return sum((owner, holder) not in pairs for owner, holders in after.items() for holder in holders)
 
 
 def most_apart(domains: dict[str, str], degree: int) -> int:
-    """The most pairs in different domains that any map can have: a maximum flow, by depth-first search."""
+    """The maximum number of pairs in different domains, as a maximum flow by depth-first search."""
     held: dict[str, set[str]] = {host_id: set() for host_id in domains}  # holder -> owners
 
     def place(owner: str, seen: set[str]) -> bool:
@@ -139,7 +139,7 @@ def test_a_host_of_the_same_domain_takes_over_and_nobody_else_notices(
 
     as_before = {renamed(owner): {renamed(holder) for holder in holders} for owner, holders in before.items()}
     assert {owner: set(holders) for owner, holders in after.items()} == as_before or (
-        0 < shared(after, new) < shared(before, domains)  # no map can keep all apart, and this one is better
+        0 < shared(after, new) < shared(before, domains)  # no map separates all, and this one is better
     )
 
 

@@ -1,4 +1,4 @@
-"""The order of restore sources, and what may be removed from a disk, for any input."""
+"""The order of restore sources, and what may be removed from a disk, for arbitrary input."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_sources_come_nearest_first_and_none_that_can_be_asked_is_lost(given_sou
         local = source.host_id == "here" or source.tier is Tier.PERSISTENT
         expected = not local_slot and (local or bool(source.engine_address))
         assert (source in [step.source for step in steps]) == expected
-    for origin in Origin:  # the controller's order holds within a class
+    for origin in Origin:  # among equals the controller's order holds
         chosen = [step.source for step in steps if step.origin is origin]
         assert chosen == [source for source in given_sources if source in chosen]
 
@@ -86,4 +86,4 @@ def test_what_is_removed_leaves_the_newest_complete_steps(found: list[ShardCopy]
     before, after = complete(found), complete([copy for copy in found if copy not in gone])
     assert after[-2:] == before[-2:]
     if not before:
-        assert all(copy.generation == 2 for copy in gone)  # of the running generation, and passed over
+        assert all(copy.generation == 2 for copy in gone)  # of the running generation, and passed by

@@ -17,7 +17,7 @@ def test_never_more_than_the_rate_and_one_burst_goes_in_any_span(
 ) -> None:
     now_s = 0.0
     bucket = TokenBucket(bytes_per_s, now_s=now_s)
-    gone: list[tuple[float, int]] = []  # when the wait was over, bytes
+    gone: list[tuple[float, int]] = []  # end of the wait, bytes
     for pause_s, size_bytes in takes:
         now_s += pause_s
         now_s += bucket.take(size_bytes, now_s=now_s)
@@ -26,7 +26,7 @@ def test_never_more_than_the_rate_and_one_burst_goes_in_any_span(
         total = 0
         for at_s, size_bytes in gone[first:]:
             total += size_bytes
-            # A piece goes when its last byte may: what is ahead of the span is the first piece itself, and one burst.
+            # A piece goes when its last byte may: the span is exceeded by the first piece and one burst.
             allowed = gone[first][1] + bytes_per_s * (at_s - gone[first][0] + BURST_S)
             assert total <= allowed * (1 + 1e-6) + 1
 
@@ -45,7 +45,7 @@ def test_who_has_waited_never_waits_longer_than_the_rate_asks_for(
 
 
 class _Time:
-    """A clock that only the waits move; as many threads as there are share it."""
+    """A clock that only waits advance, shared by all threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -81,7 +81,7 @@ def test_no_limit_never_waits() -> None:
 
 def test_who_waits_for_a_limit_is_woken_when_it_is_lifted_and_others_keep_it() -> None:
     time = _Time()
-    asked = threading.Event()  # who asks for the time has found the limit in force: what it takes will be counted
+    asked = threading.Event()  # whoever reads the time found the limit in force, and is counted
 
     def monotonic_s() -> float:
         asked.set()
@@ -100,7 +100,7 @@ def test_who_waits_for_a_limit_is_woken_when_it_is_lifted_and_others_keep_it() -
         assert not waiter.is_alive()
         throttle.wait(10**6)
     limit.wait(1, time.sleep)
-    assert [round(seconds) for seconds in time.slept] == [10**6 + 1]  # what went meanwhile was not counted
+    assert [round(seconds) for seconds in time.slept] == [10**6 + 1]  # bytes sent meanwhile were not counted
     again = threading.Thread(target=throttle.wait, args=(10**6,), daemon=True)
     again.start()
     again.join(0.05)

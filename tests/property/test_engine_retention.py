@@ -1,5 +1,5 @@
-"""What a disk tier removes over a job's life: writes that fail on some ranks, names that some hosts miss, generations
-that branch off."""
+"""What a disk tier removes over a job's life, with writes that fail on some ranks, lost names, and generations that
+branch off."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANKS = 3
 
 @dataclass
 class World:
-    """One job, whose ranks are each on a host of their own; in a persistent tier all see the same copies."""
+    """A job with one rank per host. In a persistent tier all hosts see the same copies."""
 
     tier: Tier
     policy: TierPolicy
@@ -32,14 +32,14 @@ class World:
         return self.lineage[-1].generation
 
     def complete(self) -> list[int]:
-        """The steps that can be restored, oldest first."""
+        """The restorable steps, oldest first."""
         common = set.intersection(*(set(held) for held in self.copies))
         if self.tier is Tier.PERSISTENT:
             common &= self.sealed
         return sorted(step for generation, step in common if is_alive(generation, step, self.lineage))
 
     def write(self, failing: set[int]) -> None:
-        """The next step is named; all ranks but these write it."""
+        """Name the next step; all ranks but these write it."""
         for rank in set(range(RANKS)) - failing:
             copy = ShardCopy("job", self.generation, self.step, rank, self.tier, "", 1, "")
             self.copies[rank][self.generation, self.step] = copy
@@ -47,12 +47,12 @@ class World:
             self.sealed.add((self.generation, self.step))
 
     def naming(self) -> TierNaming:
-        """What the coordinator says when every rank has answered for the last name: as `tier_schedule` does."""
+        """The coordinator's naming once every rank has reported on the last step, as in `tier_schedule`."""
         kept = tuple(self.complete()[-self.policy.keep_latest :])
         return TierNaming(self.tier, self.step, kept)
 
     def prune(self, naming: TierNaming, deaf: set[int]) -> None:
-        """All but these hear of it."""
+        """All but these receive it."""
         for rank in set(range(RANKS)) - deaf:
             shared = self.tier is Tier.PERSISTENT
             seen = [copy for held in self.copies for copy in held.values()] if shared else self.copies[rank].values()
@@ -69,7 +69,7 @@ class World:
                 del self.copies[rank][copy.generation, copy.step]
 
     def restart(self) -> None:
-        """A generation that goes on from the newest step that can be restored here."""
+        """Begin a generation from the newest restorable step."""
         newest = max(self.complete(), default=None)
         self.lineage = branch(self.lineage, restored_step=newest, generation=self.generation + 1)
         self.step = newest if newest is not None else 0
@@ -112,7 +112,7 @@ def test_what_can_be_restored_and_shall_stay_stays_on_all_hosts(
 
 
 def _is_tidy(world: World, held: Iterable[tuple[int, int]], naming: TierNaming) -> bool:
-    """Nothing is left that neither a restore wants nor a rule keeps."""
+    """Nothing is left that no restore wants and no rule keeps."""
     for generation, step in held:
         alive = is_alive(generation, step, world.lineage)
         multiple = world.policy.keep_every > 0 and step % world.policy.keep_every == 0
@@ -133,7 +133,7 @@ def test_what_a_newer_generation_wrote_is_never_removed() -> None:
     assert removable([newer], naming=naming, lineage=(LineageEntry(2),), ranks=None) == []
 
 
-def test_the_newest_steps_of_the_history_that_counts_are_told() -> None:
+def test_the_newest_steps_of_the_lineage_are_reported() -> None:
     lineage = (LineageEntry(1, 4), LineageEntry(2))
     steps = [(generation, step) for generation, steps in ((1, range(10)), (2, range(6, 9))) for step in steps]
     assert newest_alive(steps, lineage=lineage, count=4) == {(1, 4), (2, 6), (2, 7), (2, 8)}

@@ -1,5 +1,5 @@
-"""How often is saved, for peers of any speed: training is not held up for long, a newer step is always on its way, and
-nothing flaps. Two slots, as in the engine: a save waits until the one before is the world's."""
+"""The save interval for peers of any speed: training is not delayed for long, a newer step is always in progress, and
+nothing flaps. With two slots, as in the engine: a save waits until the one before is the world step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckpt_engine.world.save_pace import SavePace, factor_of
 from ckpt_engine.world.save_schedule import interval_steps, is_due
 from flyball.contracts.checkpoints import CheckpointSpec
 
-TOLD_S = 0.03  # of shorter waits the trainer says nothing
+REPORT_FROM_S = 0.03  # the trainer does not report shorter waits
 SAVE_TIMEOUT_S = 30.0
 
 
@@ -25,7 +25,7 @@ class Training:
         self.pace = SavePace(interval_steps(spec))
         self.now_s = self.trained_s = self.blocked_s = 0.0
         self.step = -1
-        self.world: list[tuple[int, float]] = []  # steps and when they became the world's
+        self.world: list[tuple[int, float]] = []  # world steps and their times
         self.factors = [1]
         self.gave_up = False
         self._on_its_way: tuple[int, float] | None = None
@@ -44,13 +44,13 @@ class Training:
         waited_s = 0.0
         if self._on_its_way is not None:
             if self.gave_up:
-                return  # in vain once is enough
+                return  # one is enough
             waited_s = min(self._on_its_way[1] - self.now_s, SAVE_TIMEOUT_S)
             self.gave_up = waited_s == SAVE_TIMEOUT_S
             self.now_s += waited_s
             self.blocked_s += waited_s
             self._look()
-        if waited_s >= TOLD_S:
+        if waited_s >= REPORT_FROM_S:
             self.pace.waited(self.step, waited_s)
         if self._on_its_way is None:
             self.pace.captured(self.step, self.now_s)
@@ -65,7 +65,7 @@ class Training:
                 self.factors.append(self.pace.factor)
 
     def share_blocked(self, steps: int) -> float:
-        """Of the time that the next steps take."""
+        """The share of time that training waits during the next steps."""
         blocked_s, began_s = self.blocked_s, self.now_s
         self.train(steps)
         return (self.blocked_s - blocked_s) / (self.now_s - began_s)
@@ -98,17 +98,19 @@ def test_no_peer_sets_the_pace_of_training(
     settled = len(training.factors)
     share = training.share_blocked(min(enough, 200_000))
     saves = max(len(training.world), 1)
-    assert share <= 0.25 or training.blocked_s / saves <= 2 * TOLD_S, "what is told of is mended"
-    # A newer step is always on its way: the newest is no older than a few saves take.
-    assert training.now_s - training.world[-1][1] <= 8 * (cycle + TOLD_S), "the newest complete step stands still"
+    assert share <= 0.25 or training.blocked_s / saves <= 2 * REPORT_FROM_S, "reported waits are reduced"
+    # A newer step is always in progress: the newest is no older than a few saves.
+    assert training.now_s - training.world[-1][1] <= 8 * (cycle + REPORT_FROM_S), (
+        "the newest complete step stands still"
+    )
     gaps = [after[1] - before[1] for before, after in zip(training.world[-20:], training.world[-19:], strict=False)]
-    assert max(gaps, default=0.0) <= 8 * (cycle + TOLD_S)
+    assert max(gaps, default=0.0) <= 8 * (cycle + REPORT_FROM_S)
     assert len(training.factors) - settled <= 4, f"it flaps: {training.factors}"
 
 
 @given(intervals, speeds, st.floats(0.0, 0.99), st.integers(0, 1000))
 def test_a_fast_peer_changes_nothing(spec: CheckpointSpec, step_s: float, part: float, seed: int) -> None:
-    """Also if it is held up now and then, for seconds."""
+    """Also if it is delayed now and then, for seconds."""
     draw = random.Random(seed)
     least_s = step_s * min(interval_steps(spec), spec.disk_every_steps or interval_steps(spec))
     least_s = least_s if spec.disk_every_steps in (0, 1) else step_s  # two grids may meet in neighbouring steps
@@ -128,7 +130,7 @@ def test_a_fast_peer_changes_nothing(spec: CheckpointSpec, step_s: float, part: 
 def test_with_the_peer_fast_again_saves_are_as_frequent_as_before(
     spec: CheckpointSpec, step_s: float, slowness: float
 ) -> None:
-    step_s = max(step_s, 0.2)  # so that its waits are told
+    step_s = max(step_s, 0.2)  # so that its waits are reported
     interval_s = step_s * interval_steps(spec)
     training = Training(spec, lambda: step_s, lambda: interval_s * (1 + slowness))
     training.train(int(40 * (1 + slowness)) * interval_steps(spec))
@@ -156,7 +158,7 @@ def test_steps_of_a_wider_interval_are_steps_of_each_narrower_one(spec: Checkpoi
     st.lists(st.tuples(st.sampled_from("cwd"), st.integers(0, 12), st.floats(0, 50)), max_size=60),
     st.integers(0, 2**40),
 )
-def test_whatever_is_told_in_whatever_order_the_word_only_grows(
+def test_whatever_is_reported_in_whatever_order_the_word_only_grows(
     events: list[tuple[str, int, float]], word: int
 ) -> None:
     pace, now_s = SavePace(3, word), 0.0

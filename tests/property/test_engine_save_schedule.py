@@ -1,5 +1,5 @@
-"""Steps for an interval in seconds, under late and lost names, skewed ranks and kills of the coordinator: never a
-history without a common step, and always another save."""
+"""Steps for an interval in seconds, with late and lost names, skewed ranks and kills of the coordinator: there is always
+a common step, and always another save."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LINEAGE = (LineageEntry(1),)
 
 
 class Rank:
-    """A trainer with two slots, and what its engine has heard."""
+    """A trainer with two slots, and what its engine has received."""
 
     def __init__(self) -> None:
         self.position = -1
@@ -44,7 +44,7 @@ class Rank:
         self.saved.add(self.position)
 
     def look(self, spec: CheckpointSpec) -> None:
-        """What the save clock sees."""
+        """What the save clock reports."""
         named = self.world.present.next_save
         if self.world.present.world_step < named < self.position and not is_due(spec, named) | (named in self.saved):
             self.failed.add(named)
@@ -59,14 +59,14 @@ class World:
         self.restart()
 
     def restart(self) -> None:
-        """Rank 0's engine is started, anew; it knows what its control words say."""
+        """Restart rank 0's engine: it knows its control words."""
         known = self.ranks[0].world.present
         saves = SaveSchedule(
             interval_s(self.spec), named=known.next_save, world_step=known.world_step, now_s=self.now_s
         )
         self.coordinator = Coordinator(known, world_size=RANKS, saves=saves)
 
-    def hear(self, rank: Rank) -> None:
+    def receive(self, rank: Rank) -> None:
         rank.world.learn(self.coordinator.world)
 
     def do(self, event: str, rank: Rank) -> None:
@@ -76,8 +76,8 @@ class World:
                     rank.advance(self.spec, self.stride)
             case "look":
                 rank.look(self.spec)
-            case "hear":
-                self.hear(rank)
+            case "receive":
+                self.receive(rank)
             case "report":
                 self.coordinator.saved(self.ranks.index(rank), sorted(rank.saved)[-16:])
                 self.coordinator.failed(sorted(rank.failed)[-16:])
@@ -86,7 +86,7 @@ class World:
                 self.coordinator.now_s = self.now_s
                 position = self.ranks[0].position
                 self.coordinator.tick(position - position % self.stride)
-                self.hear(self.ranks[0])
+                self.receive(self.ranks[0])
             case "restart":
                 self.restart()
         self.named.add(self.coordinator.next_save)
@@ -97,16 +97,16 @@ class World:
         assert self.coordinator.world_step <= max(common, default=-1)
 
     def run_well(self, rounds: int, *, steps: int = 1, delay: int = 0) -> None:
-        """`delay`: ticks until the other ranks hear."""
+        """`delay`: ticks until the other ranks receive the name."""
         for round_ in range(rounds):
-            for event in ("tick", *["advance"] * steps, "look", "report", "hear"):
+            for event in ("tick", *["advance"] * steps, "look", "report", "receive"):
                 for rank in self.ranks if event != "tick" else self.ranks[:1]:
-                    if event != "hear" or rank is self.ranks[0] or round_ % (delay + 1) == delay:
+                    if event != "receive" or rank is self.ranks[0] or round_ % (delay + 1) == delay:
                         self.do(event, rank)
 
 
 EVENTS = st.tuples(
-    st.sampled_from(["advance"] * 4 + ["look", "hear", "hear", "report", "report", "tick", "tick", "restart"]),
+    st.sampled_from(["advance"] * 4 + ["look", "receive", "receive", "report", "report", "tick", "tick", "restart"]),
     st.integers(0, RANKS - 1),
 )
 

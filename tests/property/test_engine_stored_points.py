@@ -1,4 +1,4 @@
-"""The newest step that the supervisor has stored is in the folder that all share, whenever its hosts are cut off."""
+"""The newest step that the supervisor has stored stays in the shared folder, whenever its hosts are cut off."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BEYOND = 16
 
 
 class Folder:
-    """What a store of whole steps, of one rank, says of itself."""
+    """A store of complete steps of one rank."""
 
     tier = Tier.PERSISTENT
 
@@ -53,23 +53,23 @@ class Folder:
 
 @dataclass
 class World:
-    """A job of one host, whose steps come in its folder at once, and its supervisor."""
+    """A job on one host that writes its steps at once, and its supervisor."""
 
     keep_latest: int
     folder: Folder = field(default_factory=Folder)
     step: int = -1
     is_linked: bool = True
     in_touch: bool = False
-    heard: StoredPoints = field(default_factory=dict)  # by the engine, in the newest reply
-    reported: int = -1  # newest whole step that a sensor heard of
-    stored: int = -1  # of those, the newest that is in SQL
-    learned: int = -1  # of those, the newest that a sensor knows
+    known_points: StoredPoints = field(default_factory=dict)  # by the engine, in the newest reply
+    reported: int = -1  # newest complete step that a sensor has received
+    stored: int = -1  # the newest of those in SQL
+    learned: int = -1  # the newest of those that a sensor knows
 
     def __post_init__(self) -> None:
         self.restart_engine()
 
     def restart_engine(self) -> None:
-        self.in_touch, self.heard = False, {}
+        self.in_touch, self.known_points = False, {}
         generation: Any = SimpleNamespace(
             job="job",
             lineage=(LineageEntry(1),),
@@ -85,12 +85,12 @@ class World:
             rank=0,
             counters=Counters(),
             in_touch=lambda: self.in_touch,
-            stored_points=lambda: self.heard,
+            stored_points=lambda: self.known_points,
         )
         self.retention.begin()
 
     def write(self) -> None:
-        """The next step, which is named, and what it makes room for."""
+        """Write the next step, and prune."""
         self.step += 1
         self.folder.steps.add(self.step)
         kept = tuple(sorted(self.folder.steps)[-self.keep_latest :])
@@ -106,7 +106,7 @@ class World:
             case "report" if self.is_linked:
                 self.retention.note_reported(frozenset(self.folder.steps))
                 self.reported = max(self.folder.steps, default=-1)
-                self.heard = {"job": StoredPoint(self.learned, 1)} if self.learned >= 0 else self.heard
+                self.known_points = {"job": StoredPoint(self.learned, 1)} if self.learned >= 0 else self.known_points
                 self.in_touch = True
                 self.retention.note_reported(frozenset(self.folder.steps))  # asked several times in a touch
             case "store":
@@ -122,11 +122,11 @@ class World:
 
     @property
     def known_to_engine(self) -> int:
-        return self.heard["job"].step if self.heard else -1
+        return self.known_points["job"].step if self.known_points else -1
 
 
 EVENTS = ("write", "write many", "report", "store", "learn", "cut", "heal", "touch is over", "engine restarts")
-BEHIND = ["report", *["write"] * 2, "report", "store", *["write"] * 3, "cut"]  # two are kept: the hole that there was
+BEHIND = ["report", *["write"] * 2, "report", "store", *["write"] * 3, "cut"]  # two are kept: this was the hole
 
 
 @settings(max_examples=500)
@@ -135,7 +135,7 @@ BEHIND = ["report", *["write"] * 2, "report", "store", *["write"] * 3, "cut"]  #
 @given(st.integers(1, 3), st.lists(st.sampled_from(EVENTS), max_size=60))
 def test_what_a_restore_would_name_is_there(keep_latest: int, history: list[str]) -> None:
     world = World(keep_latest)
-    is_overrun = False  # more steps were written than are kept for a supervisor that is behind
+    is_overrun = False  # more steps than are kept for a supervisor that lags behind
     for event in history:
         was_there = world.known_to_engine in world.folder.steps
         known = world.known_to_engine

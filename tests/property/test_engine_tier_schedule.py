@@ -1,5 +1,5 @@
-"""What the disks have in common, under slow and full disks, lost messages, and kills of any engine: once some step is
-on the disks of all ranks, there is always one, and it is never older than the newest that ever was."""
+"""The common steps of the disks, with slow and full disks, lost messages, and kills of any engine: once a step is on all
+disks, there is always a common step, and it never gets older."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Rank:
 
     def begin(self, world_step: int) -> None:
         self.world = WorldView(WorldStep("job", 1, world_step))
-        self.heard = self.settled = -1
+        self.received = self.settled = -1
 
     @property
     def naming(self) -> TierNaming:
@@ -48,16 +48,16 @@ class Rank:
 
     @property
     def report(self) -> TierReport:
-        return TierReport(Tier.DISK, self.heard, self.settled, tuple(sorted(self.disk)))
+        return TierReport(Tier.DISK, self.received, self.settled, tuple(sorted(self.disk)))
 
-    def hear(self, world: WorldStep) -> None:
+    def receive(self, world: WorldStep) -> None:
         self.world.learn(world)
-        self.heard = max(self.heard, self.naming.step)
+        self.received = max(self.received, self.naming.step)
 
     def save(self, step: int) -> None:
-        """Two slots: one that is older than the world step, and not to be copied, gives way."""
+        """Two slots: one that is older than the world step, and not being written, is reused."""
         if len(self.slots) == 2:
-            held = {self.heard} if self.settled < self.heard else set()
+            held = {self.received} if self.settled < self.received else set()
             free = [s for s in self.slots if s < self.world.present.world_step and s not in held]
             if not free:
                 return
@@ -66,10 +66,10 @@ class Rank:
         self.saved.add(step)
 
     def write(self, *, works: bool) -> None:
-        if self.settled < self.heard:
-            if works and self.heard in self.slots:
-                self.disk.add(self.heard)
-            self.settled = self.heard
+        if self.settled < self.received:
+            if works and self.received in self.slots:
+                self.disk.add(self.received)
+            self.settled = self.received
 
     def prune(self) -> None:
         copies = [copy_of(self.number, step) for step in self.disk]
@@ -87,13 +87,13 @@ class World:
         self.restart()
 
     def restart(self) -> None:
-        """Rank 0's engine is started, anew."""
+        """Restart rank 0's engine."""
         schedule = TierSchedule(Tier.DISK, policy=self.policy, world_size=RANKS, restore_step=-1, now_s=self.now_s)
         known = self.ranks[0].world.present.world_step
         self.coordinator = Coordinator(WorldStep("job", 1, known), world_size=RANKS, schedules=[schedule])
 
     @property
-    def said(self) -> WorldStep:
+    def message(self) -> WorldStep:
         at = self.coordinator
         return WorldStep("job", 1, at.world_step, at.abandoned, at.namings)
 
@@ -114,8 +114,8 @@ class World:
             case "report":
                 self.coordinator.tiers_reported(rank.number, [rank.report])
                 self.coordinator.saved(rank.number, sorted(rank.saved)[-4:])
-            case "hear":
-                rank.hear(self.said)
+            case "receive":
+                rank.receive(self.message)
             case "write" | "fail":
                 rank.write(works=event == "write")
             case "prune":
@@ -133,7 +133,7 @@ class World:
 
     def run_well(self, rounds: int) -> None:
         for _ in range(rounds):
-            for event in ("train", "report", "hear", "write", "report", "hear", "prune"):
+            for event in ("train", "report", "receive", "write", "report", "receive", "prune"):
                 for rank in self.ranks if event != "train" else self.ranks[:1]:
                     self.do(event, rank)
 
@@ -146,8 +146,8 @@ EVENTS = st.tuples(
             "train",
             "report",
             "report",
-            "hear",
-            "hear",
+            "receive",
+            "receive",
             "write",
             "write",
             "fail",
@@ -180,7 +180,7 @@ def test_a_disk_slower_than_a_step_makes_all_ranks_skip_the_same_steps() -> None
     world = World()
     for round_ in range(60):
         world.do("train", world.ranks[0])
-        for event in ("report", "hear", "report", "hear", "prune"):
+        for event in ("report", "receive", "report", "receive", "prune"):
             for rank in world.ranks:
                 world.do(event, rank)
         if round_ % 7 == 0:
@@ -201,14 +201,14 @@ def test_a_due_step_that_finds_the_tier_busy_is_owed_and_the_next_one_is_taken_i
         busy = schedule.named == 10 and step < 23
         schedule.report(0, TierReport(Tier.DISK, schedule.named, 0 if busy else schedule.named))
     assert sorted(set(named)) == [0, 10, 24, 30, 40, 50]
-    schedule.offer([60, 61], 0.0)  # complete at one moment: the multiple itself, as long as it can be had
+    schedule.offer([60, 61], 0.0)  # complete at once: the multiple itself, while it is available
     assert schedule.named == 60
 
 
 @pytest.mark.parametrize(("first", "named"), [(0, 1), (1, 10), (7, 10), (10, 11)])
 def test_only_a_step_that_was_saved_is_owed(first: int, named: int) -> None:
     schedule = TierSchedule(Tier.DISK, policy=TierPolicy(10, keep_latest=1), world_size=1, restore_step=-1)
-    schedule.offer([first], 0.0)  # before the disk was looked at
+    schedule.offer([first], 0.0)  # before the first scan
     schedule.report(0, TierReport(Tier.DISK, -1, -1))
     for step in range(first + 1, 12):
         if schedule.named < 0:
@@ -228,11 +228,11 @@ def test_a_coordinator_that_is_started_again_knows_that_a_step_is_owed() -> None
 def test_the_last_due_step_of_a_job_reaches_the_disk_or_a_newer_one_does() -> None:
     world = World()
     for round_ in range(30):
-        for event in ("train", "report", "hear") + (("write",) if round_ % 7 == 0 else ()):
+        for event in ("train", "report", "receive") + (("write",) if round_ % 7 == 0 else ()):
             for rank in world.ranks if event != "train" else world.ranks[:1]:
                 world.do(event, rank)
     last_due = max(step for step in world.ranks[0].saved if step % EVERY == 0)
-    for event in ("write", "report", "hear") * 3:  # nothing is trained any more
+    for event in ("write", "report", "receive") * 3:  # training is over
         for rank in world.ranks:
             world.do(event, rank)
     assert world.best >= last_due
@@ -256,7 +256,7 @@ def test_an_interval_in_seconds_is_kept_and_a_demand_is_met_between() -> None:
         if round_ == 29:
             world.do("flush", world.ranks[1])
             asked_s = world.now_s
-    times = sorted(written.values())[1:]  # without the step that is none
+    times = sorted(written.values())[1:]  # without a nonexistent step
     assert any(0 < at_s - asked_s < 5.0 for at_s in times)
     assert all(later - earlier <= 5.0 + 4.0 for earlier, later in itertools.pairwise(times))
     assert len(times) <= world.now_s / 5.0 + 1
@@ -272,7 +272,7 @@ def test_the_step_that_a_generation_began_with_is_written_if_it_is_wanted_and_no
     assert schedule.naming == TierNaming(Tier.DISK, 7, ())
 
 
-def test_nothing_is_named_and_nothing_removed_before_every_rank_has_said_what_it_holds() -> None:
+def test_nothing_is_named_and_nothing_removed_before_every_rank_has_reported_what_it_holds() -> None:
     schedule = TierSchedule(Tier.DISK, policy=TierPolicy(1, keep_latest=1), world_size=2, restore_step=-1)
     schedule.report(0, TierReport(Tier.DISK, 7, 7, (5, 7)))
     schedule.offer([8], 0.0)
@@ -280,7 +280,7 @@ def test_nothing_is_named_and_nothing_removed_before_every_rank_has_said_what_it
     schedule.report(1, TierReport(Tier.DISK, -1, -1, (5,)))
     assert schedule.naming == TierNaming(Tier.DISK, 7, (5,))
     schedule.offer([8], 0.0)
-    assert schedule.naming == TierNaming(Tier.DISK, 7, (5,))  # rank 1 has not answered for 7
+    assert schedule.naming == TierNaming(Tier.DISK, 7, (5,))  # rank 1 has not reported on 7
     schedule.report(1, TierReport(Tier.DISK, 7, 7, (5,)))
     schedule.offer([8], 0.0)
     assert schedule.naming == TierNaming(Tier.DISK, 8, (5,))
@@ -291,9 +291,9 @@ def test_a_step_that_cannot_be_read_is_neither_removed_nor_counted() -> None:
     schedule.report(0, TierReport(Tier.DISK, 30, 30, (10, 20, 30)))
     schedule.report(1, TierReport(Tier.DISK, 30, 30, (10, 20), (30,)))
     assert schedule.naming == TierNaming(Tier.DISK, 30, (20, 30))
-    schedule.report(1, TierReport(Tier.DISK, 30, 30, (10, 20)))  # it was read, and was bad
+    schedule.report(1, TierReport(Tier.DISK, 30, 30, (10, 20)))  # read, and bad
     assert schedule.naming == TierNaming(Tier.DISK, 30, (20,))
-    schedule.report(1, TierReport(Tier.DISK, 30, 30, (10, 20, 30)))  # it was read, and was good
+    schedule.report(1, TierReport(Tier.DISK, 30, 30, (10, 20, 30)))  # read, and good
     assert schedule.naming == TierNaming(Tier.DISK, 30, (30,))
 
 
@@ -304,7 +304,7 @@ def test_a_step_whose_world_manifest_cannot_be_read_is_neither_removed_nor_count
     schedule.seal_report(TierReport(tier, 30, 30, (10, 20), (30,)))
     assert schedule.naming == TierNaming(tier, 30, (20, 30))
     assert schedule.to_seal is None
-    schedule.report(0, TierReport(tier, 31, 31, (10, 20, 30), (31,)))  # whoever seals it looks for himself
+    schedule.report(0, TierReport(tier, 31, 31, (10, 20, 30), (31,)))  # the sealer checks for itself
     assert schedule.to_seal == 31
 
 

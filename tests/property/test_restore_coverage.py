@@ -24,7 +24,7 @@ cases = st.integers(0, 3).flatmap(
 
 
 def marked(dimensions: int, boxes: list[Box]) -> np.ndarray:
-    """How many of the boxes have each element."""
+    """How many boxes contain each element."""
     count = np.zeros((SIDE,) * dimensions, dtype=int)
     for box in boxes:
         count[tuple(slice(o, o + size) for o, size in zip(box.offsets, box.shape, strict=True))] += 1
@@ -63,7 +63,7 @@ def test_a_step_is_complete_if_its_blocks_make_up_the_tensor_and_overlap_as_repl
     assert (problems == ()) == expected
 
 
-def test_what_is_wrong_is_said() -> None:
+def test_problems_are_described() -> None:
     left, right = Box((0, 0), (2, 4)), Box((2, 0), (2, 4))
     assert step_problems([[block("w", (4, 4), left)], [block("w", (4, 4), right)]]) == ()
     ((fqn, reason),) = step_problems([[block("w", (4, 4), left)]])

@@ -1,4 +1,4 @@
-"""Shards whose checksums are right and whose header or tree is not: an error that says so, and no other."""
+"""Shards with right checksums but a wrong header or tree raise exactly the error that describes it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def paths_in(value: object, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]
 
 
 def changed(value: dict[str, Any], chance: random.Random) -> dict[str, Any]:
-    """`value` with something strange somewhere in it, or without some part."""
+    """`value` with something strange inserted, or a part removed."""
     *folder, last = chance.choice(paths_in(value)[1:])
     parent: Any = value
     for key in folder:
@@ -73,7 +73,7 @@ def changed(value: dict[str, Any], chance: random.Random) -> dict[str, Any]:
     return value
 
 
-@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # torch, of what it is given
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # torch, about its input
 @pytest.mark.parametrize("seed", range(8))
 def test_a_strange_tree_is_corrupt_or_of_another_state(
     shard: tuple[dict[str, Any], bytes, Manifest], seed: int

@@ -1,4 +1,4 @@
-"""The plan of a restore: every copy is used or refused by name, and it agrees with what the controller would choose."""
+"""The plan of a restore: every copy is used or refused with a reason, as the controller would choose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one engine tells the coordinator, when several of its threads have something to say at once."""
+"""What one engine reports to the coordinator when several of its threads report at once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PLACEMENT = Placement(
 
 
 class SlowLinks:
-    """Messages to the coordinator, of which the newest counts; something happens while the first one is handed in."""
+    """Messages to the coordinator; the newest counts. `meanwhile` runs while the first one is posted."""
 
     def __init__(self) -> None:
         self.messages: list[RankSteps] = []
@@ -91,7 +91,7 @@ def test_what_a_thread_posts_while_the_job_is_released_is_not_queued_for_ever(tm
     releases: list[threading.Thread] = []
 
     class EndsNow:
-        """Asked whether the generation ended, it has not; and right after, the job is released."""
+        """The generation has not ended when this is called, but right after that the job is released."""
 
         def is_set(self) -> bool:
             releases.append(threading.Thread(target=links.forget, args=("job",)))

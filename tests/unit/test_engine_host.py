@@ -1,4 +1,4 @@
-"""What the engine of one host answers its daemon, without a daemon."""
+"""An engine's replies to its daemon, without a daemon."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def make(state: EngineStateDir) -> Engine:
 def test_how_long_a_host_is_in_touch_does_not_depend_on_when_its_engine_reads_that(engine: Engine) -> None:
     in_touch = engine._contact.in_touch
     assert not in_touch()
-    engine.answer(GetStatus(in_touch_until_s=time.monotonic() - 0.001))  # it waited for an engine that was stopped
+    engine.answer(GetStatus(in_touch_until_s=time.monotonic() - 0.001))  # the request waited for a stopped engine
     assert not in_touch()
     engine.answer(GetStatus(in_touch_until_s=time.monotonic() + 3600.0))
     assert in_touch()
-    engine.answer(GetStatus())  # somebody else's question takes nothing back
+    engine.answer(GetStatus())  # another client's request revokes nothing
     assert in_touch()
 
 
-def test_late_saves_of_a_job_that_ended_are_told_to_who_asks_after_that(engine: Engine) -> None:
+def test_late_saves_of_an_ended_job_are_in_later_replies(engine: Engine) -> None:
     engine.answer(Configure(Fence(1, 1), "host", PLACEMENT, CheckpointSpec()))
     for step in (7, 8, 9):
         engine._receive_notice(SaveWaited("job", 0, 1, step, 0.5))
@@ -72,18 +72,18 @@ def test_late_saves_that_nobody_asked_for_outlive_several_engines(
     first.answer(Configure(Fence(1, 1), "host", PLACEMENT, CheckpointSpec()))
     for step in (7, 8, 9):
         first._receive_notice(SaveWaited("job", 0, 1, step, 0.5))
-    first.answer(Release(Fence(1, 1), "job"))  # of a job that ended, too
+    first.answer(Release(Fence(1, 1), "job"))  # also of a job that ended
     first.stop()
     make(state).stop()
     killed = make(state)
     killed._peer_server.close()
     killed._control.close()
     killed._notices.close()
-    told = make(state)
-    assert [(late.step, late.count) for late in told.answer(GetStatus()).late] == [(7, 1), (9, 2)]
-    told.answer(GetStatus())
+    reporting = make(state)
+    assert [(late.step, late.count) for late in reporting.answer(GetStatus()).late] == [(7, 1), (9, 2)]
+    reporting.answer(GetStatus())
     assert not (state.path / "engine-late-saves.json").exists()
-    told.stop()
+    reporting.stop()
     last = make(state)
     assert last.answer(GetStatus()).late == ()
     last.stop()

@@ -1,4 +1,4 @@
-"""One job in an engine's process, without sockets: what happens between its threads."""
+"""One job in an engine's process, without sockets: how its threads work together."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def writers_wait(job: EngineJob) -> bool:
-    """Whether every writer has looked at its folder, done what it heard, and would take what is captured now. One that
-    is busy, be it with an empty folder, lets a captured step go by: it is named soon."""
+    """Whether every writer has scanned its folder, is idle, and would take a capture now. A busy writer ignores a
+    captured step, which is named soon anyway."""
     assert job.running is not None
     for writer in job.running.durable._writers:
         with writer._changed:
@@ -151,7 +151,7 @@ def test_a_shard_on_disk_is_durable_also_when_older_ones_cannot_be_removed(
     with job.slots.memory.using(0) as entry:
         assert entry is not None
         assert [view.state for view in entry.segments.slots()] == [SlotState.COMMITTED, SlotState.EMPTY]
-        deadline = time.monotonic() + 60.0  # what is removed is named independently of what is being written
+        deadline = time.monotonic() + 60.0  # pruning is independent of writing
         while entry.segments.control.durable_step(1) != 0 and time.monotonic() < deadline:
             time.sleep(0.002)
         assert entry.segments.control.durable_step(1) == 0
@@ -163,6 +163,7 @@ def test_a_step_is_not_saved_because_the_job_ends_while_it_is_awaited(job: Engin
     missing: list[list[int]] = []
     waiting = threading.Thread(target=lambda: missing.append(job.await_saved(1, 5, 60.0)))
     waiting.start()
+    wait_for(lambda: bool(job.running and job.running._progress._waiters))  # type: ignore[attr-defined]  # threading's
     job.end(join_timeout_s=60.0)
     waiting.join(60.0)
     assert missing == [[0]]
@@ -237,7 +238,7 @@ def test_a_slot_is_held_while_a_slow_disk_writes_from_it_and_newer_steps_are_com
             capture(job, 1, step, slot=slot)
             job.flush(60.0)
             deadline_s = time.monotonic() + 60.0
-            while entry.segments.read_world().step != step:  # told by whichever thread replicated it
+            while entry.segments.read_world().step != step:  # reported by whichever thread replicated it
                 assert time.monotonic() < deadline_s
                 time.sleep(0.002)
             assert entry.segments.read_world().held == {0}
@@ -271,7 +272,7 @@ def test_a_due_step_is_written_while_it_is_hashed_and_counts_when_it_is_named(
     wait_for(lambda: writers_wait(job))
     with job.slots.memory.using(0) as entry:
         assert entry is not None
-        with entry.writing:  # nobody commits meanwhile
+        with entry.writing:  # so that nothing is committed meanwhile
             capture(job, 1, 0)
             job.receive_notice(Captured("job", 0, 1, 0, 0))
             assert described.wait(60.0)
@@ -294,7 +295,7 @@ def test_nothing_is_left_of_a_step_that_was_written_ahead_and_never_named(
     monkeypatch.setattr(DiskWriter, "_await_name", waiting)
     job.begin(configure(1, 0, 1, disk_dir=str(tmp_path / "disk")))
     wait_for(lambda: writers_wait(job))
-    capture(job, 1, 0)  # in rank 0 alone: the world never has it
+    capture(job, 1, 0)  # only in rank 0: the world never has it
     job.receive_notice(Captured("job", 0, 1, 0, 0))
     assert described.wait(60.0)
     assert list((tmp_path / "disk").rglob("*.new.*"))
@@ -414,7 +415,7 @@ def test_a_persistent_step_is_listed_when_the_world_manifest_is_written(
     assert (tmp_path / "store" / "job" / "g1" / "step0" / "world.manifest").exists()
 
 
-def test_a_rank_whose_manifest_cannot_be_read_tells_of_it_as_held_and_not_before_it_was_looked_at_again(
+def test_a_rank_reports_an_unreadable_manifest_as_held_and_not_before_a_second_scan(
     job: EngineJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
@@ -441,7 +442,7 @@ def test_a_rank_whose_manifest_cannot_be_read_tells_of_it_as_held_and_not_before
         assert tries.acquire(timeout=60.0)
     assert job.running.durable.reports(0) == ()  # so nothing is named, and nobody removes anything
     assert "Input/output error" in job.save_failures.newest()[0].message
-    job.running.durable._writers[0]._unread_until_s = 0.0  # for good, it seems
+    job.running.durable._writers[0]._unread_until_s = 0.0  # as if it stays unreadable
     wait_for(lambda: bool(job.running.durable.reports(0)))
     assert (job.running.durable.reports(0)[0].held, job.running.durable.reports(0)[0].unread) == ((1,), (0,))
     assert job.running.durable.newest(job.generation.lineage) == {Tier.DISK: 1}
@@ -459,7 +460,7 @@ def test_a_folder_that_hangs_keeps_one_thread_however_often_it_is_looked_at(
         assert go_on.wait(60.0)
         return scan(store)
 
-    before = set(threading.enumerate())  # of another test's some may be about to end
+    before = set(threading.enumerate())  # another test's may be about to end
 
     def threads() -> int:
         return sum(thread.name == "scan-disk" for thread in set(threading.enumerate()) - before)
@@ -474,7 +475,7 @@ def test_a_folder_that_hangs_keeps_one_thread_however_often_it_is_looked_at(
     go_on.set()
     job.flush(60.0)
     wait_for(lambda: threads() == 0)
-    assert looks.acquire(timeout=60.0)  # those that were asked for while one hung are one
+    assert looks.acquire(timeout=60.0)  # all requests during the hang share one scan
     job.flush(60.0)
     wait_for(lambda: threads() == 0)
 
@@ -508,7 +509,7 @@ def test_a_slot_that_is_not_what_it_was_copied_from_is_dropped_when_the_disk_tak
     job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
     payload = save({"w": np.arange(1 << 20, dtype=np.float32)})
     source = bytearray(payload)
-    source[-1] ^= 1  # of what was to be saved the trainer hashed this
+    source[-1] ^= 1  # the trainer hashed this instead
     with job.slots.memory.using(0) as entry:
         assert entry is not None
         entry.segments.begin_write(0, 1, 0, len(payload))[:] = payload
@@ -529,7 +530,7 @@ def test_late_saves_of_the_running_generation_are_counted(job: EngineJob) -> Non
     assert [(late.step, late.count) for late in job.late_saves.newest()] == [(7, 1)]
 
 
-def test_late_saves_that_were_not_told_yet_are_told_when_their_generation_ends(job: EngineJob) -> None:
+def test_unreported_late_saves_are_reported_when_their_generation_ends(job: EngineJob) -> None:
     job.begin(configure(2, 0))
     for step in (7, 8):
         job.receive_notice(SaveWaited("job", 0, 2, step, 0.5))
@@ -546,13 +547,13 @@ def test_a_rank_that_gives_up_one_save_after_the_other_fails_until_one_is_kept(j
     assert failing is not None
     with job.slots.memory.using(0) as entry:
         assert entry is not None
-        assert entry.segments.control.settled_step(Tier.MEMORY, 2) == 6, "the trainer can hear of it"
+        assert entry.segments.control.settled_step(Tier.MEMORY, 2) == 6, "the trainer can see it"
     assert (failing.ranks, failing.count, failing.step, failing.message) == ((0,), 2, 6, "no slot was free")
     capture(job, 2, 7)
     job.receive_notice(Captured("job", 0, 2, 7, 1))
 
     def is_over() -> bool:
-        said = job.save_failures.failing(later)
-        return said is not None and said.ranks == ()
+        report = job.save_failures.failing(later)
+        return report is not None and report.ranks == ()
 
     wait_for(is_over)

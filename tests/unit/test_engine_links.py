@@ -1,4 +1,4 @@
-"""Standing connections between engines, over real sockets: what was busy is tried again at once, nothing is lost."""
+"""Links between engines over real sockets: a BUSY message is retried at once, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckpt_engine.peers.transport.tcp import TcpListener, connect_tcp
 from ckpt_engine.settings import EngineSettings
 
 TOKEN = b"the token"
-SETTINGS = EngineSettings(  # a ping never comes to the rescue, and nobody is given up
+SETTINGS = EngineSettings(  # no ping helps out, and no peer is given up
     ping_interval_s=600, ping_timeout_s=60, handshake_timeout_s=60, io_timeout_s=60
 )
 
@@ -35,10 +35,10 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 class Host:
-    """An engine that answers BUSY as often as it is told to."""
+    """An engine that answers BUSY a given number of times."""
 
     def __init__(self, busy: int) -> None:
-        self.heard: list[object] = []
+        self.received: list[object] = []
         self.done = threading.Event()
         self._busy = busy
         self._listener = TcpListener("127.0.0.1", 0, fallback=False, settings=SETTINGS, total=ByteCounters())
@@ -59,7 +59,7 @@ class Host:
         return connection
 
     def _answer(self, connection: Connection, request: object) -> None:
-        self.heard.append(request)
+        self.received.append(request)
         self._busy -= 1
         connection.send(Reply(ShardVerdict.BUSY if self._busy >= 0 else ShardVerdict.OK), timeout_s=60)
         if self._busy < 0:
@@ -92,7 +92,7 @@ def test_a_busy_peer_is_asked_again_without_waiting_for_the_next_ping(link_to: t
     message = RankSteps("job", 1, 0, (3,))
     link.post(("job", 0), message, unless=never)
     assert host.done.wait(60.0)
-    assert [request for request in host.heard if not isinstance(request, Ping)].count(message) == len(host.heard)
+    assert [request for request in host.received if not isinstance(request, Ping)].count(message) == len(host.received)
 
 
 @pytest.mark.parametrize("link_to", [3], indirect=True)
@@ -102,7 +102,7 @@ def test_a_newer_message_takes_the_place_of_one_that_waits(link_to: tuple[Host, 
     link.post(("job", 0), RankSteps("job", 1, 0, (3, 4)), unless=never)
     link.post(("job", 1), RankSteps("job", 1, 1, (3,)), unless=never)
     assert host.done.wait(60.0)
-    wait_for(lambda: RankSteps("job", 1, 0, (3, 4)) in host.heard and RankSteps("job", 1, 1, (3,)) in host.heard)
+    wait_for(lambda: RankSteps("job", 1, 0, (3, 4)) in host.received and RankSteps("job", 1, 1, (3,)) in host.received)
 
 
 @pytest.mark.parametrize("link_to", [1_000_000], indirect=True)
@@ -119,14 +119,16 @@ def test_what_a_peer_does_not_take_is_forgotten_with_its_job(link_to: tuple[Host
     try:
         for job in ("ended", "ended-too", "runs"):
             links.post("host", (job, 0), RankSteps(job, 1, 0, (3,)), unless=never)
-        wait_for(lambda: {request.job for request in list(host.heard) if isinstance(request, RankSteps)} >= {"ended"})
+        wait_for(
+            lambda: {request.job for request in list(host.received) if isinstance(request, RankSteps)} >= {"ended"}
+        )
         for job in ("ended", "ended-too"):
             links.forget(job)
         (link,) = links._links.values()
         assert list(link._waiting) == [("runs", 0)]
-        host.heard.clear()
-        wait_for(lambda: len(host.heard) > 3)
-        assert {request.job for request in host.heard[2:] if isinstance(request, RankSteps)} == {"runs"}
+        host.received.clear()
+        wait_for(lambda: len(host.received) > 3)
+        assert {request.job for request in host.received[2:] if isinstance(request, RankSteps)} == {"runs"}
     finally:
         links.close()
 

@@ -1,4 +1,4 @@
-"""Which copies of a disk tier go, case by case."""
+"""Which copies in a disk tier are removable, case by case."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ LINEAGE = (LineageEntry(1, 10), LineageEntry(2))  # generation 2 runs; it restor
 @pytest.mark.parametrize(
     ("kept", "generation", "step", "goes"),
     [
-        ((6, 8), 2, 12, False),  # named: it is being written
+        ((6, 8), 2, 12, False),  # named, so being written
         ((6, 8), 2, 13, False),
-        ((6, 8), 2, 11, True),  # the coordinator went past it: some rank could not write it
+        ((6, 8), 2, 11, True),  # passed by the coordinator: some rank could not write it
         ((6, 8), 2, 8, False),
         ((6, 8), 2, 7, True),
-        ((6, 8), 1, 9, False),  # of the history, and newer than all that is kept
+        ((6, 8), 1, 9, False),  # in the lineage, and newer than all kept steps
         ((6, 8), 1, 7, True),
-        ((6, 8), 1, 11, True),  # a branch that was given up
-        ((6, 8), 3, 1, False),  # a newer generation's
-        ((), 1, 11, False),  # nothing is complete yet: whatever is there may be wanted
+        ((6, 8), 1, 11, True),  # an abandoned branch
+        ((6, 8), 3, 1, False),  # of a newer generation
+        ((), 1, 11, False),  # nothing is complete yet, so anything may be needed
         ((), 1, 3, False),
         ((0,), 1, 11, True),
     ],

@@ -1,5 +1,5 @@
-"""What a peer takes into its replica slots, over a real socket: nothing that was altered, cut off, swapped or out of
-bounds, and never at the expense of what it holds."""
+"""What a peer accepts into its replica slots, over a real socket: nothing altered, truncated, swapped or out of bounds,
+and never at the expense of what it holds."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Receiver:
         self.tier.release()
 
     def put(self, offered: PutShard, sent: bytes, *, end: bool = False) -> Reply | FlyballError:
-        """Offer, and send these bytes if they are asked for; the answer, or what ended the connection over there."""
+        """Offer a shard and send these bytes if requested. Returns the reply, or what ended the connection over there."""
         outcome: list[Reply | FlyballError] = []
         with socket.create_connection(self._listener.getsockname(), timeout=60) as ours:
             theirs = TcpConnection(self._listener.accept()[0], SETTINGS, ByteCounters())
@@ -89,7 +89,7 @@ class Receiver:
         return outcome[0]
 
     def held(self) -> dict[int, bytes]:
-        """Step -> bytes, of the committed replicas of rank 0."""
+        """Step -> bytes of rank 0's committed replicas."""
         with self.tier.using(0) as entry:
             assert entry is not None
             return {
@@ -172,9 +172,9 @@ def test_another_ranks_or_steps_shard_is_not_taken_for_this_one(receiver: Receiv
         ({"running_generation": 2}, ShardVerdict.STALE),
         ({"running_generation": 4}, ShardVerdict.BUSY),
         ({"rank": 1}, ShardVerdict.STALE),  # our own
-        ({"generation": 2}, ShardVerdict.STALE),  # no part of the lineage
+        ({"generation": 2}, ShardVerdict.STALE),  # not in the lineage
         ({"generation": 1, "step": 5}, ShardVerdict.STALE),  # beyond the branch
-        ({"shard_bytes": 1 << 60}, ShardVerdict.ERROR),  # memory that there is not
+        ({"shard_bytes": 1 << 60}, ShardVerdict.ERROR),  # more than the memory
         ({"step": 10}, ShardVerdict.HAVE),
     ],
 )
@@ -211,7 +211,7 @@ def test_an_older_replica_that_is_gone_does_not_keep_newer_ones_out(tmp_path: Pa
             gone = entry.segments.find(3, 11)
             assert gone is not None
             Path(f"{entry.segments.base}.s{gone.index}").unlink()
-        manifest, payload = shard(12, value=1, values=3 << 20)  # almost all as in step 11
+        manifest, payload = shard(12, value=1, values=3 << 20)  # almost the same as step 11
         reply = receiver.put(offer(manifest, payload, 12), wire_bytes(manifest, payload))
         assert isinstance(reply, Reply) and reply.verdict is ShardVerdict.OK, reply
     finally:
@@ -219,7 +219,7 @@ def test_an_older_replica_that_is_gone_does_not_keep_newer_ones_out(tmp_path: Pa
 
 
 def test_a_replica_is_planned_with_those_that_this_host_holds(tmp_path: Path) -> None:
-    """Two hosts hold one for each other, however many are asked for."""
+    """Two hosts hold one replica for each other, however many are configured."""
     manifest, payload = shard(10)
     limit = SegmentOptions(memory_limit_bytes=4 * len(payload))  # two slots of the own rank, two of the replica
     receiver = Receiver(str(tmp_path / "flyball-test"), limit, CheckpointSpec(replicas=8))
@@ -234,4 +234,4 @@ def test_a_world_that_stands_still_remembers_the_newest_abandoned_steps_only() -
     world = WorldView(WorldStep("job", 3, 9))
     for step in range(10, 1010):
         assert world.learn(WorldStep("job", 3, 9, (step,)))
-    assert world.present.abandoned == tuple(range(994, 1010))  # it goes with every replica and every word
+    assert world.present.abandoned == tuple(range(994, 1010))  # it is sent with every replica

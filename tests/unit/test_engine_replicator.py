@@ -1,4 +1,4 @@
-"""For how long a peer is asked to take a replica, and what becomes of the step."""
+"""How long a replica is offered to a peer, and what becomes of the step."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_peer_is_given_up_that_does_not_know_the_job_and_not_one_that_awaits_t
 ) -> None:
     settled = threading.Event()
     outcomes: list[tuple[SlotView, ReplicationOutcome]] = []
-    answers = [Reply(answer)] * 10 + [Reply(ShardVerdict.OK)]  # asked for far longer than the timeout
+    answers = [Reply(answer)] * 10 + [Reply(ShardVerdict.OK)]  # offered for far longer than the timeout
 
     def put_replica(peer: str, offer: Offer) -> Reply:
         return answers.pop(0)
@@ -143,7 +143,7 @@ def test_a_peer_that_is_busy_for_good_is_asked_once_for_each_step_until_it_takes
         on_settled=on_settled,
         on_bad=lambda entry, view, reason: None,
         counters=counters,
-        settings=EngineSettings(replicate_timeout_s=3600.0),  # the first step would wait for that long
+        settings=EngineSettings(replicate_timeout_s=3600.0),  # the first step would wait that long
     )
     for _ in range(20):
         replicator._patience.in_vain()
@@ -164,7 +164,7 @@ def test_a_peer_that_is_busy_for_good_is_asked_once_for_each_step_until_it_takes
 
 
 class Pipeline:
-    """Rank 0's on host a, with peers whose answers the test gives."""
+    """Rank 0's pipeline on host a; the test gives the peers' replies."""
 
     def __init__(self, memory: MemoryTier, peers: tuple[str, ...]) -> None:
         self.answers = dict.fromkeys(peers, ShardVerdict.OK)
@@ -220,7 +220,7 @@ def test_a_step_that_was_saved_is_sent_again_however_often_its_peer_goes_away(
     host = make_pipeline("b")
     host.may_answer["b"].set()
     wait_for(lambda: host.pipeline.saved_steps == (4,))
-    host.answers["b"] = ShardVerdict.ERROR  # it came back, and has no memory for replicas
+    host.answers["b"] = ShardVerdict.ERROR  # it came back without memory for replicas
     host.pipeline.peer_is_back("b")
     wait_for(lambda: host.counters.snapshot().get("replicas_given_up") == 1)
     host.answers["b"] = ShardVerdict.OK
@@ -243,7 +243,7 @@ def test_a_step_is_not_saved_by_a_replica_on_a_host_that_died_meanwhile(
     assert (host.pipeline.saved_steps, host.pipeline.failed_steps) == ((), (4,))
 
 
-def test_a_step_whose_slot_turned_out_to_be_bad_is_said_to_be_there_no_more(
+def test_a_step_with_a_bad_slot_is_no_longer_reported_as_saved(
     make_pipeline: Callable[..., Pipeline],
 ) -> None:
     host = make_pipeline("b")

@@ -1,4 +1,4 @@
-"""What a host's clock sees of its ranks' positions."""
+"""How the save clock follows its ranks' positions."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ PLACEMENT = Placement(
 TICKS = 4
 
 
-def test_a_step_that_was_passed_by_is_told_once(tmp_path: Path) -> None:
+def test_a_step_that_was_passed_by_is_reported_once(tmp_path: Path) -> None:
     generation = HostGeneration(Configure(Fence(1, 3), "a", PLACEMENT, SPEC), "a")
     memory = MemoryTier(str(tmp_path / "flyball-test"), "job", "a")
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     positions: list[int] = []
 
     class Coordination:
@@ -58,21 +58,21 @@ def test_a_step_that_was_passed_by_is_told_once(tmp_path: Path) -> None:
             memory=memory,
             coordination=coordination,
             counters=Counters(),
-            on_passed_by=lambda rank, step: told.append((rank, step)),
+            on_passed_by=lambda rank, step: reported.append((rank, step)),
         )
         clock.start()
         try:
             control.name_save(5)
             control.write_position(5)
             ticks_from_now()
-            assert told == []  # it is about to save it
+            assert reported == []  # it is about to save it
             control.write_position(6)
             ticks_from_now()
-            assert told == [(0, 5)]
+            assert reported == [(0, 5)]
             control.name_save(9)
             control.write_position(10)
             ticks_from_now()
-            assert told == [(0, 5), (0, 9)]
+            assert reported == [(0, 5), (0, 9)]
             assert positions[-1] == 10
         finally:
             generation.ended.set()

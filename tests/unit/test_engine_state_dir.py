@@ -57,12 +57,12 @@ def test_a_folder_has_one_engine_and_one_version(tmp_path: Path) -> None:
         EngineStateDir(tmp_path / "old")
 
 
-def test_a_path_too_long_for_a_socket_is_said(tmp_path: Path) -> None:
+def test_a_path_too_long_for_a_socket_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="longer than"):
         EngineStateDir(tmp_path / ("x" * 100)).socket_path("engine.sock")
 
 
-def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="Cannot use"):
         EngineStateDir(tmp_path / "file" / "host")
@@ -84,7 +84,7 @@ def test_configurations_are_kept_until_removed(tmp_path: Path) -> None:
     files = JobFiles(tmp_path / "jobs")
     files.store(configure)
     (tmp_path / "jobs/broken.json").write_bytes(b'{"half')
-    assert JobFiles(tmp_path / "jobs").load() == [configure]  # one that cannot be read does not stop the others
+    assert JobFiles(tmp_path / "jobs").load() == [configure]  # an unreadable one does not stop the others
     files.remove("job")
     files.remove("job")
     assert files.load() == []
@@ -105,7 +105,7 @@ def test_a_full_disk_is_an_error_and_leaves_the_old_file(tmp_path: Path) -> None
 
 
 def test_two_threads_that_write_one_path_do_not_write_into_one_file(tmp_path: Path) -> None:
-    # A generation that was superseded writes its last step to the end, and the next one begins with that step.
+    # A superseded generation completes its last write, and the next generation begins with that step.
     path = tmp_path / "shard"
     ended = threading.Event()
     first_half, rest = b"a" * (4 << 20), b"b" * (4 << 20)

@@ -1,4 +1,4 @@
-"""When the world manifest of a step cannot be written: what is tried again, what is told, and what is neither."""
+"""What happens if a world manifest cannot be written: which errors are retried, and which are reported."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PLACEMENT = Placement(
 
 
 class Sealing:
-    """A sealer of a store that has no shards."""
+    """A sealer for a store without shards."""
 
     def __init__(self, folder: Path, settings: EngineSettings = SETTINGS) -> None:
         spec = CheckpointSpec(persistent_dir=str(folder), persistent_every_steps=1)
@@ -70,7 +70,7 @@ def sealing(tmp_path: Path) -> Iterator[Sealing]:
 
 
 def tried(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> threading.Semaphore:
-    """Released each time that a world manifest was to be written; with an error to raise in place of it."""
+    """Released at each attempt to write a world manifest, which raises `error` if there is one."""
     times, seal = threading.Semaphore(0), ShardStore.seal
 
     def count(store: ShardStore, generation: int, step: int, world_size: int) -> None:
@@ -83,7 +83,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> th
     return times
 
 
-def test_a_full_store_is_told_at_once_and_not_waited_for(sealing: Sealing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_store_is_reported_at_once_and_not_waited_for(sealing: Sealing, monkeypatch: pytest.MonkeyPatch) -> None:
     times = tried(monkeypatch, StorageFull("It is full.", hint="free space there"))
     sealing.sealer.seal(7)
     assert sealing.failed.wait(60.0)
@@ -99,7 +99,7 @@ def test_a_seal_that_a_new_generation_cuts_short_is_no_failure(
 ) -> None:
     times = tried(monkeypatch)
     sealing.sealer.seal(7)
-    for _ in range(3):  # its shards are not to be seen: looked for again
+    for _ in range(3):  # retried: its shards are not visible
         assert times.acquire(timeout=60.0)
     sealing.sealer.stop()
     assert sealing.sealer.drain(60.0)

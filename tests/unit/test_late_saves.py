@@ -1,4 +1,4 @@
-"""Saves that training waited for: counted, on their handles, and told now and then."""
+"""Saves that training had to wait for: counted, shown on their handles, and reported from time to time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def waited(step: int, waited_s: float = 0.2, *, rank: int = 0) -> SaveWaited:
     return SaveWaited(job="job", rank=rank, generation=1, step=step, waited_s=waited_s)
 
 
-def test_the_first_late_save_is_told_at_once_and_later_ones_together() -> None:
+def test_the_first_late_save_is_reported_at_once_and_later_ones_together() -> None:
     log = LateSaveLog("job")
     log.note(waited(3), 1000.0)
     log.note(waited(3, rank=1), 1000.5)
@@ -38,10 +38,10 @@ def test_the_first_late_save_is_told_at_once_and_later_ones_together() -> None:
     log.note(waited(500), 1000.0 + REPORT_EVERY_S)
     assert log.newest()[-1] == LateSaves("job", 1, 0, 500, 0.9, 497, 1000.0 + REPORT_EVERY_S)
     log.note(waited(501), 500.0)
-    assert log.newest()[-1].count == 1, "a clock that was set back keeps nothing from being told"
+    assert log.newest()[-1].count == 1, "a clock that was set back delays no report"
 
 
-def test_the_rest_is_told_when_the_generation_ends() -> None:
+def test_the_rest_is_reported_when_the_generation_ends() -> None:
     log = LateSaveLog("job")
     for step in (3, 4, 5):
         log.note(waited(step, 0.2 * step), 1000.0 + step)
@@ -56,14 +56,14 @@ def test_the_rest_is_told_when_the_generation_ends() -> None:
 
 
 class Slow:
-    """A committer that takes its time, and remembers what it heard."""
+    """A slow committer that remembers what it received."""
 
     alive = True
 
     def __init__(self, job: Job) -> None:
         self._inner = job._engine._link
         self.delay_s = 0.0
-        self.heard: list[tuple[int, float]] = []
+        self.received: list[tuple[int, float]] = []
 
     def captured(self, view: SlotView) -> None:
         commit = threading.Timer(self.delay_s, lambda: self._inner.captured(view))  # type: ignore[union-attr]  # it is there
@@ -71,23 +71,23 @@ class Slow:
         commit.start()
 
     def waited(self, step: int, waited_s: float) -> None:
-        self.heard.append((step, waited_s))
+        self.received.append((step, waited_s))
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
 
 
-def test_a_save_that_waits_for_a_slot_says_so_on_its_handle_and_is_counted(lone_rank: WorkerIdentity) -> None:
+def test_a_save_that_waits_for_a_slot_shows_it_on_its_handle_and_is_counted(lone_rank: WorkerIdentity) -> None:
     identity = replace(lone_rank, checkpoint=CheckpointSpec(save_timeout_s=120.0))
     with Job(identity) as job:
         link = Slow(job)
         job._engine._link = job._engine._free_slots._link = job._engine.outcomes.link = link  # type: ignore[union-attr,assignment]  # it is open
         handles = [job.save(0, {"t": torch.ones(10)})]
         link.delay_s = 3 * LATE_S
-        while not job.late_saves and len(handles) < 100:  # held up itself, a save may find the slot free
+        while not job.late_saves and len(handles) < 100:  # if this thread is delayed, a save finds the slot free
             handles.append(job.save(len(handles), {"t": torch.ones(10)}))
         slow = [(handle.step, handle.waited_s) for handle in handles if handle.waited_s >= LATE_S]
-        assert slow and job.late_saves == len(slow) and [told for told in link.heard if told[1] >= LATE_S] == slow
+        assert slow and job.late_saves == len(slow) and [sent for sent in link.received if sent[1] >= LATE_S] == slow
         assert job.failed_saves == 0
 
 
@@ -95,20 +95,20 @@ def test_hold_ups_of_one_save_count_together_and_once(
     lone_rank: WorkerIdentity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     identity = replace(lone_rank, engine_notify=str(tmp_path / "notify"))
-    told: list[int] = []
-    monkeypatch.setattr(EngineLink, "waited", lambda self, step, waited_s: told.append(step))
+    sent: list[int] = []
+    monkeypatch.setattr(EngineLink, "waited", lambda self, step, waited_s: sent.append(step))
     with Job(identity) as job:
         handle = job.save(7, {"t": torch.ones(10)})
         saved_s = handle.waited_s
         for _ in range(5):  # optimizers' steps that waited for the copy
             job._engine._note_blocked(int(LATE_S / 2 * 1e9))
         assert handle.waited_s - saved_s == pytest.approx(2.5 * LATE_S)
-        assert (job.late_saves, told) == (1, [7, 7]), (
-            "told as soon as it counts for how often is saved, and when it is late"
+        assert (job.late_saves, sent) == (1, [7, 7]), (
+            "sent once when it affects the save interval, and again when it is late"
         )
 
 
-def test_the_daemon_makes_one_signal_of_what_its_engine_tells_again_and_again() -> None:
+def test_the_daemon_makes_one_signal_of_a_report_that_its_engine_repeats() -> None:
     put: list[SignalBody] = []
 
     class Outbox:

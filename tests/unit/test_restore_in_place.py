@@ -1,4 +1,4 @@
-"""A restore fills the state's own tensors with verified bytes, after everything was compared, and aliases nothing."""
+"""A restore checks everything first, then fills the state's own tensors with verified bytes, and aliases nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ckpt_engine.trainer.capture.capturer import Capturer
 from ckpt_engine.trainer.restore.load_shard import _Memory, load_file, read_file, read_state, restore_into
 from flyball.contracts.errors import CorruptShard, StateMismatch
 
-CHUNK = 4096  # so that a small state has many, and its header several
+CHUNK = 4096  # so that a small state has many chunks, and its header several
 
 
 def shard_of(state: dict[str, Any]) -> tuple[memoryview, Manifest]:
@@ -35,7 +35,7 @@ def shard_of(state: dict[str, Any]) -> tuple[memoryview, Manifest]:
 
 
 class Counting:
-    """A source that says what was read of it."""
+    """A source that records what is read."""
 
     def __init__(self, payload: memoryview) -> None:
         self.payload = payload
@@ -133,7 +133,7 @@ def test_one_memory_is_filled_once_whatever_shares_it() -> None:
     payload, manifest = shard_of(values)
     shared = torch.zeros(3000)
     restore_into({"a": shared, "b": shared}, MemorySource(payload), manifest)
-    assert torch.equal(shared, values["b"])  # as loading one after the other would have it
+    assert torch.equal(shared, values["b"])  # as if they were loaded one after the other
     flat = torch.zeros(4000)
     restore_into({"a": flat[:3000], "b": flat[1000:]}, MemorySource(payload), manifest)
     assert torch.equal(flat[1000:], values["b"]) and torch.equal(flat[:1000], values["a"][:1000])
@@ -145,7 +145,7 @@ def test_one_memory_is_filled_once_whatever_shares_it() -> None:
 
 
 def first_byte(payload: memoryview) -> int:
-    """Of the tensors, behind the header."""
+    """The tensors' bytes, after the header."""
     return read_header(payload).data_start
 
 
@@ -157,11 +157,11 @@ def test_nothing_is_written_before_all_was_compared() -> None:
         with pytest.raises(StateMismatch):
             restore_into({"a": first, **last}, source, manifest)
         assert not first.any()
-        assert max(source.chunks) * CHUNK < first_byte(payload)  # the header's, no others
+        assert max(source.chunks) * CHUNK < first_byte(payload)  # only the header's
 
 
 def test_an_optimizer_whose_state_has_another_shape_is_refused() -> None:
-    """Torch takes it, and fails at the next step."""
+    """Torch accepts it, and fails at the next step."""
 
     def stepped(size: int) -> torch.optim.Optimizer:
         parameter = nn.Parameter(torch.ones(size))
@@ -212,7 +212,7 @@ def test_after_a_bad_copy_a_good_one_restores_everything(source_of: Callable[[me
 
 
 class Overwritten:
-    """A slot that is overwritten while it is read: the first bytes are of one step, the others of the next."""
+    """A slot that is overwritten during the read: the first bytes are one step's, the others the next one's."""
 
     def __init__(self, old: memoryview, new: memoryview) -> None:
         self.old, self.new, self.reads = old, new, 0
@@ -234,7 +234,7 @@ def test_a_slot_that_is_overwritten_meanwhile_is_noticed() -> None:
 def test_a_header_that_claims_more_than_there_is_allocates_nothing(claim: int) -> None:
     payload, manifest = shard_of({"a": torch.ones(5000)})
     payload[:8] = claim.to_bytes(8, "little")
-    digests = integrity.chunk_digests(payload, CHUNK)  # of who wrote it so
+    digests = integrity.chunk_digests(payload, CHUNK)  # by its writer
     with pytest.raises(CorruptShard, match="claims a header"):
         read_state(MemorySource(payload), msgspec.structs.replace(manifest, chunk_digests=digests))
 

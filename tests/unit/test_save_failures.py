@@ -1,4 +1,4 @@
-"""Saves that fail for long: from the engine's log over the daemon's signal to the controller's incident."""
+"""Saves that keep failing: the engine's log, the daemon's signal, the controller's incident."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def log_of(*failures: SaveFailure) -> SaveFailures:
     return log
 
 
-def test_saves_that_fail_for_long_are_said_with_since_when_how_many_and_why() -> None:
+def test_saves_that_keep_failing_are_reported_with_start_count_and_reason() -> None:
     log = log_of(failed(5, 1000.0), failed(6, 1030.0), failed(6, 1031.0, rank=3))
     assert log.failing(1000.0 + LONG_S - 1) is None
-    said = log.failing(1000.0 + LONG_S)
-    assert said == FailingSaves("job", 2, (0,), 1000.0, 2, 6, "no slot at 6")
+    report = log.failing(1000.0 + LONG_S)
+    assert report == FailingSaves("job", 2, (0,), 1000.0, 2, 6, "no slot at 6")
     log.failed(failed(7, 1070.0))
-    assert log.failing(1071.0) == said, "it is said once"
+    assert log.failing(1071.0) == report, "it is reported once"
     log.failed(failed(7, 1090.0, rank=3))
     both = log.failing(1031.0 + LONG_S)
     assert both is not None
@@ -66,7 +66,7 @@ def test_one_failure_or_an_older_step_that_is_kept_or_another_generations_says_n
     assert alternate.failing(1300.0) == FailingSaves("job", 2, (), 0.0, 0, 8)
 
 
-def test_what_lasts_is_said_again_now_and_then() -> None:
+def test_a_lasting_failure_is_reported_again_from_time_to_time() -> None:
     log = log_of(failed(5, 1000.0), failed(6, 1001.0))
     assert log.failing(1100.0).count == 2  # type: ignore[union-attr]  # they fail
     log.failed(failed(7, 1150.0))
@@ -74,7 +74,7 @@ def test_what_lasts_is_said_again_now_and_then() -> None:
 
 
 def signals_of(*answers: Sequence[FailingSaves]) -> list[SignalBody]:
-    """What a daemon sends that hears this from its engine."""
+    """The signals of a daemon whose engine reports this."""
     put: list[SignalBody] = []
 
     class Outbox:
@@ -111,7 +111,7 @@ OVER = msgspec.structs.replace(FAIL, ranks=(), message="")
 NEVER = FailingSaves("job", 2, (), 0.0, 0, 3)
 
 
-def test_the_daemon_makes_one_signal_of_each_change_whoever_said_the_one_before() -> None:
+def test_the_daemon_makes_one_signal_of_each_change_whoever_reported_the_one_before() -> None:
     over = SavesRecovered("job", 2)
     assert signals_of([FAIL], [FAIL], [OVER], [OVER]) == [FAIL_SIGNAL, over]
     assert signals_of([NEVER], [NEVER]) == []
@@ -155,7 +155,7 @@ def test_it_is_over_when_the_last_host_keeps_a_save() -> None:
     assert none.state is IncidentState.RESOLVED
 
 
-def test_hosts_that_are_not_of_the_present_generation_are_not_heard() -> None:
+def test_reports_of_hosts_outside_the_present_generation_are_ignored() -> None:
     assert decide_on(FAIL_SIGNAL, source="c").empty
     assert decide_on(msgspec.structs.replace(FAIL_SIGNAL, generation=1)).empty
     assert decide_on(SavesRecovered("job", 2)).empty
