@@ -1,4 +1,4 @@
-"""A small job whose shard is in every tier, put there as the engine does it, to be damaged by other means."""
+"""A small job with its shard in every tier, written as by the engine, to be damaged by tests."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from flyball.contracts.on_host.engine_wire import Configure
 from flyball.contracts.on_host.segments import CONTROL_SUFFIX, SLOT_SUFFIXES
 
 STEP = 3
-CHUNK_BYTES = 256  # so that a shard of 1 KiB has several
-HOSTS = {Tier.MEMORY: "a", Tier.PEER: "a", Tier.DISK: "a", Tier.PERSISTENT: ""}  # all within reach of host a
+CHUNK_BYTES = 256  # so that a shard of 1 KiB has several chunks
+HOSTS = {Tier.MEMORY: "a", Tier.PEER: "a", Tier.DISK: "a", Tier.PERSISTENT: ""}  # all reachable from host a
 
 
 def make_state(step: int, rank: int = 0) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class Shard:
 def _make_shard(
     step: int = STEP, rank: int = 0, *, generation: int = 1, job: str = "job", world_size: int = 1
 ) -> Shard:
-    """As a capture has it, without the header's padding: what is there to be flipped is something that counts."""
+    """As captured, but without the header's padding, so that every byte counts."""
     prepared = Capturer().take(make_state(step, rank))
     whole = memoryview(bytearray(prepared.payload_bytes))
     prepared.copy_into(0, whole)
@@ -119,7 +119,7 @@ class Site:
         return Path(self.base(tier) + SLOT_SUFFIXES[0])
 
     def manifest_file(self, tier: Tier) -> tuple[Path, int]:
-        """And where it begins in it."""
+        """The file with the manifest, and the offset of the manifest in it."""
         if tier in self.stores:
             return self.root / tier / "job" / ShardKey(1, STEP, 0).manifest, 0
         return Path(self.base(tier) + CONTROL_SUFFIX), HEADER_BYTES + 0 * MAX_MANIFEST_BYTES
@@ -130,7 +130,7 @@ class Site:
             return entry.segments.base
 
     def fetcher(self, *tiers: Tier, dial: Dial = nobody, settings: EngineSettings | None = None) -> Fetcher:
-        """Of what the controller says that these tiers have. In place of host a's own slots, host b has them."""
+        """A fetcher whose plan names these tiers. Host b stands in for host a's own slots."""
         lineage = (LineageEntry(1, STEP), LineageEntry(2))
         sources = tuple(
             ShardSource(0, 1, tier, "b", "b:1") if tier is Tier.MEMORY else ShardSource(0, 1, tier, HOSTS[tier], "")
@@ -150,7 +150,7 @@ class Site:
         )
 
     def fetch(self, fetcher: Fetcher) -> tuple[Tier, bytes]:
-        """What an engine does for a trainer: where the bytes came from, and what is in the slot then."""
+        """Fetch as an engine does for a trainer. Returns the source tier and the slot's bytes."""
         reasons: list[str] = []
         with self.slots[Tier.MEMORY].using(0, create=True) as entry:
             assert entry is not None
@@ -158,7 +158,7 @@ class Site:
             return fetched.tier, bytes(entry.segments.payload(fetched.slot))
 
     def forget(self) -> None:
-        """Nothing is in the rank's own slots."""
+        """Empty the rank's own slots."""
         with self.slots[Tier.MEMORY].using(0, create=True) as entry:
             assert entry is not None
             for view in entry.segments.slots():

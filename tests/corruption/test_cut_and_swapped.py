@@ -1,4 +1,4 @@
-"""Shards and manifests that were cut off, made longer, or put in another's place: never taken for what they are not."""
+"""Shards and manifests that were truncated, extended or swapped: never accepted as what they are not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MakeShard = Callable[..., "Shard"]
 
 
 def cut(content: bytes) -> list[bytes]:
-    """Every shorter one, and some longer ones."""
+    """Every shorter length, and some longer ones."""
     tails = (b"\0", b"\n", b" ", content[:1], content, bytes(4096))
     return [content[:size] for size in range(len(content))] + [content + tail for tail in tails]
 
@@ -58,7 +58,7 @@ def test_a_shard_of_another_length_is_passed_over_for_the_next(site: Site, make_
 
 
 def replace(path: Path, content: bytes) -> None:
-    """By another file: one that is mapped must not become shorter, which is a SIGBUS, and nobody does that to slots."""
+    """Replace the file: shortening a mapped file would raise SIGBUS, and nobody does that to slots."""
     changed = path.with_name(path.name + ".changed")
     changed.write_bytes(content)
     changed.rename(path)
@@ -90,7 +90,7 @@ def test_a_world_manifest_of_another_length_does_not_exist(site: Site, make_shar
 
 
 def others(make_shard: MakeShard) -> dict[str, Shard]:
-    """Whole and valid, each of something else. All have the size of the shard that is wanted."""
+    """Complete and valid shards of something else, all of the wanted shard's size."""
     return {
         "rank": make_shard(rank=1),
         "step": make_shard(STEP + 1),
@@ -115,7 +115,7 @@ def test_another_shard_in_its_place_is_not_taken_for_it(
     if "shard" in parts:
         (folder / key.shard).write_bytes(other.payload)
     if parts == "shard" and what in ("generation", "job"):
-        assert other.payload == shard.payload  # the bytes do not say whose they are, the manifest does
+        assert other.payload == shard.payload  # the manifest identifies the shard, not its bytes
         assert site.fetch(fetcher) == (tier, shard.payload)
         return
     with pytest.raises(RestoreFailed):
@@ -145,7 +145,7 @@ def test_a_slot_with_anothers_manifest_or_bytes_is_passed_over(
 
 
 def test_shards_outside_the_lineage_are_no_source(site: Site, make_shard: MakeShard) -> None:
-    """Generation 1 counts up to step 3, and generation 2 goes on from there; all else is another history."""
+    """Generation 1 counts up to step 3, then generation 2; anything else is not in the lineage."""
     good = make_shard()
     site.put(Tier.DISK, good)
     for stray in (make_shard(generation=9), make_shard(generation=0)):
@@ -163,7 +163,7 @@ def test_shards_outside_the_lineage_are_no_source(site: Site, make_shard: MakeSh
 
 @pytest.mark.parametrize("tier", [Tier.DISK, Tier.PERSISTENT])
 def test_an_old_manifest_with_a_new_shard_is_found(site: Site, make_shard: MakeShard, tier: Tier) -> None:
-    """The same step, written again with other bytes (a job that started over), and only half of that arrived."""
+    """The same step, half overwritten with other bytes by a job that started over."""
     old, new = make_shard(), make_shard(STEP, 1)
     new = type(new)(msgspec.structs.replace(new.manifest, rank=0), b"", new.payload)
     new = type(new)(new.manifest, manifests.encode(new.manifest), new.payload)
@@ -176,7 +176,7 @@ def test_an_old_manifest_with_a_new_shard_is_found(site: Site, make_shard: MakeS
     site.manifest_file(tier)[0].write_bytes(old_manifest)
     with pytest.raises(RestoreFailed, match="Chunk"):
         site.fetch(fetcher)
-    if tier is Tier.PERSISTENT:  # nor does the step count with the manifest of other bytes
+    if tier is Tier.PERSISTENT:  # nor does the step count with another manifest
         assert site.stores[tier].scan() == []
 
 

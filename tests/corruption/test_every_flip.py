@@ -1,5 +1,5 @@
-"""Every byte of a small shard, of its manifest, and of what says that they count, is flipped once, in every tier: the
-copy is passed over for the next one, or it is an error that says so. It is never taken for what it is not."""
+"""Every byte of a small shard, of its manifest, and of the words that make them count is flipped once, in every tier.
+The next copy is used, or the error describes the damage; a damaged copy is never accepted."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_every_bit_of_a_shard_is_found(make_shard: Callable[..., Shard]) -> None
 def test_every_flipped_byte_of_a_copy_is_passed_over_for_the_next(
     site: Site, make_shard: Callable[..., Shard], tier: Tier
 ) -> None:
-    """By the engine. S3 objects are flipped in tests/conformance/shard_stores."""
+    """In the engine. S3 objects are flipped in tests/conformance/shard_stores."""
     shard = make_shard()
     other = NEXT.get(tier)
     for source in {tier, other} - {None}:
@@ -83,7 +83,7 @@ def test_every_flipped_byte_of_a_copy_is_passed_over_for_the_next(
     fetcher = site.fetcher(*(source for source in (tier, other) if source))
     assert site.fetch(fetcher) == (tier, shard.payload)
     manifest_file, begin = site.manifest_file(tier)
-    size_in_file = len(shard.data) + (0 if tier in site.slots else 1 + 32 + 1)  # the line with the checksum
+    size_in_file = len(shard.data) + (0 if tier in site.slots else 1 + 32 + 1)  # the checksum line
     damages = [(site.shard_file(tier), at) for at in range(len(shard.payload))]
     damages += [(manifest_file, begin + at) for at in range(size_in_file)]
     for path, at in damages:
@@ -97,7 +97,7 @@ def test_every_flipped_byte_of_a_copy_is_passed_over_for_the_next(
                 site.fetch(fetcher)
         if tier in site.slots:
             site.forget()
-            site.put(tier, shard)  # what is bad is not listed again
+            site.put(tier, shard)  # a bad copy is not listed again
         else:
             flip(path, at, at % 8)
     site.forget()
@@ -141,7 +141,7 @@ def test_every_flipped_byte_of_a_world_manifest_makes_its_step_not_exist(
 
 
 class Sender:
-    """An engine that answers one request with these very bytes."""
+    """An engine that answers one request with exactly these bytes."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -198,7 +198,7 @@ def test_every_flipped_byte_of_an_answer_is_passed_over_for_the_next(
         sender.answer = whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :]
         tier, payload = site.fetch(fetcher)
         assert payload == shard.payload, at
-        assert tier is Tier.PERSISTENT or at < in_frame, at  # a flipped name of a field that is not needed is no harm
+        assert tier is Tier.PERSISTENT or at < in_frame, at  # flipping the name of an optional field is harmless
     site.forget()
     sender.answer = whole
     assert site.fetch(fetcher) == (Tier.DISK, shard.payload)
@@ -226,7 +226,7 @@ def reader_of(site: Site) -> Callable[[RankSegments], ShardReader]:
 
 
 def flipped_words() -> Iterator[tuple[int, int]]:
-    """(offset, bit): every bit of the words of the two slots, one of each byte of the rest that is in use."""
+    """(offset, bit): every bit of the two slots' words, and one bit of each other used byte."""
     for offset in (*range(1424), *range(4096, 4160)):
         in_slots = 16 * 8 <= offset < 16 * 8 + 2 * 16 * 8 and offset % 128 < 80
         for bit in range(8) if in_slots else (offset % 8,):

@@ -1,4 +1,4 @@
-"""Messages of engines, daemons and trainers that are no messages: refused as such, whoever reads them goes on."""
+"""Invalid messages of engines, daemons and trainers are refused, and their receivers go on."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Shards that somebody made on purpose: their manifests and checksums are right, what they say is not. A clear error,
-nothing written that does not belong there, and no memory by a stranger's number."""
+"""Maliciously made shards with valid manifests and checksums but wrong content. They cause a clear error, no stray
+writes, and no allocation of a size that they claim."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 Describe = Callable[..., "Shard"]
-MAX_BYTES = 16 << 20  # that reading any small shard may take
+MAX_BYTES = 16 << 20  # for reading any small shard
 
 DEEP = "[" * 100_000 + "]" * 100_000
 U8 = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
@@ -132,7 +132,7 @@ def test_a_hostile_header_is_an_error_and_costs_no_memory(name: str, describe: D
 
 
 def manifest_of(payload: bytes, chunk_bytes: int = 1 << 20) -> manifests.Manifest:
-    """With right checksums, of whatever it is."""
+    """With valid checksums of any content."""
     digests = integrity.chunk_digests(memoryview(payload), chunk_bytes)
     return manifests.Manifest(2, "test", "job", 1, 3, 0, 1, len(payload), chunk_bytes, digests, ())
 
@@ -151,7 +151,7 @@ def test_dimensions_of_nothing_are_nothing_or_an_error(shape: list[int]) -> None
 
 
 def test_names_twice_are_read_as_one_tensor_that_fills_the_file() -> None:
-    """The last of two entries of a name counts, as JSON readers do it; what is left must still lie without a gap."""
+    """Of two entries with one name the last counts, as in JSON readers; the rest must still be contiguous."""
     twice = shard_of('{"a":' + json.dumps(U8) + ',"a":' + json.dumps({**U8, "dtype": "I8"}) + "}")
     assert shard_format.read_header(memoryview(twice)).tensors["a"].dtype == "I8"
     with pytest.raises(CorruptShard):
@@ -221,7 +221,7 @@ def test_a_hostile_tree_is_corrupt(tree: str) -> None:
         read_state(*of_tree(tree))
 
 
-def test_a_format_that_is_not_ours_says_which_release_is_needed() -> None:
+def test_an_unknown_format_names_the_release_that_is_needed() -> None:
     payload = shard_of({"__metadata__": {"flyball.format": "99", "flyball.state": "{}"}, "a": U8})
     with pytest.raises(CorruptShard, match="format 1"):
         read_state(MemorySource(memoryview(payload)), manifest_of(payload))
@@ -352,7 +352,7 @@ def test_a_hostile_world_manifest_is_corrupt(data: bytes) -> None:
         world_manifest.decode(data, job="job", generation=1, step=3)
 
 
-def test_a_world_manifest_of_another_release_is_said_to_be_that() -> None:
+def test_a_world_manifest_of_another_release_is_reported_as_such() -> None:
     older = b'{"version":1,"job":"job","generation":1,"step":3,"digests":["d"],"run":""}'
     with pytest.raises(CorruptShard, match="version 1, this release reads 2"):
         world_manifest.decode(older, job="job", generation=1, step=3)
@@ -361,7 +361,7 @@ def test_a_world_manifest_of_another_release_is_said_to_be_that() -> None:
 @settings(deadline=None, max_examples=300)
 @given(data=st.data())
 def test_no_damage_of_a_manifest_or_a_header_is_anything_but_corrupt(data: st.DataObject) -> None:
-    """Without the checksums that would have found it before."""
+    """Without the checksums that would have detected it earlier."""
     payload = shard_of({**META, "a": U8, "b": {**U8, "data_offsets": [4, 8]}}, bytes(8))
     for content, decode in (
         (manifests.encode(manifest_of(payload)), manifests.decode),
@@ -396,7 +396,7 @@ for path in sys.argv[1:]:
 
 
 def test_claims_of_terabytes_take_no_address_space(tmp_path: Path) -> None:
-    """In a process that cannot have more than 256 MiB beyond what torch takes: a MemoryError would end it."""
+    """In a process limited to 256 MiB beyond torch: a MemoryError would end it."""
     sized = manifest_of(shard_of({"a": U8}))
     paths = []
     for name, payload, changes in (

@@ -1,7 +1,7 @@
 """A model of the world for the rule that allows slots to be overwritten. Ranks save at their own pace. Messages to and
 from the coordinator are delayed, repeated, reordered or lost. Slow tiers hold slots for any time. Workers are killed
-during a capture, engines with all they had not written down, and hosts are lost with everything on them. Generations use
-fewer or more slots.
+during a capture, engines with all they had not written down, and hosts are lost with everything on them. Generations
+use fewer or more slots.
 
 After every move the worst is assumed: if everything were killed now (with replicas: and any one host lost), every rank
 must still have the newest world step, at least.
@@ -291,8 +291,8 @@ class World(RuleBasedStateMachine):
 
     @rule(rank=st.integers(0, 2))
     def kill_an_engine(self, rank: int) -> None:
-        """Restart an engine: it forgets failed steps, and saved steps that are not in its slots. The coordinator's engine
-        knows its control words."""
+        """Restart an engine: it forgets failed steps, and saved steps that are not in its slots. The coordinator's
+        engine knows its control words."""
         rank %= self.ranks
         self.failed[rank] = []
         self.saved[rank] = [step for step in self.saved[rank] if self.own[rank].holds(self.generation, step)]

@@ -1,5 +1,5 @@
-"""Steps for an interval in seconds, with late and lost names, skewed ranks and kills of the coordinator: there is always
-a common step, and always another save."""
+"""Steps for an interval in seconds, with late and lost names, skewed ranks and kills of the coordinator: there is
+always a common step, and always another save."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The common steps of the disks, with slow and full disks, lost messages, and kills of any engine: once a step is on all
-disks, there is always a common step, and it never gets older."""
+"""The common steps of the disks, with slow and full disks, lost messages, and kills of any engine: once a step is on
+all disks, there is always a common step, and it never gets older."""
 
 from __future__ import annotations
 

@@ -163,7 +163,6 @@ def test_a_step_is_not_saved_because_the_job_ends_while_it_is_awaited(job: Engin
     missing: list[list[int]] = []
     waiting = threading.Thread(target=lambda: missing.append(job.await_saved(1, 5, 60.0)))
     waiting.start()
-    wait_for(lambda: bool(job.running and job.running._progress._waiters))  # type: ignore[attr-defined]  # threading's
     job.end(join_timeout_s=60.0)
     waiting.join(60.0)
     assert missing == [[0]]

@@ -67,7 +67,8 @@ class Receiver:
         self.tier.release()
 
     def put(self, offered: PutShard, sent: bytes, *, end: bool = False) -> Reply | FlyballError:
-        """Offer a shard and send these bytes if requested. Returns the reply, or what ended the connection over there."""
+        """Offer a shard and send these bytes if requested. Returns the reply, or what ended the connection over
+        there."""
         outcome: list[Reply | FlyballError] = []
         with socket.create_connection(self._listener.getsockname(), timeout=60) as ours:
             theirs = TcpConnection(self._listener.accept()[0], SETTINGS, ByteCounters())

@@ -1,6 +1,6 @@
-"""Two hosts with real engines and real trainers that can be stopped exactly at a fault point, and killed there.
+"""Two hosts with real engines and trainers that can be stopped exactly at a fault point, and killed there.
 
-Engines and trainers are forked from two processes that have imported what they need, so that a kill costs no start-up.
+Engines and trainers are forked from two processes that have imported everything, so that a restart is cheap.
 """
 
 from __future__ import annotations
@@ -138,10 +138,10 @@ def wait_until(what: str, condition: Callable[[], Any]) -> Any:  # noqa: ANN401 
 
 
 class Forker:
-    """A process from which others are forked."""
+    """A process that forks others."""
 
     def __init__(self, prelude: str, disks: Mapping[Path, str]) -> None:
-        """`disks`: what is to be a file system of its own for these processes, and its size."""
+        """`disks`: folders that are separate file systems for these processes, with their sizes."""
         mounts = [f"mount -t tmpfs -o size={size},mode=700 none {folder} || exit 77" for folder, size in disks.items()]
         private = ["unshare", "-m", "--propagation", "private", "sh", "-c", "; ".join([*mounts, 'exec "$@"']), "sh"]
         self._process = subprocess.Popen(
@@ -158,7 +158,7 @@ class Forker:
         return self
 
     def seen(self, path: Path) -> Path:
-        """The path in the file systems that these processes see."""
+        """The path as these processes see it."""
         return Path(f"/proc/{self._process.pid}/root{path}")
 
     def fork(self, log: Path, environment: dict[str, str], *arguments: str) -> int:
@@ -176,7 +176,7 @@ class Forker:
 
 
 def state_in_kernel(pid: int) -> str:
-    """One letter, '' when it is gone, with all its threads: until then it may hold locks."""
+    """One letter; '' once it is gone with all its threads: until then it may hold locks."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -184,11 +184,11 @@ def state_in_kernel(pid: int) -> str:
 
 
 def stands_still(pid: int) -> bool:
-    """Every thread of a process that was stopped: each goes on until it comes by the signal itself."""
+    """Wait until every thread of a process is stopped: each runs on until it receives the signal itself."""
     try:
         stats = [thread.joinpath("stat").read_text() for thread in Path(f"/proc/{pid}/task").iterdir()]
     except (FileNotFoundError, ProcessLookupError):
-        return False  # a thread ended while it was looked at
+        return False  # a thread ended meanwhile
     return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
@@ -209,10 +209,10 @@ class Host:
         arm.unlink(missing_ok=True)
         environment = {
             "FLYBALL_SHM_DIR": str(self._root / "shm"),
-            # A peer that is held up is alive: for that no step is given up, which both ranks may have committed.
+            # A delayed peer is alive: no step that both ranks may have committed is given up because of it.
             **{f"FLYBALL_CKPT_{name}_TIMEOUT_S": "60" for name in ("IO", "HANDSHAKE", "PING")},
             "FLYBALL_CKPT_REPLICATE_TIMEOUT_S": "600",
-            "FLYBALL_CKPT_SEAL_TIMEOUT_S": "0.5",  # how long a world manifest is tried, with no step named meanwhile
+            "FLYBALL_CKPT_SEAL_TIMEOUT_S": "0.5",  # how long a world manifest is retried; no step is named meanwhile
             fault_points.VARIABLE: "",
         }
         self.engine = self.engines.fork(
@@ -230,8 +230,8 @@ class Host:
         return False
 
     def tell_engine(self, what: str) -> None:
-        """`stop POINT:1:SIGSTOP`, `break CALL` (a system call fails from now on), `mend CALL`. Returns when that holds,
-        or when the engine was stopped already."""
+        """`stop POINT:1:SIGSTOP`, `break CALL` (a system call fails from now on), `mend CALL`. Returns when it is in
+        effect, or the engine is stopped already."""
         told = self._root / f"{self.name}.told"
         told.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
@@ -256,7 +256,7 @@ class Host:
                 return wire.decode(reader.read(length), EngineReply, max_bytes=16 << 20)
 
     def ask_and_forget(self, request: object) -> None:
-        """Its answer may never come."""
+        """The reply may never come."""
 
         def ask() -> None:
             with suppress(OSError, struct.error):
@@ -269,7 +269,7 @@ class Host:
 
 
 class Site:
-    """The job on its hosts; one generation after the other goes on where the one before was killed."""
+    """The job on its hosts. Each generation resumes where the one before was killed."""
 
     def __init__(self, root: Path, disks: Mapping[str, str] | None = None) -> None:
         self.root = root
@@ -296,7 +296,7 @@ class Site:
         return self.lineage[-1].generation
 
     def begin(self, trainer_faults: dict[str, str] | None = None) -> None:
-        """Configure the generation and start its trainers; returns when each has restored what it was to."""
+        """Configure the generation and start its trainers. Returns when each has restored."""
         parts = tuple(
             HostRanks(host.name, "127.0.0.1", host.ask(GetStatus()).address, (host.rank,))
             for host in self.hosts.values()
@@ -338,7 +338,7 @@ class Site:
             return None
 
     def train_until(self, steps: int) -> None:
-        """Until the world has so many steps of this generation."""
+        """Wait until the world has so many steps of this generation."""
         wanted = (self.plan.step if self.plan else -1) + steps
         wait_until(f"world step {wanted}", lambda: self.world_step() >= wanted)
 
@@ -354,7 +354,7 @@ class Site:
         return newest
 
     def committed(self) -> int:
-        """The newest step that both ranks have committed in their slots, or that the world is known to have."""
+        """The newest step that both ranks have committed in their slots, or the world step."""
         common: set[int] | None = None
         for host in self.hosts.values():
             segments = host.segments()
@@ -374,7 +374,7 @@ class Site:
         wait_until("they are dead", lambda: not any(state_in_kernel(pid) for pid in pids))
 
     def recover(self) -> int:
-        """What the daemons and the controller do after a failure; returns the step that training goes on from."""
+        """Do what daemons and controller do after a failure. Returns the step that training resumes from."""
         self.kill(*(host.trainer for host in self.hosts.values()))
         for host in self.hosts.values():
             if not state_in_kernel(host.engine):
@@ -389,7 +389,7 @@ class Site:
 
     @contextmanager
     def engines_stopped(self) -> Iterator[None]:
-        """Files are what they are: else engines write steps, and remove others, between two looks."""
+        """Keep files from changing: otherwise engines write and remove steps between two listings."""
         engines = [host.engine for host in self.hosts.values()]
         for pid in engines:
             os.kill(pid, signal.SIGSTOP)

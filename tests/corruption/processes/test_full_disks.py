@@ -1,5 +1,5 @@
-"""Disks that are full or fail under real engines while real trainers go on: nothing that was committed is lost, the
-failure is told, and the next steps are written when the disk is well again."""
+"""Disks that are full or fail under real engines while real trainers go on: nothing committed is lost, the failure is
+reported, and steps are written again once the disk works."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ Until = Callable[..., Any]
 
 
 def paths(folder: Path) -> list[Path]:
-    """The folder and all below it; unlike `rglob` this bears that others remove some of it meanwhile."""
+    """The folder and everything below it. Unlike `rglob`, tolerates concurrent removals."""
     found = os.walk(folder)
     return [path for top, _, names in found for path in (Path(top), *(Path(top, name) for name in names))]
 
 
 def files_on(folder: Path) -> dict[int, set[int]]:
-    """Step -> the ranks whose shard is in `folder`, every byte of it as its manifest says."""
+    """Step -> the ranks whose verified shard is in `folder`."""
     found: dict[int, set[int]] = {}
     for path in [path for path in paths(folder) if path.match("rank*.manifest")]:
         try:
             manifest = read_manifest(path.with_suffix(".safetensors"))
             payload = memoryview(path.with_suffix(".safetensors").read_bytes())
         except FileNotFoundError:
-            continue  # pruned this moment
+            continue  # just pruned
         integrity.verify(payload, manifest.chunk_digests, manifest.chunk_bytes)
         found.setdefault(manifest.step, set()).add(manifest.rank)
     return found
 
 
 def newest_on(folder: Path, tier: Tier = Tier.DISK) -> int:
-    """The newest step that counts: both ranks' shards are there and, in the persistent tier, its world manifest."""
+    """The newest complete step: both ranks' shards and, in the persistent tier, the world manifest."""
     whole = {step for step, ranks in files_on(folder).items() if ranks == {0, 1}}
     if tier is Tier.PERSISTENT:
         whole &= {int(path.parent.name.removeprefix("step")) for path in paths(folder) if path.name == WORLD_MANIFEST}
@@ -63,7 +63,7 @@ def fill(folder: Path) -> Path:
 
 
 def counted(site: Site, name: str) -> int:
-    return max(status.counters.get(name, 0) for status in site.status())  # one rank may find room that another made
+    return max(status.counters.get(name, 0) for status in site.status())  # a rank may use room that another freed
 
 
 @pytest.mark.parametrize("tier", [Tier.DISK, Tier.PERSISTENT])
@@ -76,11 +76,11 @@ def test_a_full_disk_costs_only_what_it_was_to_hold(site_with_small_disks: Site,
     with site.engines_stopped():
         newest = newest_on(folder, tier)
 
-    def is_told() -> bool:
-        fill(folder)  # also what retention gave back meanwhile
+    def is_reported() -> bool:
+        fill(folder)  # including what retention freed meanwhile
         return counted(site, f"{tier}_storage_full") + counted(site, f"{tier}_seal_failures") >= 3
 
-    until("it is told", is_told)
+    until("it is reported", is_reported)
     with site.engines_stopped():
         assert newest_on(folder, tier) >= newest
     assert any("no room" in failure.message for status in site.status() for failure in status.failures)
@@ -137,7 +137,7 @@ def test_what_a_run_leaves_is_for_its_owner_alone(site_with_small_disks: Site, u
     for name in ("shm", "a", "b", "disk", "store"):
         for path in paths(seen(site.root / name)):
             if name == "shm" and path.is_dir():
-                continue  # /dev/shm itself is everybody's
+                continue  # /dev/shm itself belongs to everybody
             with suppress(FileNotFoundError):
                 modes.setdefault(name, set()).add(path.lstat().st_mode & 0o777)
     assert modes["shm"] == {0o600}

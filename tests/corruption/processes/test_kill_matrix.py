@@ -1,7 +1,7 @@
-"""Kill -9 of the trainer, the engine, both, and all processes of all hosts, at every stage of the pipeline, by fault
-points: the newest step that was committed is restored by a new generation, bit for bit, and training goes on.
+"""Kill -9 of the trainer, the engine, both, and all processes of all hosts, at every stage of the pipeline. A new
+generation restores the newest committed step bit for bit, and training goes on.
 
-Who reaches a point is stopped there; then the kills are done, and what was only stopped is let go on.
+A process that reaches the fault point is stopped there. Then the kills are done, and stopped processes continue.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.corruption.processes.conftest import Site
 
 TRAINERS = ("slot.begun", "capture.half", "slot.before_captured")
-ENGINE_OF_RANK_0 = ("persistent.world", "persistent.sealed")  # the coordinator's alone
+ENGINE_OF_RANK_0 = ("persistent.world", "persistent.sealed")  # only on the coordinator's host
 ENGINES = tuple(
     name
     for name in fault_points.KNOWN
@@ -32,8 +32,8 @@ ENGINES = tuple(
 )
 CONTROL_PLANE = ("sensor.", "controller.", "actuator.")  # tests/integration/recovery/parts, test_edge_processes.py
 ELSEWHERE = {
-    *("disk.world", "disk.sealed"),  # are not reached: a host's own disk has no world manifest
-    "engine.refill",  # of a host that lost its memory: tests/integration/engine/test_engine_refill.py
+    *("disk.world", "disk.sealed"),  # never reached: a host's own disk has no world manifest
+    "engine.refill",  # for hosts that lost their memory: tests/integration/engine/test_engine_refill.py
     *(name for name in fault_points.KNOWN if name.startswith(CONTROL_PLANE)),
 }
 VICTIMS = ("trainer", "engine", "both", "all")
@@ -79,7 +79,7 @@ def test_after_a_kill_the_newest_committed_step_is_restored(
     assert site.recover() >= before
 
 
-def test_after_all_of_it_training_goes_on_and_every_file_is_what_its_manifest_says(
+def test_after_all_of_it_training_goes_on_and_every_file_matches_its_manifest(
     site: Site, until: Callable[..., Any]
 ) -> None:
     site.begin()
@@ -88,7 +88,7 @@ def test_after_all_of_it_training_goes_on_and_every_file_is_what_its_manifest_sa
     until("steps are on the disks", lambda: all(slow <= {c.tier for c in status.copies} for status in site.status()))
     before = site.committed()
     assert site.recover() >= before
-    with site.engines_stopped():  # they go on removing steps that need not be kept
+    with site.engines_stopped():  # they keep pruning
         manifests = [*(site.root / "disk").rglob("*.manifest"), *(site.root / "store").rglob("rank*.manifest")]
         for path in manifests:
             manifest = read_manifest(path.with_suffix(".safetensors"))

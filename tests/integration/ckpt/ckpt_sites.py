@@ -1,4 +1,4 @@
-"""Checkpoints as a job leaves them on hosts, made through the tiers themselves, and the command line beside them."""
+"""Checkpoints as a job leaves them on hosts, written through the tiers, and the command line."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def shard(
 
 
 class Site:
-    """Hosts of one job on this machine: their state folders, shared memory, disks and a store."""
+    """The hosts of one job on this machine: state folders, shared memory, disks and a store."""
 
     def __init__(self, root: Path, hosts: Sequence[str] = ("host-a", "host-b"), store: str = "") -> None:
         self.root = root
         self.hosts = tuple(hosts)
-        self.run_id = ""  # of what is put; the hosts' orders name it from the next `configure` on
+        self.run_id = ""  # of what is written; `configure` records it on the hosts
         self.state = root / "state"
         self.shm = root / "shm"
         self.shm.mkdir(parents=True)
@@ -76,7 +76,7 @@ class Site:
             self.configure()
 
     def configure(self, lineage: Lineage = FROM_SCRATCH) -> None:
-        """What engines keep of the daemon's order that began a generation."""
+        """Write the Configure that an engine stores for a generation."""
         placement = Placement(
             job=JOB,
             generation=lineage[-1].generation,
@@ -102,18 +102,18 @@ class Site:
         return shm_prefix(str((self.state / host).resolve()), str(self.shm))
 
     def put_memory(self, step: int, *, generation: int = 1) -> None:
-        """Every rank's slot on its own host."""
+        """Write every rank's slot on its own host."""
         for rank, host in enumerate(self.hosts):
             self._put_slot(rank_segment(self.prefix(host), JOB, rank), step, rank, generation)
 
     def put_replicas(self, step: int, *, generation: int = 1) -> None:
-        """Every rank's replica on the host before its own."""
+        """Write every rank's replica on the host before its own."""
         for rank in range(len(self.hosts)):
             base = replica_segment(self.prefix(self.hosts[rank - 1]), JOB, rank)
             self._put_slot(base, step, rank, generation)
 
     def put_disk(self, step: int, *, generation: int = 1, ranks: Sequence[int] | None = None) -> None:
-        """Every rank's shard on its own host's disk."""
+        """Write every rank's shard to its own host's disk."""
         for rank in range(len(self.hosts)) if ranks is None else ranks:
             manifest, data, payload = shard(
                 step, rank, generation=generation, world_size=len(self.hosts), run=self.run_id
@@ -121,7 +121,7 @@ class Site:
             self.disk(self.hosts[rank]).write(manifest, data, memoryview(payload))
 
     def put_store(self, step: int, *, generation: int = 1, seal: bool = True) -> None:
-        """Every rank's shard in the store, and the world manifest."""
+        """Write every rank's shard to the store, and the world manifest."""
         store = self.store()
         for rank in range(len(self.hosts)):
             manifest, data, payload = shard(
@@ -149,12 +149,12 @@ class Site:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Where the command line finds this site and no other."""
+        """The options with which the command line finds this site and no other."""
         base = {k: v for k, v in os.environ.items() if not k.startswith(("FLYBALL_", "PET_"))}
         return base | {"FLYBALL_STATE_DIR": str(self.state), "FLYBALL_SHM_DIR": str(self.shm)}
 
     def run(self, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-        """`flyball ckpt` with these arguments."""
+        """Run `flyball ckpt` with these arguments."""
         return subprocess.run(
             [sys.executable, "-m", "flyball.cli.main", "ckpt", *arguments],
             check=False,
@@ -166,7 +166,7 @@ class Site:
         )
 
     def call(self, *arguments: str) -> tuple[int, str, str]:
-        """The same within this process, for the sake of time: (exit code, stdout, stderr)."""
+        """The same in this process, which is faster: (exit code, stdout, stderr)."""
         out, err = io.StringIO(), io.StringIO()
         with (
             pytest.MonkeyPatch.context() as patch,
@@ -183,7 +183,7 @@ class Site:
         return code, out.getvalue(), err.getvalue()
 
     def json(self, *arguments: str, code: int = 0) -> Any:  # noqa: ANN401 - JSON
-        """What a command prints with `-o json`, by `call`."""
+        """The output of a command with `-o json`, through `call`."""
         found, out, err = self.call(*arguments, "-o", "json")
         assert found == code, (out, err)
         return json.loads(out)

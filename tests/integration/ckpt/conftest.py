@@ -1,4 +1,4 @@
-"""Checkpoints of a job on hosts, and the command line beside them."""
+"""Checkpoints of a job on hosts, and the command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import boto3
 import pytest
 
-sys.path.append(str(Path(__file__).parent))  # tests are no packages: the module beside this one is found by path
+sys.path.append(str(Path(__file__).parent))  # tests are not packages: the module is found by path
 pytest.register_assert_rewrite("ckpt_sites")
 
 from ckpt_sites import Site  # noqa: E402 - found by the path above
@@ -18,7 +18,7 @@ from ckpt_sites import Site  # noqa: E402 - found by the path above
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
-    """Two hosts of one rank each, with nothing saved yet."""
+    """Two hosts with one rank each, nothing saved yet."""
     return Site(tmp_path)
 
 
@@ -34,7 +34,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of a prefix in a bucket of a real S3 protocol server; credentials are in the environment."""
+    """The URL of a prefix in a bucket of a real S3 server; credentials are in the environment."""
     server = subprocess.Popen(
         [sys.executable, "-c", _S3_SERVER],
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""`flyball ckpt` over checkpoints that lie in real shared memory, folders and a store."""
+"""`flyball ckpt` on checkpoints in real shared memory, folders and a store."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_steps_that_a_restart_gave_up_are_shown_on_demand(site: Site) -> None:
         {"generation": 1, "upto_step": 5, "after_step": None},
         {"generation": 2, "upto_step": None, "after_step": None},
     ]
-    inferred = site.json("ls", "--dir", "disk", "--all")  # nobody has recorded it here
+    inferred = site.json("ls", "--dir", "disk", "--all")  # not recorded here
     assert [(s["step"], s["alive"]) for s in inferred["steps"]] == [(6, True), (5, True), (9, False)]
 
 
@@ -176,7 +176,7 @@ def test_truncated_shards_and_broken_manifests_are_named(site: Site) -> None:
     assert any("1000 bytes" in i["reason"] for i in listed["ignored"])
     assert site.json("verify", "--all", code=21)["good"] == 2
     assert site.json("verify", "8", code=21)["ignored"][0]["where"].endswith("step8/rank1.manifest")
-    site.json("rm", "8", "--yes")  # the rest of it is of no use
+    site.json("rm", "8", "--yes")  # the rest is useless
     assert not (folder / "step8").exists()
 
 
@@ -250,7 +250,7 @@ def test_rm_keeps_what_is_needed_and_what_is_pinned(site: Site) -> None:
     site.json("unpin", "2")
     site.json("rm", "2", "8", "--force", "--yes")
     assert [s["step"] for s in site.json("ls")["steps"]] == [10]
-    assert site.call("rm", "10", "--yes")[0] == 8  # memory is freed as a whole
+    assert site.call("rm", "10", "--yes")[0] == 8  # memory can only be freed as a whole
 
 
 def test_memory_is_freed_only_when_nobody_uses_it(site: Site) -> None:
@@ -326,7 +326,7 @@ def test_hostile_folders_are_no_danger(site: Site) -> None:
     site.json("restore", "latest", "--to", "out")
 
 
-def test_nothing_to_see_is_said_with_the_next_step(site: Site, tmp_path: Path) -> None:
+def test_an_empty_result_is_explained_with_the_next_step(site: Site, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for arguments in (["--state-dir", "empty"], ["--dir", "empty"], ["--dir", "missing"], ["--job", "other"]):
         code, out, err = site.call("ls", *arguments)
@@ -345,7 +345,7 @@ def test_another_users_checkpoints_are_refused_by_name(site: Site) -> None:
         if path == Path("/tmp"):
             break
         path.chmod(0o755)
-    site.json("ls", "--dir", "disk")  # so that all modules are there: another user may not read them either
+    site.json("ls", "--dir", "disk")  # to import all modules now: another user may be unable to read them
     (site.root / "disk").chmod(0o700)
     os.seteuid(65534)
     try:

@@ -1,4 +1,4 @@
-"""What `flyball run` finds to go on from, in real slots and files."""
+"""What `flyball run` finds to resume from, in real slots and files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHARD_BYTES = 200_000  # at least
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
-    """One host, as `flyball run` alone on a machine."""
+    """One host, as with `flyball run` on a single machine."""
     site = Site(tmp_path, hosts=("host",))
     site.run_id = RUN
     return site
@@ -42,7 +42,7 @@ def left(site: Site, home: RunFolder) -> JobCheckpoints:
 
 
 def spoil(folder: Path) -> None:
-    """One byte of every shard in it."""
+    """Flip one byte of every shard in the folder."""
     for file in (file for file in folder.rglob("*") if file.stat().st_size > SHARD_BYTES):
         with file.open("r+b") as opened:
             opened.seek(SHARD_BYTES // 2)

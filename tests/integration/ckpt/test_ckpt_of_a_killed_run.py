@@ -1,4 +1,4 @@
-"""What `flyball ckpt` finds of a real run, beside it and after everything of it was killed."""
+"""What `flyball ckpt` finds of a real run, during the run and after all its processes were killed."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Run:
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """SIGKILL to every process of the run, each by its id, until none is left: who is killed may have begun another
-        one since they were listed."""
+        """SIGKILL every process of the run, by its id, until none is left: a process may have started another since
+        they were listed."""
         deadline = time.monotonic() + DEADLINE_S
         while mine := [p for p in psutil.process_iter() if p.pid != os.getpid() and self._is_mine(p)]:
             assert time.monotonic() < deadline, mine
@@ -85,7 +85,7 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
 
 @pytest.fixture
 def run() -> Iterator[Run]:
-    with tempfile.TemporaryDirectory(prefix="fb-") as name:  # short: sockets lie in it
+    with tempfile.TemporaryDirectory(prefix="fb-") as name:  # short: it contains sockets
         started = Run(Path(name))
         try:
             yield started
@@ -110,8 +110,8 @@ def test_a_run_is_seen_alive_and_after_it_was_killed(run: Run) -> None:
     url = msgspec.json.decode((supervisor / "supervisor.json").read_bytes())["url"]
 
     def origins() -> list[str]:
-        """Of what the supervisor knows. It may have heard of slots that were written while they were listed: then no
-        step of both is in them for once, and the newest one is on disk."""
+        """What the supervisor knows. Slots may have been overwritten while they were listed: then they have no common
+        step for once, and the newest one is on disk."""
         code, out, _ = site.call("plan", "latest", "--supervisor", url, "-o", "json")
         planned = msgspec.json.decode(out) if code == 0 else {"shards": []}
         return [shard["sources"][0]["origin"] for shard in planned["shards"]]

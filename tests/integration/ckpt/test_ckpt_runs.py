@@ -1,4 +1,4 @@
-"""`flyball ckpt` over the tiers of a job that was submitted twice, with generations that have the same numbers."""
+"""`flyball ckpt` on the tiers of a job that was submitted twice, with equal generation numbers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ FIRST, SECOND = "20251119-080000-000", "20251120-080000-000"
 
 @pytest.fixture
 def twice(site: Site) -> Site:
-    """The first run got further, on disks and in the store; the second is the one that the hosts know. Both were in the
-    hosts' memory."""
+    """The first run got further, on disks and in the store. The hosts know the second run. Both were in the hosts'
+    memory."""
     site.run_id = FIRST
     site.put_disk(5)
     site.put_disk(9)
@@ -32,7 +32,7 @@ def steps_and_tiers(listed: dict[str, object]) -> dict[int, set[str]]:
     return {s["step"]: {t["tier"] for t in s["tiers"]} for s in listed["steps"]}  # type: ignore[attr-defined]
 
 
-def test_the_newest_run_is_shown_and_says_that_there_is_another(twice: Site) -> None:
+def test_the_newest_run_is_shown_with_a_note_about_the_other(twice: Site) -> None:
     listed = twice.json("ls")
     assert (listed["run"], listed["runs"], listed["recovery_point"]) == (SECOND, [FIRST, SECOND], 7)
     assert steps_and_tiers(listed) == {7: {"memory"}, 5: {"disk"}, 4: {"persistent"}}
@@ -44,7 +44,7 @@ def test_the_newest_run_is_shown_and_says_that_there_is_another(twice: Site) -> 
 
 def test_another_run_is_named_behind_the_job(twice: Site, tmp_path: Path) -> None:
     listed = twice.json("ls", "--job", f"{JOB}/{FIRST}")
-    assert (listed["run"], listed["recovery_point"]) == (FIRST, 9)  # its host's memory is the newer run's
+    assert (listed["run"], listed["recovery_point"]) == (FIRST, 9)  # its host's memory belongs to the newer run
     assert steps_and_tiers(listed) == {9: {"disk"}, 5: {"disk", "persistent"}}
     assert twice.json("verify", "--all", "--job", f"{JOB}/{FIRST}")["job"] == JOB
     for run in (FIRST, SECOND):

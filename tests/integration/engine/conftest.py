@@ -1,4 +1,4 @@
-"""Real engine processes on this machine, each with its own state folder, and a trainer's side without torch."""
+"""Real engine processes on this machine, each with its own state folder, and trainers without torch."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from flyball.contracts.on_host.engine_wire import Configure, EngineReply, GetSta
 from flyball.contracts.on_host.segments import rank_segment, shm_prefix
 
 JOB = "job"
-# A peer that is held up for a while is alive: no step is given up and no source passed over for that, nor is what was
-# sent to it offered a second time. Tests of impatience say by how much.
+# On a busy machine a delayed peer is still alive: no step is given up, no source skipped and nothing offered twice
+# because of it. Tests of timeouts set their own.
 PATIENT = {
     f"FLYBALL_CKPT_{name}_TIMEOUT_S": seconds
     for name, seconds in {
@@ -70,7 +70,7 @@ class EngineHost:
         self.environment = {**PATIENT, **environment}
         self.log_path = root / f"{host_id}.log"
         self.process: subprocess.Popen[bytes] | None = None
-        self._first_port = str(free_port())  # a later start finds it again by itself: it stays free meanwhile
+        self._first_port = str(free_port())  # a later start uses it again; it stays free meanwhile
 
     def command(self, *extra: str) -> list[str]:
         return [
@@ -91,7 +91,7 @@ class EngineHost:
     def _answers(self) -> bool:
         try:
             return self.ask(GetStatus()).ok
-        except (OSError, struct.error):  # not there yet; or killed before it could answer
+        except (OSError, struct.error):  # not there yet, or killed before it could reply
             return False
 
     def kill(self) -> None:
@@ -105,7 +105,7 @@ class EngineHost:
         return self.process.wait(90)
 
     def lose(self) -> None:
-        """The host is gone: engine, segments and state folder."""
+        """The host is lost: engine, segments and state folder."""
         self.kill()
         for path in self.segments():
             path.unlink()
@@ -136,18 +136,18 @@ class EngineHost:
         return any((copy.tier, copy.step, copy.rank) == (tier, step, rank) for copy in self.status.copies)
 
     def logged(self, event: str) -> list[dict[str, object]]:
-        whole = self.log_path.read_text().rpartition("\n")[0]  # the last line may be being written
+        whole = self.log_path.read_text().rpartition("\n")[0]  # the last line may be incomplete
         lines = [json.loads(line) for line in whole.splitlines()]
         return [line for line in lines if line["event"] == event]
 
 
 class Trainer:
-    """A trainer's side of a slot: what `ckpt_engine.trainer.trainer_engine` does, without torch."""
+    """A trainer's side of its slots, as in `ckpt_engine.trainer.trainer_engine`, without torch."""
 
     def __init__(
         self, host: EngineHost, rank: int, generation: int = 1, lineage: Lineage | None = None, *, seed: int = 0
     ) -> None:
-        self.seed = seed  # of what it saves
+        self.seed = seed  # of its shards
         self.host = host
         self.rank = rank
         self.generation = generation
@@ -188,7 +188,7 @@ class Trainer:
             try:
                 sock.sendto(wire.encode(notice), str(self.host.state_dir / "notify.sock"))
             except OSError:
-                return  # no engine: it scans when it is back
+                return  # without an engine; it scans when it is back
 
     def begin_torn(self, step: int) -> None:
         """The trainer dies in the middle of a capture."""
@@ -205,7 +205,7 @@ class Trainer:
         return self.segments.read_world().step
 
     def knows_end_of(self, step: int) -> bool:
-        """All have it, or it was given up."""
+        """All ranks have it, or it was given up."""
         world = self.segments.read_world()
         return world.step >= step or step in world.abandoned
 
@@ -223,7 +223,7 @@ class Trainer:
 
 
 class Cluster:
-    """Hosts of one test, and the placements that tie them together."""
+    """The hosts of one test, and their placements."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -244,7 +244,7 @@ class Cluster:
         restore: RestorePlan | None = None,
         run: str = "",
     ) -> Placement:
-        """`ranks` by host; without `peers`, each host's replicas are on the next one."""
+        """`ranks` by host. Without `peers` each host's replicas are on the next one."""
         names = list(ranks)
         ring = {name: (names[(i + 1) % len(names)],) for i, name in enumerate(names)} if len(names) > 1 else {}
         return Placement(
@@ -263,7 +263,7 @@ class Cluster:
     def configure(
         self, placement: Placement, spec: CheckpointSpec | None = None, *, epoch: int = 1
     ) -> dict[str, EngineReply]:
-        """Tell every host of the placement."""
+        """Configure every host of the placement."""
         return {
             part.host_id: self.hosts[part.host_id].ask(
                 Configure(Fence(epoch, placement.generation), part.host_id, placement, spec or CheckpointSpec())

@@ -1,5 +1,5 @@
-"""Real loops that write to their state after `save`, killed at any moment: whatever is committed is the state of its
-step, to the last bit, and every loop has a checkpoint that it can go on from."""
+"""Real loops that write to their state after `save`, killed at any moment: every committed step is bit for bit the
+state of that step, and every loop has a checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ for number in range(100_000):
 
 
 def run_until_killed(prefix: Path, *how: str, lines: int) -> tuple[dict[int, str], str]:
-    """What the loop's state was at each save, by step; and what it said."""
+    """The loop's state at each save, by step, and its output."""
     environment = {
         **os.environ,
         worker_env.JOB: "by-hand",

@@ -1,4 +1,4 @@
-"""FSDP2 over two processes: lazy captures that race with the step, their blocks, and a restore into fresh shards."""
+"""FSDP2 over two processes: lazy captures that race with the step, their blocks, and a restore into new shards."""
 
 from __future__ import annotations
 

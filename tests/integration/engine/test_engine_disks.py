@@ -1,4 +1,4 @@
-"""The disk tiers of several hosts, which the coordinator ties together, with engines that are killed."""
+"""The disk tiers of several hosts under one coordinator, with engines that are killed."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def common_steps(cluster: Cluster) -> set[int]:
 
 
 def newest_after(cluster: Cluster, step: int, until: Until) -> int:
-    """The newest that they have in common, as soon as it is beyond `step`. Hosts are asked one after the other: of two
-    answers that lie apart, nothing may be in common for once."""
+    """The newest common step, as soon as it is beyond `step`. Hosts are asked in turn, so two replies may briefly have
+    no step in common."""
     found = step
 
     def is_there() -> bool:
@@ -83,7 +83,7 @@ def test_a_step_in_the_store_counts_on_every_host_when_all_ranks_are_there(
     second.save(0)
     until(lambda: b.process is not None and b.process.poll() == -9)
     until((store / "job" / "g1" / "step0" / "rank0.manifest").exists)
-    assert not a.holds(Tier.PERSISTENT, 0, 0)  # half a step is none
+    assert not a.holds(Tier.PERSISTENT, 0, 0)  # half a step does not count
     assert manifests_in(store) == set()
     b.start()
     for host in (a, b):
@@ -119,7 +119,7 @@ def manifests_in(store: Path) -> set[str]:
 def test_steps_that_are_kept_for_ever_do_not_fill_what_engines_tell(
     cluster: Cluster, trainer: type[Trainer], until: Until
 ) -> None:
-    """A message has a limit of 16 MiB, and every host tells of what all share."""
+    """A message is limited to 16 MiB, and every host reports the shared tier."""
     root = cluster.root / "store"
     spec = CheckpointSpec(persistent_dir=str(root), persistent_every_steps=1, persistent_keep_every=1)
     store = open_persistent(str(root), job=JOB, settings=EngineSettings())

@@ -1,4 +1,4 @@
-"""What is brought to disks when training has to stop, by real engines, and compared byte for byte."""
+"""What real engines write to disk when training has to stop, compared byte for byte."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ JOB = "job"  # as in conftest.py
 
 
 def all_tiers(cluster: Cluster, **settings: float) -> CheckpointSpec:
-    """Both slow tiers on, and due so seldom that nothing comes there by itself."""
+    """Both disk tiers, with intervals so long that nothing is written on schedule."""
     settings = {"disk_every_steps": 1000, "persistent_every_steps": 1000, **settings}
     return CheckpointSpec(
         disk_dir=str(cluster.root / "disk"),
@@ -38,7 +38,7 @@ def files(folder: Path, step: int) -> dict[str, bytes]:
 
 
 def flush(hosts: list[EngineHost], timeout_s: float = 60.0) -> list[EngineReply]:
-    """All hosts at once, as the actuator asks them."""
+    """Flush all hosts at once, as the actuator does."""
     replies: dict[str, EngineReply] = {}
 
     def ask(host: EngineHost) -> None:
@@ -54,7 +54,7 @@ def flush(hosts: list[EngineHost], timeout_s: float = 60.0) -> list[EngineReply]
 
 @contextmanager
 def training(trainers: list[Trainer], spec: CheckpointSpec, step_s: float = 0.004) -> Iterator[list[int]]:
-    """The ranks' loops, in step; yields the steps done so far."""
+    """The ranks' loops, in lock step; yields the steps done so far."""
     done: list[int] = []
     stop = threading.Event()
 
@@ -89,7 +89,7 @@ def test_what_dead_trainers_left_is_written_to_every_tier_out_of_schedule(
     for step in (1, 2, 3):
         for rank in ranks:
             rank.save(step)
-    ranks[0].save(4)  # rank 1 dies before its own: the newest step of all is 3
+    ranks[0].save(4)  # rank 1 dies before its own: the newest common step is 3
     until(lambda: ranks[0].world_step == 3)
     until(lambda: ranks[0].segments.control.replicated_step(1) == 4)
     replies = flush(hosts)
@@ -123,7 +123,7 @@ def test_the_step_that_a_generation_was_restored_from_is_flushed_if_it_saved_non
     assert files(cluster.root / "disk", 2) == files(cluster.root / "store", 2) == {"rank0.safetensors": rank.payload(2)}
 
 
-def test_a_deadline_too_short_is_kept_and_what_was_reached_is_said(
+def test_a_deadline_too_short_is_kept_and_the_result_reported(
     cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None]
 ) -> None:
     hosts = [cluster.host("a"), cluster.host("b")]
@@ -132,14 +132,14 @@ def test_a_deadline_too_short_is_kept_and_what_was_reached_is_said(
     for rank in ranks:
         rank.save(1)
     until(lambda: ranks[1].world_step == 1)
-    hosts[0].kill()  # the coordinator: nobody names a step
+    hosts[0].kill()  # the coordinator's: nobody names a step
     began_s = time.monotonic()
     (reply,) = flush(hosts[1:], timeout_s=1.0)
     assert reply.ok
     assert time.monotonic() - began_s >= 1.0
     assert reply.flushed == {"disk": -1, "persistent": -1, "peer": 1}
     hosts[0].start()
-    assert hosts[0].ask(AwaitSaved(JOB, 1, 1, 60.0)).ok  # it has asked its peer what is there
+    assert hosts[0].ask(AwaitSaved(JOB, 1, 1, 60.0)).ok  # it has asked its peer
     assert [reply.flushed for reply in flush(hosts)] == [{"disk": 1, "persistent": 1, "peer": 1}] * 2
 
 
@@ -162,7 +162,7 @@ def test_an_engine_that_is_killed_in_the_middle_of_it_flushes_when_it_is_asked_a
 
 
 @pytest.mark.parametrize("given_up", [False, True])
-def test_an_engine_that_is_killed_before_it_says_that_ranks_are_armed_knows_of_it_when_it_is_asked_again(
+def test_an_engine_killed_before_it_reports_armed_ranks_knows_of_them_when_asked_again(
     cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None], given_up: bool
 ) -> None:
     host = cluster.host("a", start=False).start(FLYBALL_FAULT_POINT="engine.armed")
@@ -185,7 +185,7 @@ def test_an_engine_that_is_killed_before_it_says_that_ranks_are_armed_knows_of_i
         rank.save(10)
         assert host.ask(AwaitSaved(JOB, 1, 10, 60.0)).ok
     newest = 2 if given_up else 10
-    until(lambda: rank.world_step == newest)  # what is committed later than 2 s after the question is not waited for
+    until(lambda: rank.world_step == newest)  # commits later than 2 s after the request are not waited for
     (reply,) = flush([host])
     assert reply.flushed == {"disk": newest, "persistent": newest}
     assert files(cluster.root / "disk", newest) == {"rank0.safetensors": rank.payload(newest)}

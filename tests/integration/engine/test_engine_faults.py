@@ -1,4 +1,4 @@
-"""Engines killed at exact points, disks that fill up, copies that only a disk still has."""
+"""Engines killed at exact points, disks that fill up, copies that are left only on a disk."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_an_engine_killed_in_the_middle_goes_on_where_it_was(
     second.save(1)
     until(lambda: died(b))
     replica = RankSegments.open(replica_segment(b.prefix, "job", 0))
-    assert replica.find(1, 0) is not None  # the newest world step was not touched
+    assert replica.find(1, 0) is not None  # the newest world step is untouched
     b.start()
     until(lambda: first.world_step == second.world_step == 1)
     view = replica.find(1, 1)
@@ -74,7 +74,7 @@ def test_steps_that_are_due_reach_the_disk_and_restore_from_there(
     again = trainer(a, 0, 2, lineage)
     assert again.await_restore(2) is RestoreState.READY
     assert again.stored(1, 6) == expected
-    until(lambda: a.status.restores)  # the trainer is told first
+    until(lambda: a.status.restores)  # the trainer is informed first
     (report,) = a.status.restores
     assert (report.source_tier, report.source_host, report.socket_bytes) == (Tier.DISK, "a", 0)
 
@@ -143,7 +143,7 @@ def test_a_peer_that_stays_away_fails_saves_and_not_for_ever(
     ranks = first, second = trainer(a, 0), trainer(b, 1)
 
     def agree(begin: int) -> int:
-        """The first step that both have. A peer that is only held up may cost one as well."""
+        """The first step that both have. A delayed peer may also cost one."""
         for step in range(begin, begin + 20):
             for rank in (second, first):
                 rank.save(step)
@@ -155,7 +155,7 @@ def test_a_peer_that_stays_away_fails_saves_and_not_for_ever(
     agreed = agree(0)
     b.kill()
     for lost in (agreed + 1, agreed + 2):
-        first.save(lost)  # the second: possible because the first was given up
+        first.save(lost)  # the second, since the first was given up
     until(lambda: {failure.step for failure in a.status.failures} >= {agreed + 1, agreed + 2})
     b.start()
     until(lambda: a.status.unreachable_peers == ())

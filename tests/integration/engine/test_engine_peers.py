@@ -1,4 +1,4 @@
-"""Replicas between real engines: who asks, who holds, and what a peer can be asked for."""
+"""Replicas between real engines: sending, holding and fetching them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Until = Callable[..., None]
 
 
 def call(host: EngineHost) -> Connection:
-    """A connection to an engine, as another engine makes it."""
+    """A connection to an engine, as made by another engine."""
     connection = connect_tcp(host.address, settings=EngineSettings(), total=ByteCounters())
     token = host.token_file.read_text().strip().encode()
     introduce(connection, identity=Identity("test", "127.0.0.1:1", "1"), token=token, timeout_s=60)
     return connection
 
 
-def test_a_peer_says_what_it_holds_of_the_ranks_that_it_is_asked_for(
+def test_a_peer_lists_what_it_holds_of_the_requested_ranks(
     cluster: Cluster, trainer: type[Trainer], until: Until
 ) -> None:
     a, b = cluster.host("a"), cluster.host("b")
@@ -96,7 +96,7 @@ def test_a_host_and_one_of_its_holders_are_lost_and_the_other_has_every_byte(
         for rank, name in enumerate(names)
         if name not in ("a", lost)
     }
-    sources["0"] = (dead, cluster.source(0, Tier.PEER, left))  # any of the copies will do
+    sources["0"] = (dead, cluster.source(0, Tier.PEER, left))  # any copy will do
     sources[str(gone)] = (cluster.source(gone, Tier.PEER, holders[0]),)
     renamed = {new.get(n, n): tuple(new.get(holder, holder) for holder in held) for n, held in peers.items()}
     placement = cluster.placement(
@@ -111,12 +111,12 @@ def test_a_host_and_one_of_its_holders_are_lost_and_the_other_has_every_byte(
         moved = trainer(cluster.hosts[name], rank, 2, lineage)
         assert moved.await_restore(2) is RestoreState.READY
         assert moved.stored(1, 1) == ranks[rank].payload(1)
-        until(lambda name=name: cluster.hosts[name].status.restores)  # the trainer is told first
+        until(lambda name=name: cluster.hosts[name].status.restores)  # the trainer is informed first
         (report,) = cluster.hosts[name].status.restores
         assert report.source_tier is Tier.PEER and report.socket_bytes >= report.size_bytes > 1_000_000
         received = cluster.hosts[name].status.counters["peer_bytes_received"]
-        assert received >= report.size_bytes  # through the socket, and not out of any file of this machine
-    # What was lost is sent again at once, without a save: every rank has two replicas on the hosts that are there now.
+        assert received >= report.size_bytes  # through the socket, not from a file of this machine
+    # Lost replicas are sent again at once, without a save: every rank has two on the remaining hosts.
     for rank, name in enumerate(names):
         for holder in renamed[new.get(name, name)]:
             until(lambda holder=holder, rank=rank: cluster.hosts[holder].holds(Tier.PEER, 1, rank))
@@ -134,25 +134,25 @@ def test_a_dead_peer_delays_neither_the_other_copy_nor_for_long_the_save(
     ranks[0].save(1)
     until(lambda: c.holds(Tier.PEER, 1, 0))
     b.kill()
-    until(lambda: ranks[0].segments.control.replicated_step(1) == 1)  # with one replica, since one peer is out of reach
-    until(lambda: a.status.counters.get("replicas_given_up", 0) >= 1)  # counted after it was acted upon
+    until(lambda: ranks[0].segments.control.replicated_step(1) == 1)  # with one replica, since one peer is unreachable
+    until(lambda: a.status.counters.get("replicas_given_up", 0) >= 1)  # counted afterwards
     assert not any(failure.rank == 0 for failure in a.status.failures)
     b.start()
-    until(lambda: b.holds(Tier.PEER, 1, 0))  # and with two again as soon as it is back
+    until(lambda: b.holds(Tier.PEER, 1, 0))  # with two again once it is back
     assert d.status.ok
 
 
 def test_a_peer_that_falls_silent_in_the_middle_of_an_exchange_is_not_waited_for(
     cluster: Cluster, trainer: type[Trainer], until: Until
 ) -> None:
-    # Together more than anybody who is only held up stays silent: such a peer must not be given up beside this one.
+    # Longer in total than a delayed peer stays silent: only this peer may be given up.
     quick = {name: "5.0" for name in ("REPLICATE_TIMEOUT_S", "IO_TIMEOUT_S", "HANDSHAKE_TIMEOUT_S", "PING_TIMEOUT_S")}
     ranks = ready(cluster, trainer, "abcd", RING, **quick)
     for rank in ranks:
         rank.save(0)
     until(lambda: all(rank.world_step == 0 for rank in ranks))
     silent = cluster.hosts["b"].process.pid
-    os.kill(silent, signal.SIGSTOP)  # no FIN, no RST: an answer to an offer could take allocate_timeout_s, a minute
+    os.kill(silent, signal.SIGSTOP)  # no FIN, no RST: a reply to an offer could take allocate_timeout_s, a minute
     try:
         ranks[0].save(1)
         until(lambda: ranks[0].segments.control.replicated_step(1) == 1)
@@ -163,7 +163,7 @@ def test_a_peer_that_falls_silent_in_the_middle_of_an_exchange_is_not_waited_for
 
 def test_chunks_that_did_not_change_do_not_travel_again(cluster: Cluster, trainer: type[Trainer], until: Until) -> None:
     class Frozen(trainer):  # type: ignore[misc,valid-type]  # the fixture's class
-        """Of 24 MiB only two change from step to step."""
+        """Two of 24 MiB change from step to step."""
 
         def payload(self, step: int, count: int = 0) -> bytes:
             frozen = np.random.default_rng(self.rank).random(22 << 18, dtype=np.float32)
@@ -181,7 +181,7 @@ def test_chunks_that_did_not_change_do_not_travel_again(cluster: Cluster, traine
         until(lambda step=step: first.world_step == second.world_step == step)
         sent.append(a.status.counters["peer_bytes_sent"] - before)
     assert sent[0] > 24 << 20
-    assert all(count < 5 << 20 for count in sent[1:])  # the header's chunk, those that changed, the manifest
+    assert all(count < 5 << 20 for count in sent[1:])  # the header's chunk, the changed ones, the manifest
     assert a.status.counters["replica_bytes_unchanged"] > 3 * 20 << 20
     replica = RankSegments.open(replica_segment(b.prefix, "job", 0))
     for step in (2, 3):
@@ -189,7 +189,7 @@ def test_chunks_that_did_not_change_do_not_travel_again(cluster: Cluster, traine
         assert view is not None and bytes(replica.payload(view.index)) == first.payload(step)
     view = replica.find(1, 3)
     assert view is not None
-    replica.payload(view.index)[10 << 20] ^= 1  # what is here went bad: it is found, and asked for
+    replica.payload(view.index)[10 << 20] ^= 1  # the copy here is bad: this is detected, and it is fetched
     first.save(4)
     second.save(4)
     until(lambda: first.world_step == second.world_step == 4)

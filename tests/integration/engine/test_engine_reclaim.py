@@ -1,4 +1,4 @@
-"""An engine gives back the memory of jobs that nobody told it of, and of no other."""
+"""An engine reclaims the memory of jobs that it does not know, and of no others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def stopped(host: EngineHost, until: Callable[..., None]) -> Iterator[None]:
-    """A sweep that lists segments of which it sees the first half says another size of them than it removes."""
+    """A sweep that lists segments while they are being made logs another size than it removes."""
     assert host.process is not None
     pid = host.process.pid
 
@@ -26,7 +26,7 @@ def stopped(host: EngineHost, until: Callable[..., None]) -> Iterator[None]:
         try:
             stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
         except (FileNotFoundError, ProcessLookupError):
-            return False  # a thread ended while it was looked at
+            return False  # a thread ended meanwhile
         return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
     os.kill(pid, signal.SIGSTOP)
@@ -52,7 +52,7 @@ def test_an_engine_reclaims_the_segments_of_dead_jobs_and_of_no_others(
     worker = trainer(host, 0)
     worker.save(0)
     until(lambda: worker.world_step == 0)
-    worker.segments.close()  # the worker is dead; its next generation restores from here
+    worker.segments.close()  # the worker is dead, but its next generation restores from here
     with stopped(host, until):
         leave(host.prefix)
         leave(host.prefix + "0")  # another state folder's
@@ -63,6 +63,6 @@ def test_an_engine_reclaims_the_segments_of_dead_jobs_and_of_no_others(
     assert {f"{key}.job.r0.ctl", f"{key}.job.r0.s0", f"{key}0.dead.r0.ctl", f"{key}0.dead.r0.s0"} == names
     host.kill()
     leave(host.prefix)
-    host.start()  # the job is known again before anything is swept
+    host.start()  # the job is known again before the first sweep
     until(lambda: len(host.logged("segments_reclaimed")) == 2)
     assert RankSegments.open(rank_segment(host.prefix, "job", 0)).find(1, 0) is not None

@@ -1,4 +1,4 @@
-"""An engine that comes back to an empty memory has its shards again before anyone asks, and so have its peers."""
+"""An engine that restarts with empty memory gets its shards back before anyone asks, and so do its peers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def saved(cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None]) -> list[Trainer]:
-    """Two ranks on two hosts that have steps 1 to 3 in memory, and at each other's."""
+    """Two ranks on two hosts, with steps 1 to 3 in memory and as replicas on each other."""
     hosts = [cluster.hosts["a"], cluster.hosts["b"]]
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
     ranks = [trainer(host, rank) for rank, host in enumerate(hosts)]
@@ -28,7 +28,7 @@ def saved(cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[...
 
 
 def empty(host: EngineHost) -> None:
-    """As after a restart of the machine: the state folder is there, shared memory is not."""
+    """As after a reboot: the state folder is there, shared memory is empty."""
     host.kill()
     for path in host.segments():
         path.unlink()
@@ -40,7 +40,7 @@ def test_memory_is_filled_again_from_the_peers_and_the_world_knows_its_step(
     a = cluster.host("a")
     b = cluster.host("b")
     ranks = saved(cluster, trainer, until)
-    empty(a)  # the coordinator's: it does not remember the world step either
+    empty(a)  # the coordinator's: it has lost the world step too
     a.start()
     until(lambda: a.holds(Tier.MEMORY, 3, 0) and a.holds(Tier.PEER, 3, 1))
     again = trainer(a, 0, generation=2)  # only to look
@@ -72,7 +72,7 @@ def test_a_replica_that_is_bad_does_not_keep_the_next_holders_away(
     assert trainer(hosts[0], 0, generation=2).stored(1, 1) == ranks[0].payload(1)
 
 
-def test_an_engine_that_is_told_not_to_stays_empty(
+def test_an_engine_with_refill_off_stays_empty(
     cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None]
 ) -> None:
     a = cluster.host("a", REFILL="false")
@@ -80,7 +80,7 @@ def test_an_engine_that_is_told_not_to_stays_empty(
     saved(cluster, trainer, until)
     empty(a)
     a.start()
-    until(lambda: a.holds(Tier.PEER, 3, 1))  # what others back up onto it comes all the same
+    until(lambda: a.holds(Tier.PEER, 3, 1))  # replicas of others arrive all the same
     assert not [copy for copy in a.status.copies if copy.tier is Tier.MEMORY]
     assert "shards_refilled" not in a.status.counters
 
@@ -92,7 +92,7 @@ def test_killed_in_the_middle_of_it_the_next_engine_does_it(
     cluster.host("b")
     saved(cluster, trainer, until)
     empty(a)
-    with contextlib.suppress(AssertionError):  # killed before it could answer
+    with contextlib.suppress(AssertionError):  # killed before it could reply
         a.start(**{VARIABLE: "engine.refill:2"})
     until(lambda: a.process is not None and a.process.poll() is not None)
     a.start()
@@ -102,7 +102,7 @@ def test_killed_in_the_middle_of_it_the_next_engine_does_it(
 def test_a_trainer_at_work_keeps_its_slots_to_itself(
     cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None]
 ) -> None:
-    """It restored from a file, say, and has saved nothing since: two writers in one slot would be a torn step."""
+    """It restored from a file, say, and has not saved since: two writers in one slot would tear a step."""
     a = cluster.host("a")
     cluster.host("b")
     rank, _ = saved(cluster, trainer, until)

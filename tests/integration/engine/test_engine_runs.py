@@ -1,5 +1,5 @@
-"""Two runs of one job name that share their disk folder or their store, the second with a supervisor of its own: its
-generations begin at 1 again."""
+"""Two runs of one job name that share a disk folder or a store. The second has its own supervisor, so its generations
+begin at 1 again."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def train(
     tier: Tier,
     steps: int,
 ) -> Trainer:
-    """One rank on host a saves this many steps; returns when the newest two of these, and no others, are listed."""
+    """One rank on host a saves this many steps. Returns when exactly the newest two are listed."""
     host = cluster.hosts["a"]
     cluster.configure(cluster.placement({"a": (0,)}, run=run), spec)
     worker = trainer(host, 0, seed=SEEDS[run])
@@ -57,12 +57,12 @@ def train(
 def test_a_run_sees_overwrites_and_removes_nothing_of_the_run_before(
     cluster: Cluster, trainer: type[Trainer], until: Until, tier: Tier
 ) -> None:
-    """With as many kept as one run writes, so that copies of both would push each other out."""
+    """As many steps are kept as one run writes: if runs were mixed, one would displace the other."""
     root = cluster.root / "shared"
     spec = spec_of(tier, root)
     host = cluster.host("a")
     older = train(cluster, trainer, until, run=FIRST_RUN, spec=spec, tier=tier, steps=4)
-    host.lose()  # and with it everything that knew of the first run, but for what it left in the folder
+    host.lose()  # with everything that knew the first run, except its files
     kept = files_below(root)
 
     host.start()
@@ -82,7 +82,7 @@ def test_a_run_sees_overwrites_and_removes_nothing_of_the_run_before(
 def test_a_run_takes_no_shard_of_another_run_from_slots_or_peers(
     cluster: Cluster, trainer: type[Trainer], until: Until
 ) -> None:
-    """The state folder stayed, and the slots with it; the same generation, step and rank of both runs."""
+    """State folder and slots stayed; both runs have the same generation, step and rank."""
     spec = CheckpointSpec(replicas=1)
     a, b = cluster.host("a"), cluster.host("b")
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}, run=FIRST_RUN), spec)
@@ -104,7 +104,7 @@ def test_a_run_takes_no_shard_of_another_run_from_slots_or_peers(
 def test_slots_of_a_run_before_that_are_still_in_memory_block_nothing(
     cluster: Cluster, trainer: type[Trainer], until: Until, replicas: int
 ) -> None:
-    """The state folders were removed and shared memory was not; the first run had got to its third generation."""
+    """The state folders were removed, shared memory was not; the first run was in its third generation."""
     spec = CheckpointSpec(replicas=replicas)
     hosts = [cluster.host(name) for name in ("a", "b")]
     ranks = {"a": (0,), "b": (1,)}
@@ -118,7 +118,7 @@ def test_slots_of_a_run_before_that_are_still_in_memory_block_nothing(
     for host in hosts:
         host.kill()
     for worker in older:
-        assert worker.try_save(44)  # captured, and committed by nobody
+        assert worker.try_save(44)  # captured, but not committed
     for host in hosts:
         shutil.rmtree(host.state_dir)
         host.start()

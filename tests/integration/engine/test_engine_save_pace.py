@@ -1,4 +1,4 @@
-"""Ranks that do not save the same steps, and how far apart the steps are that are saved: with real engines."""
+"""With real engines: ranks that do not save the same steps, and the interval between saves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Until = Callable[..., None]
 def test_a_step_that_another_rank_passed_by_is_given_up_while_that_rank_stands_still(
     cluster: Cluster, trainer: type[Trainer], until: Until
 ) -> None:
-    """The rank that has it finds no slot for its next save, and the other waits for it in a collective."""
+    """The rank that has the step finds no free slot, while the other waits for it in a collective."""
     a, b = cluster.host("a"), cluster.host("b")
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
     saves, passes = trainer(a, 0), trainer(b, 1)
@@ -35,13 +35,13 @@ def test_a_step_that_another_rank_passed_by_is_given_up_while_that_rank_stands_s
     passes.segments.control.write_position(2)
     saves.save(2)
     until(lambda: 1 in passes.segments.read_world().abandoned)
-    passes.save(3)  # the step that rank 0 holds meanwhile is not theirs together either
+    passes.save(3)  # nor is the step that rank 0 holds meanwhile a common one
     saves.save(3)
     until(lambda: saves.world_step == passes.world_step == 3)
 
 
 class Ranks:
-    """Two ranks of one job that train in lock step, as those of a data-parallel job do."""
+    """Two ranks of one job that train in lock step, as in data-parallel training."""
 
     def __init__(self, hosts: list[EngineHost], spec: CheckpointSpec) -> None:
         self.jobs = [
@@ -106,13 +106,13 @@ def interval_of(host: EngineHost) -> int:
 def test_a_slow_peer_makes_saves_less_frequent_for_all_ranks_and_a_fast_one_as_frequent_as_before(
     cluster: Cluster, until: Until
 ) -> None:
-    slow = {"PEER_BYTES_PER_S": "2MB"}  # half a second and more for what a step of ten milliseconds has changed
+    slow = {"PEER_BYTES_PER_S": "2MB"}  # over half a second for the changes of a 10 ms step
     a, b = cluster.host("a", **slow), cluster.host("b", **slow)
     spec = CheckpointSpec()
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}), spec)
     with Ranks([a, b], spec) as ranks:
         until(lambda: interval_of(a) > 1)
-        assert b.status.intervals == ()  # it is rank 0's engine that decides
+        assert b.status.intervals == ()  # rank 0's engine decides
         wide, seen = interval_of(a), ranks.jobs[0].recovery_point
         until(lambda: all(job.recovery_point >= seen + 4 * wide for job in ranks.jobs))
         assert a.status.counters["save_intervals_widened"] >= 1
@@ -123,7 +123,7 @@ def test_a_slow_peer_makes_saves_less_frequent_for_all_ranks_and_a_fast_one_as_f
         assert not any(job.failed_saves for job in ranks.jobs)
         first, second = ({step for step in saved if step <= point} for saved in ranks.saved)
         assert point in first & second
-        # Those that heard of a wider interval late have saved some steps more, which were given up.
+        # Ranks that received the wider interval late saved extra steps, which were given up.
         assert len(first ^ second) <= 4 * a.status.counters["save_intervals_widened"], (first, second)
         for host in (a, b):
             host.kill()

@@ -1,4 +1,4 @@
-"""Engines as processes: commit, replicate, agree, die, come back, and give up their bytes to a spare."""
+"""Engines as processes: commit, replicate, agree, die, restart, and serve their shards to a spare."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_step_that_one_rank_failed_to_save_is_abandoned_and_the_world_goes_on(
     until(lambda: first.world_step == second.world_step == 0)
     first.save(1)
     second.notify(SaveAborted("job", 1, 1, 1, "no room"))
-    first.save(2)  # waits for the abandonment
+    first.save(2)  # waits until it is abandoned
     second.save(2)
     until(lambda: first.world_step == second.world_step == 2)
     failures = b.status.failures
@@ -102,7 +102,7 @@ def test_a_host_that_was_away_while_more_steps_were_abandoned_than_have_names_go
     until(lambda: first.world_step == second.world_step == 30)
 
 
-def test_a_failure_that_a_killed_engine_never_told_of_keeps_no_replica_slot(
+def test_a_failure_that_a_killed_engine_never_reported_keeps_no_replica_slot(
     cluster: Cluster, trainer: type[Trainer], until: Until
 ) -> None:
     a, b = cluster.host("a"), cluster.host("b", start=False).start(FLYBALL_FAULT_POINT="engine.replicated:2")
@@ -116,7 +116,7 @@ def test_a_failure_that_a_killed_engine_never_told_of_keeps_no_replica_slot(
     assert a.holds(Tier.PEER, 1, 1)
     view = second.segments.find(1, 1)
     assert view is not None
-    second.segments.control.drop(view.index)  # as one that was found bad
+    second.segments.control.drop(view.index)  # as if found bad
     b.start()
     for rank in (first, second):
         rank.save(2)
@@ -154,7 +154,7 @@ def test_a_killed_peer_is_seen_at_once_without_traffic_and_seen_again_when_back(
     until(lambda: [t.peer for t in told() if t.daemon_s is not None] == ["b"])
     until(lambda: told()[0].engine_s < 5.0)
     b.kill()
-    until(lambda: a.status.unreachable_peers == ("b",))  # an event: a missed ping would take a thousand seconds
+    until(lambda: a.status.unreachable_peers == ("b",))  # by event: a missed ping would take a thousand seconds
     assert told() == ()
     b.start()
     until(lambda: a.status.unreachable_peers == ())
@@ -168,7 +168,7 @@ def test_a_lost_host_is_restored_on_a_spare_from_the_peers_memory(
         first.save(step)
         second.save(step)
     until(lambda: first.world_step == second.world_step == 2)
-    second.save(3)  # only b has it: dead history after the branch at 2
+    second.save(3)  # only b has it: dead after the branch at 2
     sent_before = b.status.counters["peer_bytes_sent"]
     expected = first.payload(2)
     a.lose()
@@ -185,7 +185,7 @@ def test_a_lost_host_is_restored_on_a_spare_from_the_peers_memory(
     (report,) = c.status.restores
     assert (report.source_tier, report.source_host, report.step) == (Tier.PEER, "b", 2)
     assert report.socket_bytes >= len(expected)
-    until(lambda: b.status.counters.get("restore_bytes_sent", 0) >= report.socket_bytes)  # counted after they were sent
+    until(lambda: b.status.counters.get("restore_bytes_sent", 0) >= report.socket_bytes)  # counted after sending
     assert b.status.counters["restore_bytes_sent"] == report.socket_bytes
     until(lambda: b.status.counters["peer_bytes_sent"] - sent_before >= report.socket_bytes)
     (local,) = b.status.restores
@@ -217,7 +217,7 @@ def test_the_spare_that_holds_the_replica_restores_without_a_socket(
     moved.save(1)
     trainer(b, 1, 2, lineage).save(1)
     until(lambda: moved.world_step == 1)
-    until(lambda: not b.holds(Tier.PEER, 0, 0))  # of no use any more: freed
+    until(lambda: not b.holds(Tier.PEER, 0, 0))  # freed: not needed any more
 
 
 def test_a_corrupt_replica_is_refused_and_the_next_source_is_used(
@@ -316,7 +316,7 @@ def test_a_stale_command_is_refused_also_after_a_restart(pair: Pair, cluster: Cl
     a.kill()
     a.start()
     assert a.ask(Configure(Fence(1, 2), "a", older, CheckpointSpec())).code == "stale_command"
-    assert a.ask(Configure(Fence(2, 3), "a", newer, CheckpointSpec())).ok  # the same again is no harm
+    assert a.ask(Configure(Fence(2, 3), "a", newer, CheckpointSpec())).ok  # repeating it is harmless
 
 
 def test_arm_names_a_step_and_comes_too_late_for_a_rank_that_passed_it(pair: Pair, until: Until) -> None:
@@ -331,7 +331,7 @@ def test_arm_names_a_step_and_comes_too_late_for_a_rank_that_passed_it(pair: Pai
     assert first.segments.control.emergency_step(1) == 5
     assert a.ask(AwaitSaved("job", 1, 5, 0.05)).code == "not_saved"
     first.save(5)
-    assert a.ask(AwaitSaved("job", 1, 5, 60.0)).ok  # committed and replicated; that the other rank has not is its own
+    assert a.ask(AwaitSaved("job", 1, 5, 60.0)).ok  # committed and replicated here; the other rank does not matter
     assert a.ask(AwaitSaved("job", 4, 5, 1.0)).code == "stale_command"
 
 
@@ -351,7 +351,7 @@ def test_release_leaves_nothing_in_shared_memory(pair: Pair, until: Until) -> No
     until(lambda: first.world_step == second.world_step == 0)
     for host in (a, b):
         assert host.ask(Release(Fence(1, 1), "job")).ok
-        assert host.ask(Release(Fence(1, 1), "job")).ok  # twice is no harm
+        assert host.ask(Release(Fence(1, 1), "job")).ok  # twice is harmless
     assert a.segments() == [] and b.segments() == []
     assert a.status.unreachable_peers == () and a.status.copies == ()
     a.kill()
@@ -359,7 +359,7 @@ def test_release_leaves_nothing_in_shared_memory(pair: Pair, until: Until) -> No
     assert a.status.copies == ()
 
 
-def test_a_second_engine_on_the_same_folder_says_who_has_it(cluster: Cluster) -> None:
+def test_a_second_engine_on_the_same_folder_names_the_first(cluster: Cluster) -> None:
     a = cluster.host("a")
     second = subprocess.run(a.command(), stderr=subprocess.PIPE, text=True, check=False, timeout=90)
     assert second.returncode == 16
@@ -376,14 +376,12 @@ def test_sigterm_commits_what_was_captured_and_keeps_the_slots(pair: Pair, until
     assert not (a.state_dir / "engine.sock").exists()
 
 
-def test_late_saves_that_an_engine_could_not_tell_of_any_more_are_told_by_the_next_one(
-    pair: Pair, until: Until
-) -> None:
+def test_late_saves_that_an_engine_could_not_report_are_reported_by_the_next_one(pair: Pair, until: Until) -> None:
     a, _, first, _ = pair
     for step in (1, 2, 3):
         first.notify(SaveWaited("job", 0, 1, step, 0.5))
     until(lambda: a.status.counters.get("saves_late") == 3)
-    assert [(late.step, late.count) for late in a.status.late] == [(1, 1)]  # the others are told together, later
+    assert [(late.step, late.count) for late in a.status.late] == [(1, 1)]  # the others are reported together, later
     assert a.terminate() == 0
     a.start()
     assert [(late.step, late.count) for late in a.status.late] == [(3, 2)]

@@ -1,4 +1,4 @@
-"""A slow tier delays no save, where there is a slot for it; where there is none, saves wait for it."""
+"""A slow tier with an extra slot delays no save; without one, saves wait for it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_with_two_slots_a_save_waits_for_the_slow_store_and_loses_nothing(
     until(lambda: worker.segments.read_world().held == {0})
     worker.save(1)
     until(lambda: worker.world_step == 1)
-    assert not worker.try_save(2)  # slot 0 is being written from, slot 1 has the world step
+    assert not worker.try_save(2)  # slot 0 is being written to disk, slot 1 has the world step
     host.kill()
     host.start(FLYBALL_CKPT_DISK_BYTES_PER_S="0")
     worker.save(2)

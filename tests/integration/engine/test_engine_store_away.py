@@ -1,4 +1,4 @@
-"""A share that is not mounted for a while, just when a host was lost and its ranks are to be restored from there."""
+"""A share that is unmounted for a while, just when the ranks of a lost host have to be restored from it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_step_that_is_gone_from_a_store_that_is_there_is_not_waited_for(
     host.lose()
     host.start()
     lineage = branch((LineageEntry(1),), restored_step=7, generation=2)
-    plan = RestorePlan(7, {"0": (cluster.source(0, Tier.PERSISTENT, ""),)})  # somebody has removed it
+    plan = RestorePlan(7, {"0": (cluster.source(0, Tier.PERSISTENT, ""),)})  # removed by somebody
     cluster.configure(cluster.placement({"a": (0,)}, generation=2, lineage=lineage, restore=plan, run=RUN), spec)
     again = trainer(host, 0, 2, lineage)
     assert again.await_restore(2) is RestoreState.FAILED

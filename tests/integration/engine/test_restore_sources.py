@@ -1,4 +1,4 @@
-"""Real engines and a trainer's own restore: source after source is corrupted, and the next good one is taken."""
+"""Real engines and a trainer's own restore: one source after another is corrupted, and the next good one is used."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def spec(cluster: Cluster) -> CheckpointSpec:
 def attached(
     host: EngineHost, rank: int, lineage: Lineage, restore_step: int | None, spec: CheckpointSpec
 ) -> Iterator[Job]:
-    """What `flyball.attach` gives a worker of two, in this process."""
+    """What `flyball.attach` gives one of two workers, in this process."""
     generation = lineage[-1].generation
     beacon = beacon_path(host.prefix, JOB, generation, rank)
     create_beacon(beacon)
@@ -139,7 +139,7 @@ def test_a_copy_that_is_bad_in_one_source_after_the_other_is_had_from_the_next(
     for bad, tier in enumerate((Tier.MEMORY, Tier.PEER, Tier.DISK, Tier.PERSISTENT)):
         spoil[bad]()
         if bad > 1:
-            flip_slot(slot)  # it was filled again
+            flip_slot(slot)  # filled again
             spec = msgspec.structs.replace(spec, replicas=0)  # so that the bad replica is not replaced
         generation = 2 + bad
         begin(cluster, spec, generation, sources)
@@ -151,7 +151,7 @@ def test_a_copy_that_is_bad_in_one_source_after_the_other_is_had_from_the_next(
         def tiers(generation: int = generation) -> list[Tier]:
             return [report.source_tier for report in a.status.restores if report.generation == generation]
 
-        until(tiers)  # the trainer may be done before the engine says so
+        until(tiers)  # the trainer may finish before the engine logs it
         assert tiers()[0] is tier
     assert a.status.counters["corrupt_copies"] >= 4
 
@@ -168,7 +168,7 @@ def test_a_copy_that_is_bad_in_one_source_after_the_other_is_had_from_the_next(
 
 @contextmanager
 def restoring(job: Job, found: dict[str, Any]) -> Iterator[list[int]]:
-    """A restore that waits for the engine's orders; the list has its result afterwards."""
+    """Start a restore that waits for the engine. Its result is put into the list."""
     results: list[int] = []
     thread = threading.Thread(target=lambda: results.append(job.restore(found)))
     thread.start()
@@ -178,7 +178,7 @@ def restoring(job: Job, found: dict[str, Any]) -> Iterator[list[int]]:
 
 
 def lose_memory(cluster: Cluster, a: EngineHost, b: EngineHost) -> None:
-    """No slot and no replica of rank 0 is left."""
+    """Remove all slots and replicas of rank 0."""
     a.kill()
     for path in [*a.segments(), *b.shm_dir.glob(Path(replica_segment(b.prefix, JOB, 0)).name + ".*")]:
         path.unlink()
@@ -188,7 +188,7 @@ def lose_memory(cluster: Cluster, a: EngineHost, b: EngineHost) -> None:
 
 
 def disk_restores(a: EngineHost) -> list[dict[str, Any]]:
-    """What the engine said of its restores of rank 0 from disk."""
+    """The engine's log entries of rank 0's restores from disk."""
     return [line for line in a.logged("restore_ready") if line["rank"] == 0 and line["tier"] == "disk"]
 
 
@@ -204,7 +204,7 @@ def test_a_trainer_that_waits_reads_the_disk_itself(
             with restoring(job, found) as results:
                 begin(cluster, spec, generation, (cluster.source(0, Tier.DISK, "a"),))
             assert results == [STEP + 1] and is_restored(found)
-            until(lambda told=told: len(disk_restores(a)) > told)  # the trainer may be done before the engine says so
+            until(lambda told=told: len(disk_restores(a)) > told)  # the trainer may finish before the engine logs it
             if disk_restores(a)[-1]["by_trainer"]:  # else the engine had begun to fill a slot: this thread was held up
                 segments = RankSegments.open(rank_segment(a.prefix, JOB, 0))
                 assert segments.find(1, STEP) is None

@@ -1,4 +1,4 @@
-"""Real trainers beside real engines: all save the step that was named, a host is lost, the spare goes on from there."""
+"""Real trainers with real engines: all save the named step, a host is lost, and the spare resumes from it."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ def test_an_emergency_step_survives_the_loss_of_its_host(cluster: Cluster, until
     try:
         beacons = [BeaconReader(beacon_path(host.prefix, JOB, 1, rank)) for rank, host in enumerate((a, b))]
         until(lambda: all(beacon.snapshot().step >= 3 for beacon in beacons), 180.0)
-        for ahead in (50, 400, 3200):  # on a busy machine the trainers may pass a step before they are told of it
+        for ahead in (50, 400, 3200):  # on a busy machine trainers may pass a step before they receive its name
             named = max(beacon.snapshot().step for beacon in beacons) + ahead
             armed = [host.ask(Arm(Fence(1, 1), JOB, named)) for host in (a, b)]
             if all(reply.ok for reply in armed):
                 break
             assert all(host.ask(Disarm(Fence(1, 1), JOB)).ok for host in (a, b))
         assert all(reply.ok for reply in armed), armed
-        for host in (a, b):  # who is to go 3200 steps may take minutes
+        for host in (a, b):  # 3200 steps may take minutes
             until(lambda host=host: host.ask(AwaitSaved(JOB, 1, named, 20.0)).ok, 600.0)
         until(lambda: all(beacon.snapshot().phase is Phase.PARKED for beacon in beacons))
         assert all(beacon.snapshot().step == named for beacon in beacons)
