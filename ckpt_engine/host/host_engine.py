@@ -19,9 +19,9 @@ from ckpt_engine.host.daemon_socket import ControlServer, NoticeListener
 from ckpt_engine.host.durable_tiers import left_copies
 from ckpt_engine.host.engine_host import EngineHost
 from ckpt_engine.host.job import EngineJob
-from ckpt_engine.host.late_saves import REMEMBERED_LATE
 from ckpt_engine.host.peer_requests import PeerRequests
 from ckpt_engine.host.restoring import RestoreLog
+from ckpt_engine.host.save_reports import REMEMBERED_LATE
 from ckpt_engine.host.state_dir import EngineStateDir, FenceFile, JobFiles, LateSavesFile
 from ckpt_engine.peers.peer_access import PeerAccess
 from ckpt_engine.peers.peer_server import PeerServer

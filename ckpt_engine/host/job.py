@@ -14,10 +14,9 @@ from ckpt_engine.counters import Counters
 from ckpt_engine.host.daemon_contact import DaemonContact
 from ckpt_engine.host.durable_tiers import REPORTED_STEPS
 from ckpt_engine.host.engine_host import EngineHost
-from ckpt_engine.host.late_saves import LateSaveLog
 from ckpt_engine.host.pipeline import RankPipeline
 from ckpt_engine.host.running_generation import RunningGeneration
-from ckpt_engine.host.save_failures import SaveFailures
+from ckpt_engine.host.save_reports import LateSaveLog, SaveFailures
 from ckpt_engine.peers.peer_access import PeerAccess
 from ckpt_engine.slots.rank_segments import SegmentOptions
 from ckpt_engine.tiers.memory import JobSlots

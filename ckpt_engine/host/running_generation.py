@@ -17,11 +17,10 @@ from ckpt_engine.host import emergency
 from ckpt_engine.host.daemon_contact import DaemonContact
 from ckpt_engine.host.durable_tiers import DurableTiers
 from ckpt_engine.host.engine_host import EngineHost
-from ckpt_engine.host.late_saves import LateSaveLog
 from ckpt_engine.host.pipeline import Fill, RankPipeline
 from ckpt_engine.host.refill import Refill
 from ckpt_engine.host.restoring import Restoring
-from ckpt_engine.host.save_failures import SaveFailures
+from ckpt_engine.host.save_reports import LateSaveLog, SaveFailures
 from ckpt_engine.peers.fetch import Fetcher
 from ckpt_engine.peers.peer_access import PeerAccess
 from ckpt_engine.tiers.memory import JobSlots

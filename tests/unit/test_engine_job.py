@@ -23,7 +23,7 @@ from ckpt_engine.format.shard_names import ShardKey
 from ckpt_engine.host.daemon_contact import DaemonContact
 from ckpt_engine.host.engine_host import EngineHost
 from ckpt_engine.host.job import EngineJob
-from ckpt_engine.host.save_failures import FAILING_AFTER_S
+from ckpt_engine.host.save_reports import FAILING_AFTER_S
 from ckpt_engine.peers.peer_access import PeerAccess
 from ckpt_engine.peers.transport.port import ByteCounters, Identity
 from ckpt_engine.settings import EngineSettings

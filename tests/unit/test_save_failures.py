@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ckpt_engine.host.save_failures import FAILING_AFTER_S, REPEAT_S, SaveFailures
+from ckpt_engine.host.save_reports import FAILING_AFTER_S, REPEAT_S, SaveFailures
 from flyball.contracts import wire
 from flyball.contracts.decisions import DecisionKind, Incident, IncidentState
 from flyball.contracts.on_host.engine_wire import EngineReply, FailingSaves, SaveFailure
