@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -290,6 +290,50 @@ class ShardListing:
         """The content without its checksum line. Raises CorruptShard."""
         lines = self._storage.read(name, MAX_MANIFEST_FILE_BYTES)
         return manifests.content_of_file(lines, f"{self._storage.place}/{name}")
+
+
+class PresentListing:
+    """The newest listing of a storage. Thread-safe.
+
+    A new listing takes a while to read. Changes that this process makes in the meantime are applied to it too.
+    """
+
+    def __init__(self) -> None:
+        self._listing = Listing()
+        self._meanwhile: list[Callable[[Listing], None]] | None = None  # changes since the new listing was begun
+        self._lock = threading.Lock()
+        self._replacing = threading.Lock()
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[Listing]:
+        """The listing, locked for the body of the with statement."""
+        with self._lock:
+            yield self._listing
+
+    def change(self, change: Callable[[Listing], None]) -> None:
+        """Apply what this process has just written or removed."""
+        with self._lock:
+            change(self._listing)
+            if self._meanwhile is not None:
+                self._meanwhile.append(change)
+
+    def replace(self, look: Callable[[Listing], Listing]) -> None:
+        """Take the listing that `look` makes; it gets a copy of the present one. One at a time."""
+        with self._replacing:
+            with self._lock:
+                meanwhile = self._meanwhile = []
+                known = self._listing.without((), ())
+            try:
+                listing = look(known)
+            except BaseException:
+                with self._lock:
+                    self._meanwhile = None
+                raise
+            with self._lock:
+                self._meanwhile = None
+                for change in meanwhile:
+                    change(listing)
+                self._listing = listing
 
 
 # --- requests in parallel  -------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from ckpt_engine.format.shard_names import (
 from ckpt_engine.format.step_listing import StepKey
 from ckpt_engine.tiers.rate_limit import RateLimit, Throttle
 from ckpt_engine.tiers.retention_rules import newest_alive, removable
-from ckpt_engine.tiers.shard_listing import UNKNOWN, Listing, ShardListing
+from ckpt_engine.tiers.shard_listing import UNKNOWN, Listing, PresentListing, ShardListing
 from ckpt_engine.tiers.storage import Storage, StoredBytes
 from ckpt_engine.tiers.verified_pieces import verified_pieces
 from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier, is_alive
@@ -65,15 +65,10 @@ class ShardStore:
         self._storage = storage
         self.throttle = Throttle(rate_limit or RateLimit(0, monotonic_s=time.monotonic))  # of writes
         self._ranks = None if ranks is None else frozenset(ranks)
-        self._looks = ShardListing(storage, tier=tier, job=job, run=run, host_id=host_id)
-        self._listing = Listing()
+        self._lister = ShardListing(storage, tier=tier, job=job, run=run, host_id=host_id)
+        self._listing = PresentListing()
         self._scanned = False
-        self._meanwhile: list[Callable[[Listing], None]] | None = (
-            None  # changes that the scan in progress may have missed
-        )
-        self._lock = threading.Lock()
         self._first_scan = threading.Lock()
-        self._scanning = threading.Lock()
         self._pruning = threading.Lock()
 
     @property
@@ -83,47 +78,47 @@ class ShardStore:
 
     def copies(self) -> list[ShardCopy]:
         """The restorable copies, sorted, as of the last `scan` plus what this process has done since."""
-        with self._lock:
-            return sorted(self._listing.counting(self.tier, ranks=self._ranks, distrusted=self._looks.distrusted))
+        with self._listing.read() as listing:
+            return sorted(listing.counting(self.tier, ranks=self._ranks, distrusted=self._lister.distrusted))
 
     def newest_copies(self, lineage: Lineage, count: int) -> list[ShardCopy]:
         """The copies of the newest `count` steps of a lineage."""
-        with self._lock:
-            steps = newest_alive(self._listing.counting_steps(self.tier), lineage=lineage, count=count)
-            found = self._listing.counting(self.tier, ranks=self._ranks, distrusted=self._looks.distrusted, steps=steps)
+        with self._listing.read() as listing:
+            steps = newest_alive(listing.counting_steps(self.tier), lineage=lineage, count=count)
+            found = listing.counting(self.tier, ranks=self._ranks, distrusted=self._lister.distrusted, steps=steps)
             return sorted(found)
 
     def holds(self, generation: int, step: int, rank: int) -> bool:
         """Whether this shard is there, even if its step is incomplete."""
-        with self._lock:
-            return ShardKey(generation, step, rank) in self._listing.copies
+        with self._listing.read() as listing:
+            return ShardKey(generation, step, rank) in listing.copies
 
     def held(self, rank: int, lineage: Lineage, *, or_unread: bool = False) -> tuple[int, ...]:
         """The steps of a lineage of which this rank's shard is there, oldest first. `or_unread`: also those whose
         manifest cannot be read at the moment."""
-        with self._lock:
-            found = {*self._listing.copies, *(self._listing.unread if or_unread else ())}
+        with self._listing.read() as listing:
+            found = {*listing.copies, *(listing.unread if or_unread else ())}
         return tuple(
             sorted(key.step for key in found if key.rank == rank and is_alive(key.generation, key.step, lineage))
         )
 
     def sealed_steps(self, lineage: Lineage, *, or_unread: bool = False) -> tuple[int, ...]:
         """The steps of a lineage that have a world manifest, oldest first. `or_unread`: as in `held`."""
-        with self._lock:
-            unread = self._listing.unread_worlds if or_unread else ()
-            found = {key for key, (_, world) in self._listing.worlds.items() if world is not None}.union(unread)
+        with self._listing.read() as listing:
+            unread = listing.unread_worlds if or_unread else ()
+            found = {key for key, (_, world) in listing.worlds.items() if world is not None}.union(unread)
         return tuple(sorted(step for generation, step in found if is_alive(generation, step, lineage)))
 
     def unread(self) -> dict[ShardKey, str]:
         """The shards whose manifests cannot be read at the moment, and why. They are neither lost nor removed."""
-        with self._lock:
-            return dict(self._listing.unread)
+        with self._listing.read() as listing:
+            return dict(listing.unread)
 
     @property
     def has_unread(self) -> bool:
         """Whether something cannot be read at the moment; `scan_unread` tries again."""
-        with self._lock:
-            return bool(self._listing.unread or self._listing.unread_worlds)
+        with self._listing.read() as listing:
+            return bool(listing.unread or listing.unread_worlds)
 
     def scan(self) -> list[ShardCopy]:
         """List the storage again. A shard counts if its manifest is valid and its size matches; its bytes are verified
@@ -131,10 +126,10 @@ class ShardStore:
 
         def look(known: Listing) -> Listing:
             if self._ranks is None:
-                return self._looks.everything(known)
-            return self._looks.of_ranks(sorted(self._ranks), known)
+                return self._lister.everything(known)
+            return self._lister.of_ranks(sorted(self._ranks), known)
 
-        self._look_again(look)
+        self._listing.replace(look)
         self._scanned = True
         return self.copies()
 
@@ -146,26 +141,26 @@ class ShardStore:
 
     def scan_step(self, generation: int, step: int) -> None:
         """List one step again, with the shards of all ranks."""
-        self._look_again(lambda known: self._looks.one_step((generation, step), known))
+        self._listing.replace(lambda known: self._lister.one_step((generation, step), known))
 
     def scan_unread(self) -> None:
         """Try again to read what could not be read."""
-        self._look_again(lambda known: self._looks.again(tuple(known.unread), tuple(known.unread_worlds), known))
+        self._listing.replace(lambda known: self._lister.again(tuple(known.unread), tuple(known.unread_worlds), known))
 
     def scan_worlds(self, steps: Iterable[StepKey]) -> None:
         """Check whether these steps have world manifests by now: one or two requests for each without a known one."""
-        with self._lock:
-            unknown = {step for step in steps if self._listing.worlds.get(step, ("", None))[1] is None}
+        with self._listing.read() as listing:
+            unknown = {step for step in steps if listing.worlds.get(step, ("", None))[1] is None}
         if unknown:
-            self._look_again(lambda known: self._looks.again((), unknown, known))
+            self._listing.replace(lambda known: self._lister.again((), unknown, known))
 
     @contextmanager
     def reading(self, generation: int, step: int, rank: int) -> Iterator[tuple[Manifest, bytes, StoredBytes]]:
         """The manifest, its bytes, and the open shard, not yet verified. Raises CorruptShard, FileNotFoundError."""
         key = ShardKey(generation, step, rank)
-        manifest, data = self._looks.read_manifest(key)
+        manifest, data = self._lister.read_manifest(key)
         with self._storage.open(key.shard) as stored:
-            self._looks.check_size(manifest, stored.size_bytes)
+            self._lister.check_size(manifest, stored.size_bytes)
             yield manifest, data, stored
 
     def distrust(self, generation: int, step: int, rank: int) -> None:
@@ -173,13 +168,13 @@ class ShardStore:
         memory may be at fault."""
         key = ShardKey(generation, step, rank)
         if (entry := self._storage.stat(key.manifest)) is not None:
-            self._looks.distrusted[key] = entry.version
+            self._lister.distrusted[key] = entry.version
 
         def forget(listing: Listing) -> None:
             listing.forget(key)
             listing.broken.add(key)
 
-        self._change(forget)
+        self._listing.change(forget)
 
     def is_empty(self) -> bool:
         """Whether there are no steps of any generation."""
@@ -218,21 +213,21 @@ class ShardStore:
         pieces = verified_pieces(payload, chunk_bytes, before=before, described=described)
         with closing(pieces):
             self._storage.write(key.shard, pieces, len(payload))
-        self._change(lambda listing: listing.bare.add(key))  # until its manifest is written
+        self._listing.change(lambda listing: listing.bare.add(key))  # until its manifest is written
         manifest, manifest_bytes = found[0]
         reach(f"{self.tier}.manifest")
         written = len(payload) + self._write_checked(key.manifest, manifest_bytes)
         reach(f"{self.tier}.written")
         copy = manifests.copy_in(self.tier, self.host_id, manifest, manifest_bytes)
-        self._looks.distrusted.pop(key, None)  # an object keeps its version if the same content is written again
-        self._change(lambda listing: listing.put(key, copy))
+        self._lister.distrusted.pop(key, None)  # an object keeps its version if the same content is written again
+        self._listing.change(lambda listing: listing.put(key, copy))
         return written
 
     def seal(self, generation: int, step: int, world_size: int) -> None:
         """Write the world manifest, which makes the step count. Call `scan_step` first. Raises CorruptShard if a shard
         is missing; StorageFull."""
-        with self._lock:
-            found = [self._listing.copies.get(ShardKey(generation, step, rank)) for rank in range(world_size)]
+        with self._listing.read() as listing:
+            found = [listing.copies.get(ShardKey(generation, step, rank)) for rank in range(world_size)]
         shards = [(known[1].digest, known[1].size_bytes) for known in found if known is not None]
         if len(shards) < world_size:
             missing = [rank for rank, known in enumerate(found) if known is None]
@@ -250,7 +245,7 @@ class ShardStore:
                 for rank in set(range(world_size)) - self._ranks:
                     listing.copies.pop(ShardKey(generation, step, rank), None)
 
-        self._change(note)
+        self._listing.change(note)
 
     def remove_unfinished(self, ranks: Collection[int] | None) -> None:
         """Remove the unfinished files that killed writers of these ranks (None: all) left. World manifests belong to
@@ -268,13 +263,13 @@ class ShardStore:
             log.info("unfinished_shard_removed", place=self.place, name=name)
 
     def _folders_with_gaps(self, ranks: Collection[int]) -> list[str]:
-        with self._lock:
-            there = {*self._listing.copies, *self._listing.unread}
+        with self._listing.read() as listing:
+            there = {*listing.copies, *listing.unread}
             return [
                 step_folder(*step)
-                for step in sorted(self._listing.steps)
+                for step in sorted(listing.steps)
                 if not all(ShardKey(*step, rank) in there for rank in ranks)
-                or (0 in ranks and step not in self._listing.worlds)
+                or (0 in ranks and step not in listing.worlds)
             ]
 
     # --- retention ---
@@ -311,11 +306,11 @@ class ShardStore:
         with rank 0's. Takes a few requests per shard. `may_go_on` is called before each step; returns False if it
         ended the prune."""
         with self._pruning:
-            with self._lock:
-                found = [copy for _, copy in self._listing.copies.values()]
-                bare = {self.nameless(key): key.manifest for key in self._listing.bare}
-                useless = [*bare, *map(self.nameless, self._listing.broken)]
-                sealed = frozenset(self._listing.worlds) if self.tier is Tier.PERSISTENT else None
+            with self._listing.read() as listing:
+                found = [copy for _, copy in listing.copies.values()]
+                bare = {self.nameless(key): key.manifest for key in listing.bare}
+                useless = [*bare, *map(self.nameless, listing.broken)]
+                sealed = frozenset(listing.worlds) if self.tier is Tier.PERSISTENT else None
             rule = partial(removable, naming=naming, lineage=lineage, ranks=ranks, spared=spared)
             gone = rule(found, keep_every=keep_every, sealed=sealed) + rule(useless)
             for step in sorted({(copy.generation, copy.step) for copy in gone}):
@@ -338,7 +333,7 @@ class ShardStore:
         def note(listing: Listing) -> None:
             listing.worlds.setdefault(step, (UNKNOWN, None))
 
-        self._change(note)
+        self._listing.change(note)
         return True
 
     def nameless(self, key: ShardKey) -> ShardCopy:
@@ -360,7 +355,7 @@ class ShardStore:
                 listing.worlds.pop((key.generation, key.step), None)
                 listing.unread_worlds.discard((key.generation, key.step))
 
-        self._change(forget)
+        self._listing.change(forget)
 
     # --- internal ---
 
@@ -372,28 +367,3 @@ class ShardStore:
         lines = manifests.as_file(data)
         self._storage.write(name, [lines], len(lines))
         return len(lines)
-
-    def _look_again(self, look: Callable[[Listing], Listing]) -> None:
-        """Replace the listing by a new one. Includes what this process writes and removes in the meantime."""
-        with self._scanning:
-            meanwhile: list[Callable[[Listing], None]] = []
-            with self._lock:
-                self._meanwhile = meanwhile
-                known = self._listing.without((), ())
-            try:
-                listing = look(known)
-            except BaseException:
-                with self._lock:
-                    self._meanwhile = None
-                raise
-            with self._lock:
-                self._meanwhile = None
-                for change in meanwhile:
-                    change(listing)
-                self._listing = listing
-
-    def _change(self, change: Callable[[Listing], None]) -> None:
-        with self._lock:
-            change(self._listing)
-            if self._meanwhile is not None:
-                self._meanwhile.append(change)

@@ -468,7 +468,7 @@ def test_what_is_written_and_removed_during_a_scan_is_not_mistaken(
 ) -> None:
     store = place.store()
     put(store, shard(1))
-    look = store._looks.everything
+    look = store._lister.everything
 
     def meanwhile(*arguments: Any) -> Any:  # noqa: ANN401 - handed on
         found = look(*arguments)
@@ -476,7 +476,7 @@ def test_what_is_written_and_removed_during_a_scan_is_not_mistaken(
         store.prune(naming=TierNaming(store.tier, 2, (2,)), lineage=LINEAGE, ranks=None)
         return found
 
-    monkeypatch.setattr(store._looks, "everything", meanwhile)
+    monkeypatch.setattr(store._lister, "everything", meanwhile)
     assert [copy.step for copy in store.scan()] == [2]
 
 
