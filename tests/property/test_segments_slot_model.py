@@ -56,10 +56,10 @@ class Healing(World):
     ranks = 3
     heals = True
 
-    @rule(rank=st.integers(0, 2), told=st.booleans())
-    def run_out_of_time_often(self, rank: int, told: bool) -> None:
+    @rule(rank=st.integers(0, 2), reported=st.booleans())
+    def run_out_of_time_often(self, rank: int, reported: bool) -> None:
         for _ in range(MAX_ABANDONED + 1):
-            self.save_runs_out_of_time(rank, told)
+            self.save_runs_out_of_time(rank, reported)
 
 
 class HealingWithReplicas(Healing):
@@ -129,21 +129,21 @@ def _never_waits(world: World, rank: int) -> None:
 
 
 def _forget_by_number(world: World) -> None:
-    """One rank fails many more steps than are told by name, while another, with both slots full, hears of nothing."""
-    world.save_whole(1, told=True)
-    world.save_whole(1, told=True)
+    """One rank fails more steps than are announced by name, while another, with both slots full, receives nothing."""
+    world.save_whole(1, reported=True)
+    world.save_whole(1, reported=True)
     for _ in range(2 * MAX_ABANDONED + 2):
-        world.save_runs_out_of_time(0, told=True)
-    for said in world.to_coordinator:
-        world._tell(said)
+        world.save_runs_out_of_time(0, reported=True)
+    for message in world.to_coordinator:
+        world._deliver(message)
 
 
 def _forget_failures(world: World) -> None:
-    """Both replicas of a rank are of steps that it never told of: it will not have them, and has forgotten it."""
+    """Both replicas of a rank are of steps that it never reported: it will never have them, and has forgotten that."""
     for _ in range(2):
         world.begin_save(0)
         world.finish_capture(0)
-        world.find_a_slot_bad_after_it_was_sent(0, told=False)
+        world.find_a_slot_bad_after_it_was_sent(0, reported=False)
     world.kill_an_engine(0)
 
 
@@ -171,9 +171,9 @@ def _skip_while_an_older_step_is_on_its_way(world: World) -> None:
         world.finish_capture(rank)
     for _ in range(MAX_ABANDONED + 1):
         for rank in range(world.ranks):
-            world.save_runs_out_of_time(rank, told=True)
-    for said in world.to_coordinator:
-        world._tell(said)
+            world.save_runs_out_of_time(rank, reported=True)
+    for message in world.to_coordinator:
+        world._deliver(message)
     world.no_step_is_abandoned_that_nobody_gave_up()
 
 
