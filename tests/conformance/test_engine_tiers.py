@@ -1,5 +1,5 @@
-"""What every tier promises: only what can be verified is listed, what is listed can be read back byte for byte, and a
-bad copy is refused and not returned."""
+"""The contract of every tier: only verifiable copies are listed, listed copies read back byte for byte, and bad copies
+are refused."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Slots:
 
 
 class Files:
-    """A folder of one host, or of all. Object stores are in shard_stores/."""
+    """A host's own or a shared folder. Object stores are tested in shard_stores/."""
 
     def __init__(self, tier: Tier, root: Path) -> None:
         self.tier, self._root = tier, root
@@ -215,7 +215,7 @@ def test_released_slots_are_gone_and_stay_gone(tmp_path: Path) -> None:
     with slots.slots.using(0) as entry:
         assert entry is not None
         slots.slots.release()
-        assert entry.segments.slots()  # who was using them can still look
+        assert entry.segments.slots()  # current users can still read them
     with slots.slots.using(0, create=True) as entry:
         assert entry is None
     assert list(tmp_path.iterdir()) == []

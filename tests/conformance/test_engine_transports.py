@@ -1,6 +1,6 @@
-"""What every transport between engines must do, whatever the other side does: one suite, run over each of them.
+"""The contract of every transport between engines, whatever the other side does: one suite for all of them.
 
-The other side is another thread, a proxy that stops forwarding, or a process that is stopped or killed.
+The other side is a thread, a proxy that stops forwarding, or a process that is stopped or killed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from flyball.contracts.errors import FlyballError, InvalidMessage, PortInUse, Un
 SETTINGS = EngineSettings(handshake_timeout_s=0.3, io_timeout_s=0.3, idle_timeout_s=2.0, max_connections=4)
 PATIENT = EngineSettings(handshake_timeout_s=60, io_timeout_s=60, idle_timeout_s=60, max_connections=4)
 TOKEN = b"the token"
-BULK = bytes(range(256)) * 40_000  # more than the buffers on the way can hold at first
+BULK = bytes(range(256)) * 40_000  # more than the buffers on the way can hold
 SERVER = Identity("server", "", "1")
 CLIENT = Identity("client", "127.0.0.1:1", "2")
 
@@ -70,7 +70,7 @@ class Tcp:
 
 
 class Proxy:
-    """Forwards to `port` until it is told to hold: then both sides see a connection on which nothing moves."""
+    """Forwards to `port` until `hold`: then both sides see a connection on which nothing moves."""
 
     def __init__(self, port: int) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -138,7 +138,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 class Server:
-    """A PeerServer whose answer to a ping is OK and BULK."""
+    """A PeerServer that answers a ping with OK and BULK."""
 
     def __init__(self, transport: Tcp, settings: EngineSettings = PATIENT) -> None:
         self.transport = transport
@@ -233,7 +233,7 @@ def test_nothing_at_all_is_a_frame_and_a_shard_too(pair: Pair) -> None:
 def test_a_frame_that_is_too_large_is_not_sent(pair: Pair) -> None:
     with pytest.raises(InvalidMessage, match="limit"):
         pair.ours.send({"a": "x" * (1 << 17)}, timeout_s=60)
-    pair.ours.send(Ping(), timeout_s=60)  # and the connection is as it was
+    pair.ours.send(Ping(), timeout_s=60)  # and the connection is unaffected
     assert pair.theirs.receive(PeerRequest, timeout_s=60) == Ping()
 
 
@@ -259,7 +259,7 @@ def test_a_frame_that_is_no_message_is_invalid(transport: Tcp, pair: Pair, conte
         pair.ours.receive(Reply, timeout_s=60)
 
 
-# --- an end, at every place ---
+# --- the connection ends, at every point ---
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x10\0", b"\x10\0\0\0half of it"])
@@ -371,7 +371,7 @@ def test_a_network_that_swallows_everything_is_noticed_by_both_sides(transport: 
     proxy = transport.proxy(server.port)
     with server.dial(port=proxy.port) as patient:
         assert bulk_of(patient) == BULK
-        proxy.hold()  # no FIN and no RST: half of the world is gone
+        proxy.hold()  # no FIN and no RST, as in a network partition
         with transport.impatient(patient) as connection:
             with pytest.raises(Unreachable, match="timed out"):
                 connection.request(Ping(), Reply, timeout_s=0.2)
@@ -412,7 +412,7 @@ def test_a_peer_process_stopped_or_killed_in_mid_shard(transport: Tcp, how: sign
 
 def test_two_connections_at_once_do_not_wait_for_each_other(server: Server, threads: ThreadPoolExecutor) -> None:
     with server.dial() as idle, server.dial() as busy:
-        idle.send(Ping(), timeout_s=60)  # and does not take the answer yet
+        idle.send(Ping(), timeout_s=60)  # without reading the reply yet
         assert bulk_of(busy) == BULK
     results = [threads.submit(lambda: bulk_of(server.dial(settings=PATIENT))) for _ in range(2)]
     assert [result.result() for result in results] == [BULK, BULK]
@@ -464,14 +464,14 @@ def test_a_proof_that_was_overheard_is_of_no_use_in_another_connection(
 def test_a_proof_cannot_be_reflected_nor_used_under_another_name(
     transport: Tcp, server: Server, threads: ThreadPoolExecutor
 ) -> None:
-    # An attacker without the token is connected to on one side, and hands the challenge of the real server on.
+    # An engine connects to an attacker without the token, who passes on the real server's challenge.
     with transport.connect(server.port) as outer:
         challenge = outer.receive(Challenge, timeout_s=60)
         victim = Pair(transport, SETTINGS)
         introducing = threads.submit(introduce, victim.ours, identity=CLIENT, token=TOKEN, timeout_s=60)
         victim.theirs.send(challenge, timeout_s=60)
         hello = victim.theirs.receive(Hello, timeout_s=60)
-        victim.theirs.send(Welcome("client", "2", hello.proof), timeout_s=60)  # its own words back
+        victim.theirs.send(Welcome("client", "2", hello.proof), timeout_s=60)  # its own message back
         with pytest.raises(Unauthorized):
             introducing.result()
         outer.send(Hello("another", hello.address, hello.incarnation, hello.nonce, hello.proof), timeout_s=60)
@@ -504,7 +504,7 @@ def test_every_stage_of_the_handshake_has_its_deadline(transport: Tcp, threads: 
 # --- the server under strangers ---
 
 
-def test_a_connection_that_says_nothing_is_ended_by_its_deadline(transport: Tcp) -> None:
+def test_a_silent_connection_is_ended_by_its_deadline(transport: Tcp) -> None:
     server = Server(transport, SETTINGS)
     with transport.connect(server.port, PATIENT) as silent:
         silent.receive(Challenge, timeout_s=60)
@@ -525,14 +525,14 @@ def test_garbage_ends_the_connection_and_not_the_server(transport: Tcp, server: 
 
 
 def test_a_flood_of_strangers_does_not_lock_out_those_with_the_token(transport: Tcp) -> None:
-    server = Server(transport, PATIENT)  # strangers could stay for a minute
+    server = Server(transport, PATIENT)  # unauthenticated connections may stay for a minute
     with ExitStack() as stack:
         for _ in range(5 * PATIENT.max_connections):
             stack.enter_context(transport.connect(server.port, PATIENT))
         connection = stack.enter_context(server.dial(settings=PATIENT))
         for _ in range(5 * PATIENT.max_connections):
             stack.enter_context(transport.connect(server.port, PATIENT))
-        assert bulk_of(connection) == BULK  # who has shown the token is not pushed out by those who have not
+        assert bulk_of(connection) == BULK  # authenticated connections are not evicted by others
     server.server.close()
 
 
@@ -554,14 +554,14 @@ def test_the_door_stays_open_when_there_was_no_thread_for_one(
         assert bulk_of(connection) == BULK
 
 
-def test_one_too_many_with_the_token_is_told_why(transport: Tcp) -> None:
+def test_one_too_many_with_the_token_is_refused_with_a_reason(transport: Tcp) -> None:
     server = Server(transport, PATIENT)
     with ExitStack() as stack:
         for _ in range(PATIENT.max_connections):
             stack.enter_context(server.dial(settings=PATIENT))
         with pytest.raises(Unreachable, match="all 4 connections are in use"):
             server.dial(settings=PATIENT)
-        server.server.expect(linked_hosts=4)  # a job with more hosts: there is room for all of them
+        server.server.expect(linked_hosts=4)  # room for all hosts of a larger job
         stack.enter_context(server.dial(settings=PATIENT))
     server.server.close()
 
@@ -577,7 +577,7 @@ def test_a_taken_port_is_an_error_or_replaced(transport: Tcp) -> None:
 
 
 def test_nobody_there_is_unreachable(transport: Tcp) -> None:
-    with socket.socket() as bound:  # and does not listen: a port that is free may be anybody's the next moment
+    with socket.socket() as bound:  # without listening: a free port may be taken by others
         bound.bind(("127.0.0.1", 0))
         with pytest.raises(Unreachable, match="No connection"):
             transport.connect(bound.getsockname()[1])
@@ -599,13 +599,13 @@ def test_the_pool_keeps_a_good_connection_and_drops_a_dead_one(server: Server) -
             assert bulk_of(connection) == BULK
     assert dialled == ["server"]
     with pytest.raises(RuntimeError), pool.connection("server"):
-        raise RuntimeError("a transfer broke off")  # what is left in that connection is unknown
+        raise RuntimeError("a transfer broke off")  # what is left in the connection is unknown
     with pool.connection("server") as connection:
         assert dialled == ["server"] * 2
     server.server.close()
     ended = select.poll()
     ended.register(connection.fileno(), select.POLLIN)
-    assert ended.poll(60_000)  # its end is on the way
+    assert ended.poll(60_000)  # its end is about to arrive
     with pytest.raises(Unreachable), pool.connection("server"):
         pass
     pool.close()

@@ -1,5 +1,5 @@
-"""Two to four slots per rank, one rule for overwriting them: no history of saves, failures, delays, kills and lost
-hosts ends without a common restorable step, and with a slot more for each slow tier no save waits for such a tier.
+"""Two to four slots per rank and one rule for overwriting them: no history of saves, failures, delays, kills and lost
+hosts ends without a common restorable step. With an extra slot per slow tier no save waits for such a tier.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TwoSlowTiersWithReplicas(World):
 
 
 class Healing(World):
-    """After any such walk, once nothing goes wrong any more, the world step moves on."""
+    """After any such walk the world step advances once the faults stop."""
 
     ranks = 3
     heals = True
@@ -77,7 +77,7 @@ MODEL = settings(
 )
 
 
-FLAWED = settings(  # the first history that shows the flaw ends the search; the shortest is of no interest
+FLAWED = settings(  # stop at the first history that shows the flaw, without shrinking it
     MODEL, max_examples=2000, phases=[Phase.generate], print_blob=False
 )
 
@@ -98,7 +98,7 @@ def _also_the_world_step(slot: SlotView, world_step: int, lineage: Lineage, aban
 
 
 def _also_the_older_of_two(slot: SlotView, world_step: int, lineage: Lineage, abandoned: Container[int]) -> bool:
-    return slot.state is SlotState.COMMITTED  # what "the rank picks alone" comes to
+    return slot.state is SlotState.COMMITTED  # as if the rank chose alone
 
 
 @pytest.mark.parametrize("weaker", [_also_the_world_step, _also_the_older_of_two])
@@ -117,7 +117,7 @@ def test_the_model_finds_a_rule_that_forgets_the_slow_tiers(monkeypatch: pytest.
 
 
 def test_the_model_finds_a_save_that_waits_for_a_slow_tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two slots are too few beside a slow tier; were they taken for enough, the model would say so."""
+    """Two slots are too few with a slow tier: the model must detect that."""
     monkeypatch.setattr(SlowTierAndTwoSlots, "_waits_for_the_world_only", _never_waits)
     with pytest.raises(AssertionError, match="needed by a slow tier alone"):
         run_state_machine_as_test(SlowTierAndTwoSlots, settings=FLAWED)
@@ -156,7 +156,7 @@ def test_a_world_heals_of_more_abandoned_steps_than_have_names(monkeypatch: pyte
 
 @pytest.mark.parametrize("flawed", [False, True])
 def test_a_world_heals_at_once_of_failures_that_were_forgotten(monkeypatch: pytest.MonkeyPatch, flawed: bool) -> None:
-    """Without a word of what a rank is busy with, it would take more failures than have names."""
+    """Without reports of the step being saved this would need more failures than there are names."""
     if flawed:
         monkeypatch.setattr(Coordinator, "saving", lambda *_: False)
     world = HealingWithReplicas()
@@ -178,7 +178,7 @@ def _skip_while_an_older_step_is_on_its_way(world: World) -> None:
 
 
 def _abandon_past_what_is_open(coordinator: Coordinator, steps: Iterable[int]) -> None:
-    """Names that find no room make the number grow, whatever there is before them."""
+    """Steps without room for their names raise the number, whatever comes before them."""
     coordinator._abandoned.update(steps)
     coordinator._abandon_all_upto(max(sorted(coordinator._abandoned)[:-MAX_ABANDONED], default=-1))
 

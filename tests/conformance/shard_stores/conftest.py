@@ -1,5 +1,5 @@
-"""The places that one suite of tests is for: a folder as a host's disk, a folder that all hosts share, and an S3 bucket
-of moto's server, which runs as a process of its own."""
+"""The places that the suite runs on: a folder as a host's disk, a folder that all hosts share, and an S3 bucket of
+moto's server, which is a separate process."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def make_shard(
 
 
 class Place(ABC):
-    """Where a job's shards are. `url` is for engines; the rest is done by other means than the engine's."""
+    """A place for a job's shards. `url` is for engines; the other methods bypass the engine."""
 
     tier: Tier
     url: str
@@ -117,7 +117,7 @@ class Bucket(Place):
         self.client.put_object(Bucket=self.bucket, Key=f"some/prefix/job/{name}", Body=content)
 
     def put_many(self, names: Iterable[str]) -> None:
-        with httpx.Client(base_url=self.endpoint, timeout=60.0) as client:  # several times faster than the other one
+        with httpx.Client(base_url=self.endpoint, timeout=60.0) as client:  # several times faster than the default
             for name in names:
                 client.put(f"/{self.bucket}/some/prefix/job/{name}", content=b"").raise_for_status()
 
@@ -137,7 +137,7 @@ class Bucket(Place):
         self.client.close()
 
     def uploads(self) -> list[str]:
-        """Uploads that were begun and neither completed nor ended."""
+        """Incomplete uploads."""
         listed = self.client.list_multipart_uploads(Bucket=self.bucket).get("Uploads", ())
         return [upload["Key"].removeprefix("some/prefix/job/") for upload in listed]
 
@@ -160,7 +160,7 @@ def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def s3_environment(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The names that a user of S3 has in the environment."""
+    """A user's S3 variables."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")

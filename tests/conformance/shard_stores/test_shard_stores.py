@@ -1,5 +1,5 @@
-"""What the disk tier and the persistent tier promise, wherever their shards lie: only what can be verified is listed,
-what is listed reads back byte for byte, and what is damaged, foreign or unfinished is refused or not there."""
+"""The contract of the disk and persistent tiers on any storage: only verifiable shards are listed, listed shards read
+back byte for byte, and damaged, foreign or unfinished ones are refused or absent."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_shards_that_were_swapped_are_not_taken_for_each_other(place: Place, sha
 
 
 def test_a_hostile_header_is_no_business_of_the_store(place: Place, shard: MakeShard) -> None:
-    """The size in the header is not believed: it is only bytes until a verified reader parses them."""
+    """The header's size is not trusted: these are only bytes until a verified reader parses them."""
     store = place.store()
     put(store, shard(1))
     name = "g1/step1/rank0.safetensors"
@@ -397,7 +397,7 @@ def test_multiples_and_pinned_steps_stay(place: Place, shard: MakeShard) -> None
     store, person = place.store(), place.store()
     for step in (10, 11, 12, 13, 20, 21):
         put(store, shard(step))
-    put(store, shard(5), sealed=False)  # in a shared place no multiple: it never counted
+    put(store, shard(5), sealed=False)  # in a shared place it never counted, so no multiple is kept
     person.pin(1, 12)
     with pytest.raises(NotFound):
         person.pin(1, 14)

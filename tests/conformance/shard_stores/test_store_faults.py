@@ -1,5 +1,5 @@
-"""Writers that are killed at every stage, and object stores that do not answer, answer by halves, or refuse: what was
-committed stays what counts, errors say their cause, and the next writer succeeds."""
+"""Writers killed at every stage, and object stores that do not answer, answer partially, or refuse: committed shards
+survive, errors name their cause, and the next writer succeeds."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ for copy in store.copies():
 
 
 def write_in_a_process(place: Place, made: tuple[Manifest, bytes, memoryview], folder: Path, stage: str) -> int:
-    """Have another process write, seal and remove this shard, with a fault point; returns its exit status."""
+    """Write, seal and remove this shard in another process with a fault point. Returns its exit status."""
     (folder / "manifest").write_bytes(made[1])
     (folder / "shard").write_bytes(made[2])
     writer = subprocess.run(
@@ -84,7 +84,7 @@ def put(store: ShardStore, made: tuple[Manifest, bytes, memoryview]) -> None:
         store.seal(1, manifest.step, 1)
 
 
-STAGES = {  # fault point -> whether the shard is whole, and whether its step counts in a shared place
+STAGES = {  # fault point -> (the shard is complete, its step counts in a shared place)
     "data:1": (False, False),
     "data:4": (False, False),
     "manifest:1": (False, False),
@@ -110,7 +110,7 @@ def test_a_writer_killed_at_any_stage_leaves_the_step_before_and_a_place_to_writ
     assert late.held(0, LINEAGE) == ((1, 2) if whole else (1,))
     assert read(late, 1) == before
     if stage == "data:4" and shared_place.url.startswith("s3:"):
-        assert shared_place.uploads() == ["g1/step2/rank0.safetensors"]  # begun, and no object
+        assert shared_place.uploads() == ["g1/step2/rank0.safetensors"]  # incomplete uploads are no objects
         assert "g1/step2/rank0.safetensors" not in shared_place.names()
     late.remove_unfinished((0,))
     put(late, made)
@@ -140,7 +140,7 @@ def test_a_folder_writer_killed_around_a_rename_leaves_all_or_nothing(
 
 
 class ScriptedServer:
-    """Answers every request with the same bytes, then says nothing more until the client goes away."""
+    """Answers every request with the same bytes, then is silent until the client disconnects."""
 
     def __init__(self, answer: bytes, *, close: bool = False) -> None:
         self._answer = answer
@@ -170,14 +170,14 @@ class ScriptedServer:
                 if self._answer:
                     connection.sendall(self._answer)
                 if self._close:
-                    connection.shutdown(socket.SHUT_WR)  # and what else comes is read: else the answer could be lost
+                    connection.shutdown(socket.SHUT_WR)  # read the rest, or the answer could be lost
         except OSError:
             return
 
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ShardStore]]:
-    """A store at a server that answers like this."""
+    """A store on a server that answers like this."""
     servers: list[ScriptedServer] = []
 
     def start(answer: bytes, *, close: bool = False, timeout_s: float = 0.3) -> ShardStore:
@@ -257,7 +257,7 @@ def test_a_server_that_does_not_answer_is_given_up_in_time(
         ("418 I am a teapot", "Teapot", CheckpointError, "tools"),
     ],
 )
-def test_what_a_store_refuses_says_why_and_what_to_do(
+def test_a_refusal_of_the_store_has_a_reason_and_a_hint(
     serve: Callable[..., ShardStore], shard: MakeShard, status: str, code: str, expected: type[FlyballError], hint: str
 ) -> None:
     store = serve(_answer(status, code), close=True, timeout_s=60.0)
@@ -293,7 +293,7 @@ def test_an_object_whose_name_is_no_path_is_named(bucket: Place, shard: MakeShar
 
 
 class FlakyProxy:
-    """Between client and server; breaks each of the first connections after so many bytes."""
+    """A proxy that breaks the first connections after so many bytes."""
 
     def __init__(self, server_port: int, *, breaks: int, after_bytes: int) -> None:
         self._server_port = server_port

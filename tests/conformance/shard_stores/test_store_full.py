@@ -1,5 +1,5 @@
-"""Disks that are full or fail, at every system call of every write: nothing that was committed is lost, nothing half
-written counts, and the next write succeeds as soon as it can."""
+"""Disks that are full or fail at every system call of every write: nothing committed is lost, nothing half-written
+counts, and the next write succeeds as soon as possible."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_small_disk_that_fills_up(tmp_path: Path, kind: str) -> None:
 
 
 class FaultyCalls:
-    """The system calls that durable files are made with; the one with this number fails, or writes less than asked."""
+    """The system calls behind durable files. The one with this number fails, or writes less than asked."""
 
     CALLS = ("open", "pwrite", "fsync", "close")
 
@@ -151,7 +151,7 @@ class FaultyCalls:
             self.calls += 1
             if self.calls == self._fail_at:
                 if call is os.close:
-                    os.close(*arguments)  # closed all the same, as the kernel does
+                    os.close(*arguments)  # closed all the same, as by the kernel
                 raise OSError(self._number, os.strerror(self._number))
             return call(*arguments, **named)
 
@@ -245,7 +245,7 @@ def test_what_file_systems_do_differently_changes_no_byte(
 
 
 class FaultyStorage:
-    """A storage of which one operation fails, at its n-th use."""
+    """A storage whose n-th operation fails."""
 
     def __init__(self, storage: Any, operation: str, fail_at: int, error: BaseException) -> None:  # noqa: ANN401
         self._storage, self._operation, self._left, self._error = storage, operation, fail_at, error
@@ -271,7 +271,7 @@ class FaultyStorage:
 def life_of_a_writer(
     store: ShardStore, step: int, made: tuple[Manifest, bytes, memoryview]
 ) -> Iterator[Callable[[], object]]:
-    """Clean up, look, write, seal, prune."""
+    """Clean up, scan, write, seal, prune."""
     yield lambda: store.remove_unfinished(None)
     yield store.scan
     yield lambda: store.write(*made)
@@ -283,7 +283,7 @@ def life_of_a_writer(
 
 @pytest.mark.parametrize("operation", ["write", "read", "entries", "remove", "stat", "remove_unfinished"])
 def test_any_operation_of_a_storage_may_fail(place: Place, shard: MakeShard, operation: str) -> None:
-    """Each act begins, whatever became of the one before."""
+    """Run each act, whatever happened to the one before."""
     for fail_at in range(1, 40):
         error = OSError(errno.EIO, "I/O error") if fail_at % 2 else StorageFull("It is full.")
         storage = FaultyStorage(place.storage(), operation, fail_at, error)

@@ -1,5 +1,5 @@
-"""The persistent tier in the engine's job: a step goes from its slot to the store, counts when the whole of it is there
-and comes back into the memory of a host that has nothing."""
+"""The persistent tier in an engine's job: a step is written from its slot to the store, counts once it is complete, and
+is restored into the memory of an empty host."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DEADLINE_S = 90.0
 
 @dataclass
 class Contact:
-    """A daemon that reports what the test says."""
+    """A daemon's reports, set by the test."""
 
     in_touch: Callable[[], bool]
     stored_points: Callable[[], StoredPoints | None]
@@ -154,7 +154,7 @@ def test_a_step_goes_to_the_store_and_comes_back_on_a_host_that_has_nothing(
         assert entry.segments.payload(words.slot) == payload
 
 
-def test_a_write_that_fails_is_told_and_the_next_step_is_written(
+def test_a_failed_write_is_reported_and_the_next_step_is_written(
     shared_place: Place, start_job: Callable[..., EngineJob], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = ShardStore.write
@@ -201,7 +201,7 @@ def test_the_limit_is_asked_for_every_byte(shared_place: Place, start_job: Calla
 
 
 class CutHost:
-    """A host of one rank that is in touch with the supervisor as long as it is said to be."""
+    """A host of one rank whose contact with the supervisor the test controls."""
 
     def __init__(
         self, place: Place, start_job: Callable[..., EngineJob], stored_points: StoredPoints | None = None
@@ -221,13 +221,13 @@ class CutHost:
         wait_for(lambda: persistent_steps(self.job) == [*steps])
 
     def comes_to_leave(self, *steps: int) -> None:
-        """Whatever it tells of."""
+        """The persistent steps that it reports."""
         wait_for(lambda: [copy.step for copy in self.place.store().scan()] == [*steps])
 
 
 @pytest.fixture
 def cut_host(shared_place: Place, start_job: Callable[..., EngineJob]) -> CutHost:
-    """Out of touch since step 4, at step 7; it has kept what there was."""
+    """Out of touch since step 4, now at step 7. It has kept everything."""
     host = CutHost(shared_place, start_job)
     host.save_steps(0, 1, 2, 3)
     host.comes_to_have(2, 3)
@@ -243,10 +243,10 @@ def test_out_of_touch_with_the_supervisor_what_others_may_restore_stays(cut_host
     cut_host.comes_to_have(7, 8)
 
 
-def test_what_the_supervisor_was_told_of_in_a_touch_too_short_for_a_prune_stays(cut_host: CutHost) -> None:
+def test_what_was_reported_in_a_contact_too_short_for_a_prune_stays(cut_host: CutHost) -> None:
     cut_host.job.report_copies()
     cut_host.save_steps(8)
-    cut_host.comes_to_have(2, 3, 7, 8)  # what it was told out of touch is nothing to rely on
+    cut_host.comes_to_have(2, 3, 7, 8)  # reports out of touch cannot be relied on
     cut_host.is_in_touch = True
     cut_host.job.report_copies()
     cut_host.is_in_touch = False
@@ -260,15 +260,15 @@ def test_what_the_supervisor_was_told_of_in_a_touch_too_short_for_a_prune_stays(
 def test_the_newest_step_that_the_supervisor_knows_stays_however_far_behind_it_is(
     shared_place: Place, start_job: Callable[..., EngineJob]
 ) -> None:
-    host = CutHost(shared_place, start_job, stored_points={})  # it has stored nothing, and may store any of these
+    host = CutHost(shared_place, start_job, stored_points={})  # it has stored nothing yet, and may store any of these
     host.save_steps(0, 1, 2, 3, 4)
     host.comes_to_leave(0, 1, 2, 3, 4)
     host.stored_points = {"job": StoredPoint(2, 1)}
     host.save_steps(5)
     host.comes_to_leave(2, 3, 4, 5)
-    host.save_steps(*range(6, 24))  # without another answer: its database is away
+    host.save_steps(*range(6, 24))  # without a newer answer: its database is away
     host.comes_to_leave(2, *range(8, 24))
-    host.stored_points = {"job": StoredPoint(30, 7)}  # of a history that this generation does not belong to
+    host.stored_points = {"job": StoredPoint(30, 7)}  # outside this generation's lineage
     host.is_in_touch = False  # the cut
     host.save_steps(24, 25, 26)
     host.comes_to_leave(2, *range(8, 24), 25, 26)
@@ -277,7 +277,7 @@ def test_the_newest_step_that_the_supervisor_knows_stays_however_far_behind_it_i
     host.comes_to_leave(26, 27)
 
 
-def test_what_a_generation_began_with_stays_until_the_supervisor_says_what_it_knows(
+def test_what_a_generation_began_with_stays_until_the_supervisor_reports_what_it_stored(
     shared_place: Place, start_job: Callable[..., EngineJob]
 ) -> None:
     before = CutHost(shared_place, start_job, stored_points={})
@@ -313,10 +313,10 @@ def test_what_a_superseded_engine_goes_on_to_write_and_seals_is_dead_to_those_th
     source = ShardSource(0, 1, Tier.PERSISTENT, "", "")
     placed = configure("host-b", shared_place, generation=2, restore=RestorePlan(3, {"0": (source,)}))
     after.begin(placed)
-    wait_for(lambda: persistent_steps(after) == [3])  # else it may find step 4 before it is sealed, and remove it
+    wait_for(lambda: persistent_steps(after) == [3])  # else it may find step 4 unsealed, and remove it
     go_on.set()
     wait_for(lambda: superseded.disks[Tier.PERSISTENT].sealed_steps((LineageEntry(1),)) == (3, 4))
-    after.flush(DEADLINE_S)  # it looks again
+    after.flush(DEADLINE_S)  # it checks again
     assert persistent_steps(after) == [3]
     assert complete_points(shared_place.store().scan(), placed.placement.lineage, 1) == {(3, 1)}
 
@@ -342,12 +342,12 @@ def test_a_prune_that_lasts_ends_when_the_touch_does_and_what_it_left_stays(
     (writer,) = job.running.durable._writers
 
     def is_through(step: int) -> bool:
-        with writer._changed:  # what it hears and that it is to prune are not to be seen apart
-            has_heard = writer._naming is not None and step in writer._naming.kept
-            return has_heard and not writer._prune_due and not writer._busy
+        with writer._changed:  # the naming and the prune flag change together
+            has_received = writer._naming is not None and step in writer._naming.kept
+            return has_received and not writer._prune_due and not writer._busy
 
     def save_step(step: int) -> None:
-        """And wait until nothing goes any more."""
+        """Wait until no more copies are removed."""
         capture(job, step, slot=step % 2)
         wait_for(lambda: is_through(step))
 
@@ -368,7 +368,7 @@ def test_an_engine_that_begins_out_of_touch_leaves_what_was_there(
     capture(job, 0, slot=0)
     wait_for(lambda: persistent_steps(job) == [0])
     job.end(join_timeout_s=DEADLINE_S)
-    again = start_job("host-a", in_touch=lambda: False)  # its predecessor was killed while the host was cut off
+    again = start_job("host-a", in_touch=lambda: False)  # the engine before it was killed while the host was cut off
     again.begin(configure("host-a", shared_place), resumed=True)
     for step in range(1, 5):
         capture(again, step, slot=step % 2)

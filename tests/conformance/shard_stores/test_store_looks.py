@@ -1,4 +1,4 @@
-"""What a look at a store costs, and what it makes of a manifest that cannot be read just now."""
+"""What a scan of a store costs, and how it treats a manifest that cannot be read at the moment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNREADABLE = OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 class CountingStorage:
-    """A storage that counts what it is asked for, and fails to read what it is told to."""
+    """A storage that counts requests, and fails to read given names."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -62,7 +62,7 @@ def fill(place: Place, shard: MakeShard, world_size: int, steps: tuple[int, ...]
 
 
 def view(place: Place, *ranks: int) -> tuple[ShardStore, CountingStorage]:
-    """A rank's view of the store, as engines have it."""
+    """A rank's view of the store, as in an engine."""
     storage = CountingStorage(place.storage())
     host_id = "host" if place.tier is Tier.DISK else ""
     wanted = ranks if place.tier is Tier.PERSISTENT else None
@@ -77,7 +77,7 @@ def test_a_rank_asks_a_shared_store_as_often_as_it_has_steps_however_large_the_w
     store, storage = view(shared_place, 1)
     store.scan_once()
     store.scan_once()
-    # The generations, and the steps of the one there is; of each step the world manifest, the rank's own, its shard.
+    # The generations and the steps of the only one; per step the world manifest, the rank's manifest and its shard.
     assert storage.take() == {"folders": 2, "stat": 3 * len(STEPS), "read": 2 * len(STEPS)}
     store.scan()
     assert storage.take() == {"folders": 2, "stat": 3 * len(STEPS)}
@@ -124,7 +124,7 @@ def test_a_rank_learns_of_a_step_that_was_sealed_elsewhere(shared_place: Place, 
         store.scan_worlds([(1, 10)])
     assert storage.take() == {"stat": 1, "read": 1}
     assert store.sealed_steps(LINEAGE) == (10,)
-    assert [copy.rank for copy in store.copies()] == [1]  # of its own it believes what it wrote, or saw
+    assert [copy.rank for copy in store.copies()] == [1]  # it trusts what it wrote or saw itself
 
 
 def test_a_multiple_that_was_sealed_since_the_last_look_stays(shared_place: Place, shard: MakeShard) -> None:
@@ -137,7 +137,7 @@ def test_a_multiple_that_was_sealed_since_the_last_look_stays(shared_place: Plac
     for _ in range(2):
         storage.take()
         store.prune(naming=TierNaming(store.tier, 30, (30,)), lineage=LINEAGE, ranks=(0,), keep_every=10)
-    assert storage.requests == {}  # it was told once that step 10 counts, and that step 20 never did
+    assert storage.requests == {}  # step 10 counted once, step 20 never did
     assert store.held(0, LINEAGE) == (10, 30)
 
 
@@ -149,7 +149,7 @@ def test_a_manifest_that_cannot_be_read_is_no_lost_shard(place: Place, shard: Ma
     assert store.has_unread and "Input/output" in next(iter(store.unread().values()))
     assert store.held(0, LINEAGE) == (20, 30)
     assert store.held(0, LINEAGE, or_unread=True) == STEPS
-    # What all share is known by the world manifest as well; a host's own disk cannot say what it cannot read.
+    # A shared place also has the world manifest; a host's own disk has nothing else to go by.
     assert [copy.step for copy in store.copies()] == list(STEPS if place.tier is Tier.PERSISTENT else STEPS[1:])
     store.prune(naming=TierNaming(store.tier, 30, (30,)), lineage=LINEAGE, ranks=None)
     assert {step for step in STEPS if f"g1/step{step}/rank0.manifest" in place.names()} == {10, 30}
@@ -171,9 +171,7 @@ def test_a_manifest_that_is_broken_is_a_lost_shard(place: Place, shard: MakeShar
     assert [copy.step for copy in store.copies()] == [20, 30]
 
 
-def test_a_world_manifest_that_cannot_be_read_is_told_apart_from_a_broken_one(
-    shared_place: Place, shard: MakeShard
-) -> None:
+def test_an_unreadable_world_manifest_is_not_taken_for_a_broken_one(shared_place: Place, shard: MakeShard) -> None:
     fill(shared_place, shard, 1)
     shared_place.put("g1/step20/world.manifest", b"garbage")
     store, storage = view(shared_place, 0)
@@ -188,7 +186,7 @@ def test_a_world_manifest_that_cannot_be_read_is_told_apart_from_a_broken_one(
 
 
 def test_a_store_that_went_away_during_a_look_leaves_what_was_known(place: Place, shard: MakeShard) -> None:
-    """Its manifests are not asked for one by one: each would have to be waited for."""
+    """Its manifests are not requested one by one: each would wait for a timeout."""
     fill(place, shard, 1)
     store, storage = view(place, 0)
     store.scan()
@@ -206,7 +204,7 @@ def test_a_store_that_went_away_during_a_look_leaves_what_was_known(place: Place
 
 
 class ParallelStorage(CountingStorage):
-    """Reads manifests only when several are asked for at once, except for the first."""
+    """Reads manifests, except the first, only when several are requested at once."""
 
     def __init__(self, storage: Storage, at_once: int) -> None:
         super().__init__(storage)
@@ -255,7 +253,7 @@ def test_what_is_asked_side_by_side_ends_and_fails_as_if_it_was_asked_one_by_one
             assert late.wait(60.0)
             raise Unreachable("It does not answer.")
         if item > 5:
-            threading.Event().wait(0.01)  # the failure is seen meanwhile
+            threading.Event().wait(0.01)  # the failure is noticed meanwhile
         return item
 
     with pytest.raises(Unreachable):
@@ -270,7 +268,7 @@ def test_what_is_asked_side_by_side_ends_and_fails_as_if_it_was_asked_one_by_one
 
 
 def test_shards_that_killed_engines_left_without_a_manifest_go_with_their_step(place: Place, shard: MakeShard) -> None:
-    """Killed before the manifest was written, or after it was removed: nothing lists them, and they hold room."""
+    """Killed before the manifest was written, or after it was removed: unlisted shards that take up room."""
     fill(place, shard, 2)
     left = ["g1/step5/rank0.safetensors", "g1/step15/rank1.safetensors", "g1/step25/rank0.safetensors"]
     newer = ["g1/step30/rank2.safetensors", "g1/step35/rank0.safetensors", "g2/step10/rank0.safetensors"]
@@ -282,7 +280,7 @@ def test_shards_that_killed_engines_left_without_a_manifest_go_with_their_step(p
     assert {*place.names()} & {*left} == {left[0], left[2]}
     store.prune(naming=TierNaming(store.tier, 30, (20, 30)), lineage=LINEAGE, ranks=(0, 1, 2), keep_every=5)
     assert not {*place.names()} & {*left}
-    assert {*newer} <= {*place.names()}  # somebody may be writing them, or their manifests
+    assert {*newer} <= {*place.names()}  # they, or their manifests, may be being written
     assert {copy.step for copy in store.copies()} == {10, 20, 30}
 
 
@@ -322,7 +320,7 @@ def test_a_shard_whose_manifest_could_not_be_written_goes_with_its_step(
 
 
 def test_a_shard_gets_its_manifest_before_it_is_removed_for_want_of_one(place: Place, shard: MakeShard) -> None:
-    """A host that is not in touch any more writes what it was told to write when it was."""
+    """A host that is out of touch still writes the step that was named before."""
     fill(place, shard, 1, (20,))
     manifest, manifest_bytes, payload = shard(10)
     place.put("g1/step10/rank0.safetensors", bytes(payload))
