@@ -126,9 +126,9 @@ def test_a_mistake_names_its_place_and_the_next_step(line: str, environ: dict[st
         ("[engine]\nhuge_pages = 3", "huge_pages"),
         ("[motor]\nx = 1", "motor"),
         ("every_s = 1", "every_s"),
-        ("[engine", "no TOML"),
-        ("x = '\xff'", "no TOML"),
-        ("x = " + "[" * 100_000, "no TOML"),
+        ("[engine", "not valid TOML"),
+        ("x = '\xff'", "not valid TOML"),
+        ("x = " + "[" * 100_000, "not valid TOML"),
         ("[engine]\nmemory_limit_bytes = 'much'", "memory_limit_bytes"),
     ],
 )

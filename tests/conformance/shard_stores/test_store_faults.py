@@ -253,7 +253,7 @@ def test_a_server_that_does_not_answer_is_given_up_in_time(
         ("403 Forbidden", "AccessDenied", Unauthorized, "credentials"),
         ("503 Slow Down", "SlowDown", Unreachable, "endpoint"),
         ("507 Insufficient Storage", "XMinioStorageFull", StorageFull, "free space"),
-        ("404 Not Found", "NoSuchBucket", ConfigurationError, "make it"),
+        ("404 Not Found", "NoSuchBucket", ConfigurationError, "create it"),
         ("418 I am a teapot", "Teapot", CheckpointError, "tools"),
     ],
 )
@@ -288,7 +288,7 @@ def test_a_url_that_is_no_store_is_refused(url: str, tmp_path: Path) -> None:
 
 def test_an_object_whose_name_is_no_path_is_named(bucket: Place, shard: MakeShard) -> None:
     bucket.put("g1//step1/rank0.manifest", b"")
-    with pytest.raises(ConfigurationError, match="no path"):
+    with pytest.raises(ConfigurationError, match="not a valid path"):
         bucket.store().scan()
 
 

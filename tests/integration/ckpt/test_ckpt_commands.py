@@ -236,7 +236,7 @@ def test_rm_keeps_what_is_needed_and_what_is_pinned(site: Site) -> None:
     site.put_memory(10)
     site.json("pin", "2")
     assert [s["step"] for s in site.json("ls")["steps"] if s["pinned"]] == [2]
-    for step, why in ((2, "pinned"), (8, "outlives the hosts' memory")):
+    for step, why in ((2, "pinned"), (8, "does not depend on the hosts' memory")):
         code, _, err = site.call("rm", str(step), "--yes")
         assert (code, why in err) == (16, True)
     asked = site.run("rm", "4")
@@ -432,7 +432,7 @@ def test_a_step_is_not_restored_over_its_own_copies(site: Site) -> None:
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
         places = ["--dir", "out"] if folder.name == "out" else []
         code, _, err = site.call("restore", "latest", "--to", str(folder), "--force", *places)
-        assert (code, "step 8 of job itself" in err) == (16, True)
+        assert (code, "step 8 of job is stored" in err) == (16, True)
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
