@@ -75,7 +75,7 @@ class KnownHead(msgspec.Struct, frozen=True, gc=False):
 
 class KnownHeads:
     """The plain-case heads of all connections so far. A head is looked up as a whole, by a hash that is keyed per
-    process, so the time this takes reveals nothing about a token."""
+    process: the time this takes reveals nothing about a token."""
 
     def __init__(self, authenticator: Authenticator, max_hosts: int = MAX_HOSTS) -> None:
         self._authenticator = authenticator

@@ -26,8 +26,8 @@ def allow_many_connections() -> None:
 
 
 def favour_event_loop(clock: Clock) -> None:
-    """Reduce what the event loop waits for: other threads, which hold the interpreter lock for 5 ms by default, and
-    garbage collections, which find no cycles among the objects of thousands of requests."""
+    """Reduce the waits of the event loop: for other threads, which hold the interpreter lock for 5 ms by default, and
+    for garbage collections. Requests create no cycles, so these find nothing."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.set_threshold(COLLECT_AFTER, *gc.get_threshold()[1:])
     gc.callbacks.append(FreezeOld(clock))

@@ -77,8 +77,8 @@ def forgettable(
 ) -> list[tuple[int, int]]:
     """Return the (generation, step) of a job that no restore will want, oldest first.
 
-    These are the ones older than KEPT_STEPS complete ones of its lineage, except for the newest of the multiples that
-    stay in the store for ever. Once there are that many, also those outside the lineage: no later generation will
+    These are older than KEPT_STEPS complete ones of its lineage. The newest of the multiples that stay in the store for
+    ever are kept. Once there are KEPT_STEPS complete ones, those outside the lineage go too: no later generation will
     continue what the newest started one does not. `ranks`: number of ranks with a copy."""
     newest = max(KEPT_STEPS, wanted.keep_latest)
     complete = multiples = 0

@@ -79,8 +79,8 @@ class SqlStatusStore:
     def record_reports(self, reports: Sequence[Received], steps: Sequence[StepSummary] = ()) -> None:
         """Store (report, received_at) pairs and summaries of steps in one transaction.
 
-        Stores each host's newest facts if they changed and the positions of its ranks, and writes an event for every
-        new mark, new restore and summary. A repeated report changes nothing; a late one adds its steps and leaves newer
+        Stores the positions of each host's ranks, and its newest facts if they changed. Writes an event for every new
+        mark, new restore and summary. A repeated report changes nothing; a late one adds its steps and leaves newer
         facts alone. Ignores jobs and generations that were never granted.
         """
         if reports or steps:

@@ -34,8 +34,8 @@ class ControllerLease:
     """One process's hold on the lease.
 
     Holders are named "name#incarnation". A holder with the same name and another incarnation is this controller's dead
-    predecessor, and is replaced at once. A holder that was replaced that way must wait like any other, so that two live
-    processes of one name do not keep replacing each other.
+    predecessor, and is replaced at once. A holder that was replaced that way must wait like any other:
+    otherwise two live processes of one name would keep replacing each other.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -31,8 +31,8 @@ def upsert(
     replace: tuple[str, ...] = (),
     maximum: tuple[str, ...] = (),
 ) -> None:
-    """Insert rows. Where a row with that primary key exists, set the columns `replace` to the new value, `maximum` to
-    the larger of both, and keep the others."""
+    """Insert rows. If a row with that primary key exists, set the columns `replace` to the new value and `maximum` to
+    the larger of both; keep the others."""
     if rows:
         connection.execute(_statement(table, replace, maximum, connection.dialect.name == "sqlite"), list(rows))
 

@@ -1,7 +1,7 @@
 """One clock for all processes of the control plane: the database's.
 
-One process records when a host last reported, and another judges it. If each used its own clock, a sensor whose clock
-is some seconds ahead would make a dead host look as if it had come back.
+One process records when a host last reported, and another judges it. With clocks of their own, a sensor whose clock is
+some seconds ahead would make a dead host look as if it had come back.
 """
 
 from __future__ import annotations
