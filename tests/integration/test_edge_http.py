@@ -166,8 +166,8 @@ def test_a_worker_dies_and_the_whole_way_is_visible(client: httpx.Client) -> Non
     )
     assert send(client, trained).status_code == 200
     until(lambda: client.get("/v1/jobs/demo").json()["newest_step"] == 3, "the step is known")
-    said = {"wanted_steps": 1, "every_steps": 8, "save_s": 1.5, "step_s": 0.25}
-    until(lambda: client.get("/v1/jobs/demo").json()["save_interval"] == said, "how often is saved is known")
+    interval = {"wanted_steps": 1, "every_steps": 8, "save_s": 1.5, "step_s": 0.25}
+    until(lambda: client.get("/v1/jobs/demo").json()["save_interval"] == interval, "how often is saved is known")
 
     death = Signal(
         source="host-a",

@@ -103,9 +103,9 @@ def made_plausible(node: Any, host_id: str) -> Any:  # noqa: ANN401 - JSON
 def fit_columns(report: dict[str, Any], now: float) -> None:
     """Make the columns of a report as long as its ranks, which a schema cannot express."""
     workers = list({(of["job"], of["generation"]): of for of in report.get("workers", [])}.values())
-    said = [*report.get("progress", []), *({"phases": [], "steps": [], "beacon_ages_s": []} for _ in workers)]
+    progress_of = [*report.get("progress", []), *({"phases": [], "steps": [], "beacon_ages_s": []} for _ in workers)]
     progress = []
-    for of, at in zip(workers, said, strict=False):
+    for of, at in zip(workers, progress_of, strict=False):
         of["ranks"] = list(dict.fromkeys(of["ranks"]))
         count = len(of["ranks"])
         of["pids"] = filled(of["pids"], 1, count)

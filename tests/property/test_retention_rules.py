@@ -73,7 +73,7 @@ def test_saves_that_block_stay_in_their_steps(seed: int) -> None:
 
 
 def test_waits_that_every_step_has_do_not_keep_events_apart() -> None:
-    def told(step: int) -> tuple[int, Event]:
+    def numbered(step: int) -> tuple[int, Event]:
         at = START + step
         data = {
             "first_step": step,
@@ -84,7 +84,7 @@ def test_waits_that_every_step_has_do_not_keep_events_apart() -> None:
         }
         return step, Event(at, EventKind.STEPS, "job", 1, data=data)
 
-    found = merge_steps(told(step) for step in range(1200))
+    found = merge_steps(numbered(step) for step in range(1200))
     assert sum(len(one.gone) for one in found) > 1180
 
 
@@ -109,11 +109,11 @@ def test_a_day_of_one_step_a_second_becomes_a_few_events() -> None:
 def test_steps_that_are_reported_twice_stay_reported_twice() -> None:
     """A second epoch, or slower ranks: goodput tells them apart by the times."""
 
-    def told(number: int, first: int, *times: float) -> tuple[int, Event]:
+    def numbered(number: int, first: int, *times: float) -> tuple[int, Event]:
         data = {"first_step": first, "completed_at": list(times), "slowest_step": first, "sensor": "s"}
         return number, Event(times[-1], EventKind.STEPS, "job", 1, data=data)
 
-    found = merge_steps([told(1, 0, 601.0), told(2, 1, 602.0), told(3, 1, 603.0), told(4, 2, 604.0)])
+    found = merge_steps([numbered(1, 0, 601.0), numbered(2, 1, 602.0), numbered(3, 1, 603.0), numbered(4, 2, 604.0)])
     (one,) = found
     assert (one.number, one.gone) == (4, (1, 2)) and one.event.data["completed_at"] == [601.0, 602.0, 604.0]
 
@@ -125,8 +125,8 @@ def test_events_of_ranks_and_of_others_are_left_alone() -> None:
 
 
 def test_signals_that_had_to_wait_are_kept_for_goodput() -> None:
-    def heard(after_s: float) -> Event:
+    def signal_event(after_s: float) -> Event:
         return Event(100.0, EventKind.SIGNAL, "job", data={"kind": "worker_exited", "observed_at": 100.0 - after_s})
 
-    assert is_prompt_signal(heard(1.0)) and not is_prompt_signal(heard(60.0))
+    assert is_prompt_signal(signal_event(1.0)) and not is_prompt_signal(signal_event(60.0))
     assert not is_prompt_signal(Event(100.0, EventKind.SIGNAL, "job"))

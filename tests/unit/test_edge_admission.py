@@ -1,4 +1,4 @@
-"""Which reports a sensor takes: with whose token, in what order, dated when."""
+"""Which reports a sensor accepts: by token, order and date."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_next_report_is_taken_and_an_earlier_one_is_not() -> None:
     assert isinstance(refusal(admission, report(5)), ReportReplayed)
     assert isinstance(refusal(admission, report(4)), ReportOutOfOrder)
     take(admission, report(6))
-    take(admission, report(100))  # those between were lost with their replies
+    take(admission, report(100))  # the ones in between were lost with their replies
 
 
 def test_a_report_that_found_the_queue_full_may_come_again_as_it_is() -> None:
@@ -119,7 +119,7 @@ def test_a_second_daemon_is_refused_as_long_as_the_first_one_reports() -> None:
     take(admission, report(62, incarnation="two"), now_s=66.1)  # three intervals without the first
 
 
-def test_a_machine_that_was_set_up_anew_is_heard_at_once_when_the_old_daemon_is_silent_or_has_left() -> None:
+def test_a_reinstalled_machine_is_accepted_at_once_when_the_old_daemon_is_silent_or_has_left() -> None:
     admission = Admission()
     take(admission, report(1))
     take(admission, report(1, incarnation="reborn"), now_s=3.1)
@@ -127,7 +127,7 @@ def test_a_machine_that_was_set_up_anew_is_heard_at_once_when_the_old_daemon_is_
     take(admission, report(1, incarnation="elsewhere"), now_s=4.1)
 
 
-def test_the_older_daemon_is_heard_again_when_the_one_too_many_was_ended() -> None:
+def test_the_older_daemon_is_accepted_again_when_the_second_one_ended() -> None:
     admission = Admission(AdmissionSettings(resume_after_s=30.0))
     take(admission, report(50))
     take(admission, report(1, incarnation="two", succeeds=("one",)), now_s=1.0)
@@ -137,7 +137,7 @@ def test_the_older_daemon_is_heard_again_when_the_one_too_many_was_ended() -> No
 
 
 @pytest.mark.parametrize("sent_at", [NOW + 3600.0, NOW + 60.5, NOW - 60.5, NOW - 86_400.0, 0.0])
-def test_a_wrong_date_is_told_the_time(sent_at: float) -> None:
+def test_a_wrong_date_is_answered_with_the_time(sent_at: float) -> None:
     admission = Admission(AdmissionSettings(max_clock_error_s=60.0))
     error = refusal(admission, report(1, sent_at=sent_at))
     assert isinstance(error, WrongClock)
@@ -156,7 +156,7 @@ def test_what_happened_did_not_happen_in_the_future(parts: dict[str, Any]) -> No
     assert isinstance(refusal(Admission(), report(**parts)), WrongClock)
 
 
-def test_what_happened_long_ago_may_be_told_now() -> None:
+def test_what_happened_long_ago_may_be_reported_now() -> None:
     steps = CompletedSteps("job", 1, (0,), 5, ((NOW - 86_400.0,),))
     take(Admission(), report(signals=(signal(at=NOW - 86_400.0),), completed=(steps,)))
 
@@ -178,13 +178,13 @@ SILENT = HostSilent("host-b", 9.0, 3.0, ())
         (report(signals=(signal(0),)), InvalidMessage),
     ],
 )
-def test_what_is_not_this_hosts_to_say_is_refused(message: Report, kind: type[FlyballError]) -> None:
+def test_reports_about_other_hosts_are_refused(message: Report, kind: type[FlyballError]) -> None:
     admission = Admission()
     assert isinstance(refusal(admission, message), kind)
-    take(admission, report(1))  # nothing was remembered of it
+    take(admission, report(1))  # nothing about it was remembered
 
 
-def test_the_one_not_heard_of_for_longest_makes_room() -> None:
+def test_the_host_that_was_silent_for_longest_makes_room() -> None:
     admission = Admission(AdmissionSettings(max_hosts=2))
     for host_id in ("a", "b", "a", "c"):
         message = report(1 if host_id != "a" else 10, host_id=host_id)
@@ -243,7 +243,7 @@ def test_columns_that_do_not_fit_are_refused_and_nothing_is_remembered_of_them(
     assert says in str(error)
     good = report(1, workers=(workers(0, 1),), progress=(progress(3, 4),))
     take(admission, good)
-    assert isinstance(refusal(admission, report(2, **parts)), InvalidMessage), "also of a host that is known"
+    assert isinstance(refusal(admission, report(2, **parts)), InvalidMessage), "also from a known host"
     take(admission, msgspec.structs.replace(good, seq=2))
 
 
@@ -286,7 +286,7 @@ RANKS = {"workers": (workers(0),), "progress": (progress(3),)}
         (report(signals=(signal(),)), "deadline_at", b"1e300"),
     ],
 )
-def test_absurd_values_are_named_before_anything_else_is_looked_at(message: Report, path: str, value: bytes) -> None:
+def test_absurd_values_are_named_before_anything_else_is_checked(message: Report, path: str, value: bytes) -> None:
     tree = msgspec.json.decode(encode(message))
 
     def put(node: Any) -> None:  # noqa: ANN401 - JSON
@@ -330,7 +330,7 @@ def test_a_long_spool_gets_through_in_pieces() -> None:
         try:
             admission.check_quota("host-a", now_s=now_s)
         except TooBusy as error:
-            now_s += max(1.0, error.retry_after_s)  # in whole seconds, as the header has it
+            now_s += max(1.0, error.retry_after_s)  # in whole seconds, like the header
         else:
             admission.spend("host-a", 200, 200 * 500, now_s=now_s)
             left -= 200

@@ -1,4 +1,4 @@
-"""Long polls: commands as soon as there are some, to the connection that is there, not twice in a moment."""
+"""Long polls: commands are sent as soon as there are any, to the open connection, and not twice in quick succession."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Outbox:
 
 
 class Standings:
-    """A database that knows what hosts obeyed, unless they are said to be ahead."""
+    """A database that knows what hosts obeyed, except for those marked as ahead."""
 
     def __init__(self) -> None:
         self.ahead: set[str] = set()
@@ -87,7 +87,7 @@ class Standings:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look that a busy machine holds up is awaited, and no command is so old that it is due again."""
+    """Waits for reads that a busy machine delays, and lets no command become due again."""
     monkeypatch.setattr(host_daemons, "FIRST_LOOK_S", 60.0)
     monkeypatch.setattr(host_daemons, "HAND_OUT_AGAIN_S", 3600.0)
 
@@ -291,12 +291,12 @@ def test_an_unanswered_command_is_handed_out_again_to_the_next_poll_that_waits(m
         assert await rig.ids() == ["act-1"]
         looked = rig.outbox.looked
         assert await rig.ids() == ["act-1"]
-        assert rig.outbox.looked <= looked + 2  # when it came, and when it was due
+        assert rig.outbox.looked <= looked + 2  # when it arrived, and when it was due
 
     run(scenario)
 
 
-def test_who_waits_is_told_when_the_store_is_away() -> None:
+def test_a_waiting_poll_fails_when_the_store_is_away() -> None:
     async def scenario() -> None:
         rig = Rig(poll_interval_s=0.01)
         waiting = [asyncio.create_task(rig.ids(f"host-{number}")) for number in range(3)]
@@ -441,7 +441,7 @@ def test_a_host_that_is_ahead_of_the_database_is_asked_to_tell_and_given_nothing
     run(scenario)
 
 
-def test_a_host_that_waits_hears_at_once_of_a_database_under_another_incarnation() -> None:
+def test_a_waiting_host_learns_at_once_of_a_database_under_another_incarnation() -> None:
     async def scenario() -> None:
         rig = Rig(poll_interval_s=0.01)
         waiting = asyncio.create_task(rig.batch(wait_s=60.0))

@@ -1,4 +1,4 @@
-"""A host is heard of the ranks that it was given, and of no others."""
+"""A host may report only the ranks that it was given."""
 
 from __future__ import annotations
 
@@ -76,28 +76,28 @@ def report(
     return msgspec.structs.replace(made, **parts)
 
 
-def ranks_in(told: Report) -> list[RankStatus]:
-    return list(statuses_in(told.workers, told.progress))
+def ranks_in(reported: Report) -> list[RankStatus]:
+    return list(statuses_in(reported.workers, reported.progress))
 
 
 def test_what_a_host_may_say_is_left_as_it_is() -> None:
     plain = report(ranks=(status(0), status(1)), steps=(steps(0), steps(1)))
-    for told in (plain, msgspec.structs.replace(plain), report(steps=(steps(1),)), report()):
-        heard, stored = PLACED.split(told)
-        assert heard is told
-        assert stored is told
+    for reported in (plain, msgspec.structs.replace(plain), report(steps=(steps(1),)), report()):
+        received, stored = PLACED.split(reported)
+        assert received is reported
+        assert stored is reported
 
 
-def test_other_ranks_and_generations_that_were_never_handed_out_are_not_heard() -> None:
+def test_other_ranks_and_generations_that_were_never_granted_are_ignored() -> None:
     lies = report(
         ranks=(status(0), status(2, phase=Phase.EVAL), status(0, generation=HUGE), status(0, job="other")),
         steps=(steps(1), steps(3)),
     )
     for _ in range(2):
-        heard, stored = PLACED.split(lies)
-        assert ranks_in(heard) == [status(0)]
-        assert heard.completed == stored.completed == steps_together([steps(1)])
-        assert ranks_in(stored) == ranks_in(lies)  # workers that should not be there are seen by the controller
+        received, stored = PLACED.split(lies)
+        assert ranks_in(received) == [status(0)]
+        assert received.completed == stored.completed == steps_together([steps(1)])
+        assert ranks_in(stored) == ranks_in(lies)  # the controller sees workers that should not be there
     assert PLACED.split(report("nobody", ranks=(status(0),)))[0].workers == ()
 
 
@@ -106,10 +106,10 @@ def test_ranks_need_not_follow_each_other() -> None:
     assert ranks_in(apart.split(report(ranks=tuple(map(status, (0, 3, 5)))))[0]) == [status(0), status(5)]
 
 
-def test_what_is_told_once_of_a_generation_that_is_new_here_passes() -> None:
+def test_what_is_reported_once_of_a_generation_that_is_new_here_passes() -> None:
     early = report(ranks=(status(0, generation=4),), steps=(steps(0, generation=4),), marks=(marks(0, generation=4),))
-    heard, stored = PLACED.split(early)
-    assert (heard.workers, heard.progress, heard.completed) == ((), (), ())
+    received, stored = PLACED.split(early)
+    assert (received.workers, received.progress, received.completed) == ((), (), ())
     assert (stored.completed, stored.marks) == (early.completed, early.marks)
     assert PLACED.unknown(early) == ("job", 4)
     assert PLACED.early_steps(stored.completed) == early.completed
@@ -154,22 +154,22 @@ class Rig:
                 return placements
 
             reading = asyncio.create_task(self.ingest.run_placements(look))
-            for _ in range(until_read + 1):  # what was read before the last is taken in
+            for _ in range(until_read + 1):  # earlier placements are taken in
                 await asyncio.wait_for(came.acquire(), 60.0)
             reading.cancel()
 
         asyncio.run(read())
 
     def learned(self) -> dict[str, LearnedJob]:
-        """What the sensor stores of what it has learned."""
+        """What the sensor stores of what it learned."""
 
         async def write() -> Mapping[str, LearnedJob]:
-            loop, told = asyncio.get_running_loop(), asyncio.Queue[Mapping[str, LearnedJob]]()
+            loop, reported = asyncio.get_running_loop(), asyncio.Queue[Mapping[str, LearnedJob]]()
             writing = asyncio.create_task(
-                self.ingest.run_learned(lambda known, _: loop.call_soon_threadsafe(told.put_nowait, known) and None)
+                self.ingest.run_learned(lambda known, _: loop.call_soon_threadsafe(reported.put_nowait, known) and None)
             )
             try:
-                return await asyncio.wait_for(told.get(), 60.0)
+                return await asyncio.wait_for(reported.get(), 60.0)
             finally:
                 writing.cancel()
 
@@ -184,10 +184,10 @@ class Rig:
             self.ingest.tick(self.clock.now_s)
 
     def stalled(self) -> list[RankStalled]:
-        """Each once: what is not committed is handed on again and again."""
+        """Each once: uncommitted signals are handed on again and again."""
         items = self.queue.take(max_hosts=0, timeout_s=0.0).signals
-        told = {s.seq: s.body for item in items for s in item.signals}
-        return [body for body in told.values() if isinstance(body, RankStalled)]
+        reported = {s.seq: s.body for item in items for s in item.signals}
+        return [body for body in reported.values() if isinstance(body, RankStalled)]
 
 
 @pytest.mark.parametrize("lie", [{"generation": HUGE}, {"step": 2**40}])
@@ -196,22 +196,22 @@ def test_a_stall_is_found_whatever_another_host_claims(lie: Mapping[str, int]) -
     rig.know(Placements({}, PLACED))
     for step in range(30):
         for host_id, ranks in (("a", (0, 1)), ("b", (2, 3))):
-            told = tuple(status(rank, step=step) for rank in ranks)
-            rig.say(host_id, ranks=told, steps=tuple(steps(rank, step=step) for rank in ranks))
+            reported = tuple(status(rank, step=step) for rank in ranks)
+            rig.say(host_id, ranks=reported, steps=tuple(steps(rank, step=step) for rank in ranks))
         rig.say("c", ranks=(status(0, **lie),))  # type: ignore[arg-type]
         rig.pass_a_second()
     for late in range(60):
         for host_id, ranks in (("a", (0, 1)), ("b", (2, 3))):
             doing = {3: Activity.STOPPED}
-            told = tuple(status(r, step=29, age_s=float(late), activity=doing.get(r, Activity.IDLE)) for r in ranks)
-            rig.say(host_id, ranks=told)
+            reported = tuple(status(r, step=29, age_s=float(late), activity=doing.get(r, Activity.IDLE)) for r in ranks)
+            rig.say(host_id, ranks=reported)
         rig.say("c", ranks=(status(0, **lie, age_s=0.0),))  # type: ignore[arg-type]
         rig.pass_a_second()
     (found,) = rig.stalled()
     assert (found.generation, found.step, found.ranks) == (3, 29, (3,))
 
 
-def test_a_sensor_goes_on_with_what_the_one_before_it_stored() -> None:
+def test_a_sensor_continues_with_what_its_predecessor_stored() -> None:
     first, second = Rig(), Rig()
     first.know(Placements({}, PLACED))
     for step in range(30):
@@ -226,12 +226,12 @@ def test_a_sensor_goes_on_with_what_the_one_before_it_stored() -> None:
     assert second.learned()["job"].pace.steps == stored["job"].pace.steps
 
 
-def test_a_host_is_told_what_is_stored_of_the_jobs_that_it_runs() -> None:
+def test_replies_name_what_is_stored_of_the_jobs_that_a_host_runs() -> None:
     rig = Rig()
     rig.know(Placements({}, PLACED, stored_points={"job": StoredPoint(20, 2), "another": StoredPoint(5, 1)}))
-    told = rig.say("a", ranks=(status(0), status(1)))
-    assert told.stored_points == {"job": StoredPoint(20, 2)}
-    assert decode(encode(told), ReportReply) == told
+    reported = rig.say("a", ranks=(status(0), status(1)))
+    assert reported.stored_points == {"job": StoredPoint(20, 2)}
+    assert decode(encode(reported), ReportReply) == reported
     rig.clock.now_s += 1.0
     assert rig.say("a").stored_points == {}, "it runs nothing"
     assert rig.say("c", ranks=(status(0),)).stored_points == {}, "of ranks of another host"
@@ -248,7 +248,7 @@ def test_a_generation_that_is_new_to_the_sensor_is_looked_for_at_once() -> None:
     rig.ingest._is_new_heard.clear()
     rig.clock.now_s += 1.0
     rig.say("a", ranks=(status(0, generation=4),))
-    assert not rig.ingest._is_new_heard.is_set()  # and once: one that lies is answered with the usual pace
+    assert not rig.ingest._is_new_heard.is_set()  # and once: a host that lies is answered at the usual pace
 
 
 NEXT = msgspec.structs.replace(PLAN, generation=4, parent=3)
@@ -256,13 +256,13 @@ KNOWN = Placed({("job", 3): given_in(PLAN), ("job", 4): given_in(NEXT)})
 
 
 def summed_up(rig: Rig, *, after_s: float = 1.0) -> list[StepSummary]:
-    """What is summed up by then."""
+    """The summaries up to then."""
     rig.clock.now_s += after_s
     rig.ingest.tick(rig.clock.now_s)
     return list(rig.queue.take(max_hosts=1000, timeout_s=0.0).steps)
 
 
-def test_nobody_tells_of_steps_of_a_generation_before_it_is_known_whose_they_are() -> None:
+def test_steps_of_a_generation_are_not_logged_before_its_hosts_are_known() -> None:
     rig = Rig()
     rig.ingest.know(PLACED)
     rig.say("liar", steps=(steps(0, generation=4, step=60), RankSteps("job", 4, 1, 5, (990.0,))))
@@ -272,7 +272,7 @@ def test_nobody_tells_of_steps_of_a_generation_before_it_is_known_whose_they_are
     rig.ingest.know(KNOWN)
     (summary,) = summed_up(rig)
     assert (summary.generation, summary.first_step, summary.ranks, summary.slowest_step) == (4, 5, 4, 5)
-    assert summary.completed_at == (905.0,), "the moments that others made up do not count"
+    assert summary.completed_at == (905.0,), "times invented by others do not count"
     rig.say("liar", steps=(steps(1, generation=4, step=61),))
     rig.say("a", steps=(steps(0, generation=4, step=6), steps(1, generation=4, step=6)))
     (summary,) = summed_up(rig)
@@ -286,15 +286,15 @@ def test_moments_of_a_generation_that_is_not_known_hold_back_nobody_elses() -> N
     rig.say("liar", marks=(made_up,))
     rig.ingest.know(KNOWN)
     rig.say("a", marks=(marks(0, generation=4),))
-    told = rig.queue.take(max_hosts=1000, timeout_s=0.0).reports
-    assert {item.report.facts.host_id: item.report.marks for item in told if item.report is not None} == {
-        "liar": (made_up,),  # the store knows what was granted to whom
+    reported = rig.queue.take(max_hosts=1000, timeout_s=0.0).reports
+    assert {item.report.facts.host_id: item.report.marks for item in reported if item.report is not None} == {
+        "liar": (made_up,),  # the store knows which host was given what
         "a": (marks(0, generation=4),),
     }
     assert summed_up(rig) == []
 
 
-def test_the_last_steps_of_a_job_that_has_just_ended_are_told() -> None:
+def test_the_last_steps_of_a_job_that_has_just_ended_are_logged() -> None:
     rig = Rig()
     rig.ingest.know(PLACED)
     rig.say("a", steps=(steps(0), steps(1)))

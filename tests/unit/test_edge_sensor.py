@@ -1,4 +1,4 @@
-"""The sensor's queue, its writer, and what it knows to be committed."""
+"""The sensor's queue, its writer, and its cache of committed signals."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 class Bus:
-    """A bus in memory that can be away, or find one host's signals indigestible."""
+    """A bus in memory that can be away, or fail on one host's signals."""
 
     def __init__(self) -> None:
         self.published: list[Signal] = []
@@ -79,7 +79,7 @@ class Bus:
 
     def publish(self, signals: Sequence[Signal]) -> None:
         self.attempts += 1
-        assert len(signals) <= 1000, "more than the bus would ever take at once"
+        assert len(signals) <= 1000, "more than the bus would ever accept at once"
         if self.away:
             raise Unreachable("away")
         if any(s.source == self.refuses for s in signals):
@@ -97,7 +97,7 @@ class Status:
     def __init__(self) -> None:
         self.hosts: list[str] = []
         self.begun = 0
-        self.refuses = ""  # a job, whose steps are indigestible
+        self.refuses = ""  # a job whose steps cannot be stored
         self.steps: list[str] = []
         self.may_store = threading.Event()
         self.may_store.set()
@@ -149,7 +149,7 @@ def rig() -> Rig:
 
 
 def take(queue: ReportQueue) -> tuple[list[str], list[str]]:
-    """Whose signals, and of whom reports."""
+    """The hosts of the signals, and of the reports."""
     batch = queue.take(max_hosts=9, timeout_s=0.0)
     return [i.signals[0].source for i in batch.signals], [i.report.facts.host_id for i in batch.reports if i.report]
 
@@ -160,10 +160,10 @@ def test_the_queue_is_bounded_by_number_and_bytes() -> None:
     assert not queue.offer(received("b", size_bytes=60))
     assert queue.offer(received("b", size_bytes=40, n_signals=1))
     assert queue.offer(received("b", size_bytes=40, n_signals=2))
-    assert not queue.offer(received("b", size_bytes=40, n_signals=3)), "signals are not given up for newer ones"
+    assert not queue.offer(received("b", size_bytes=40, n_signals=3)), "signals are not dropped for newer ones"
     assert queue.offer(own_signal()), "the sensor's own signals are never refused"
     assert take(queue) == (["b", "sensor.x", "b"], ["b", "a"])
-    assert queue.offer(received("d", size_bytes=100)), "what was taken makes room"
+    assert queue.offer(received("d", size_bytes=100)), "removed items make room"
 
 
 def flood(seq: int, size_bytes: int) -> Received:
@@ -179,7 +179,7 @@ def test_a_host_that_floods_fills_its_own_room_and_delays_others_by_one_report()
     whose = [[item.signals[0].source for item in queue.take(max_hosts=0, timeout_s=0.0).signals] for _ in range(2)]
     assert "quiet" in whose[0] + whose[1]
     assert max(len(sources) for sources in whose) <= 2
-    assert queue.offer(flood(100, 1 << 20)), "what was taken makes room"
+    assert queue.offer(flood(100, 1 << 20)), "removed items make room"
     assert queue.offer(own_signal())
 
 
@@ -203,14 +203,14 @@ def test_many_small_reports_of_one_host_leave_room_for_others() -> None:
     assert [item.signals[0].source for item in queue.take(max_hosts=0, timeout_s=0.0).signals][:2] == ["flood", "quiet"]
 
 
-def test_of_a_hosts_state_the_newest_waits_and_what_is_told_once_stays() -> None:
+def test_of_a_hosts_state_the_newest_waits_and_what_is_reported_once_stays() -> None:
     queue = ReportQueue(max_items=2, max_size_bytes=100)
     mark = RankMarks("job", 1, 0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     for number in range(9):
         item = received("a", size_bytes=30)
         assert item.report is not None
-        told = (mark,) if number in (3, 5) else ()
-        changed = msgspec.structs.replace(item.report, sent_at=float(number), marks=told)
+        marks = (mark,) if number in (3, 5) else ()
+        changed = msgspec.structs.replace(item.report, sent_at=float(number), marks=marks)
         assert queue.offer(msgspec.structs.replace(item, report=changed))
         assert queue.offer(received("b", size_bytes=10))
     assert not queue.take(max_hosts=0, timeout_s=0.0)
@@ -220,7 +220,7 @@ def test_of_a_hosts_state_the_newest_waits_and_what_is_told_once_stays() -> None
     assert not queue.take(max_hosts=9, timeout_s=0.0)
 
 
-def test_the_state_of_hosts_that_tell_more_than_their_state_goes_first() -> None:
+def test_the_state_of_hosts_that_report_more_than_their_state_goes_first() -> None:
     queue = ReportQueue(max_items=9, max_size_bytes=1000)
     mark = RankMarks("job", 1, 0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     for host in "abcd":
@@ -276,7 +276,7 @@ def test_signals_that_are_sent_again_while_they_wait_wait_once() -> None:
         assert queue.offer(received("a", n_signals=3))
         assert queue.offer(own_signal())
     assert sum(len(item.signals) for item in queue.take(max_hosts=0, timeout_s=0.0).signals) == 4
-    assert queue.offer(received("a", n_signals=3)), "what was taken may be lost, and comes again"
+    assert queue.offer(received("a", n_signals=3)), "what was removed may be lost, and arrives again"
     assert len(queue.take(max_hosts=9, timeout_s=0.0).signals) == 1
 
 
@@ -348,7 +348,7 @@ def test_stopping_does_not_wait_for_an_absent_database(rig: Rig) -> None:
     rig.end()
 
 
-def test_committed_positions_are_asked_for_only_while_something_is_outstanding() -> None:
+def test_committed_positions_are_read_only_while_something_is_outstanding() -> None:
     asked: list[list[Sender]] = []
     committed = {("h", "i1"): 2}
 
@@ -374,7 +374,7 @@ def test_committed_positions_are_asked_for_only_while_something_is_outstanding()
         assert positions.known("h", ["i1", "i2"]) == {"i1": 3}
         assert positions.known("other", ["i1"]) == {}
         n_asked = len(asked)
-        positions.expect("h", "i1", 3)  # a repeat of what is committed
+        positions.expect("h", "i1", 3)  # a repetition of a committed signal
         positions.expect("h", "i9", 1)
         wakeup.notify("events")
         async with asyncio.timeout(60):

@@ -1,4 +1,4 @@
-"""A thread whose work can wait takes what the process's other threads leave, within bounds."""
+"""A thread whose work can wait uses the time that the process's other threads leave, within bounds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from services.sensor.reports.report_writer import MAX_SHARE, MIN_SHARE, SpareTim
 
 
 class Machine:
-    """Clocks of a process of which one thread works in turns, while the others use a share of a core all the time."""
+    """Clocks of a process in which one thread works in turns, while the others constantly use a share of a core."""
 
     def __init__(self, others: float) -> None:
         self.others = others
@@ -30,7 +30,7 @@ class Machine:
         self.others_s += self.others * wall_s
 
     def share(self, turns: int = 50) -> float:
-        """That the thread gets of a core in the long run."""
+        """The share of a core that the thread gets in the long run."""
         spare = self.spare_time()
         for _ in range(turns):
             spare.begin()
@@ -47,7 +47,7 @@ def test_its_share_is_a_half_of_what_is_left_within_bounds(others: float, share:
     assert Machine(others).share() == pytest.approx(share)
 
 
-def test_who_had_nothing_to_do_does_not_save_up_for_later() -> None:
+def test_an_idle_thread_does_not_save_up_time() -> None:
     machine = Machine(others=0.5)
     spare = machine.spare_time()
     machine.rest(100.0)
@@ -56,7 +56,7 @@ def test_who_had_nothing_to_do_does_not_save_up_for_later() -> None:
     assert spare.rest_s() == pytest.approx(0.01 / MAX_SHARE - 0.02)
 
 
-def test_who_waited_long_within_its_work_rests_no_more() -> None:
+def test_a_thread_that_waited_long_within_its_work_does_not_rest() -> None:
     machine = Machine(others=0.5)
     spare = machine.spare_time()
     spare.begin()

@@ -1,4 +1,4 @@
-"""Summaries of steps: one per job and interval, and goodput reads the same from them as from every rank's own."""
+"""Summaries of steps: one per job and interval. Goodput reads the same from them as from every rank's own steps."""
 
 from __future__ import annotations
 
@@ -22,54 +22,59 @@ def steps(rank: int, first_step: int, *completed_at: float, generation: int = 1)
     return RankSteps("job", generation, rank, first_step, completed_at)
 
 
-def hear(log: StepEventLog, host_id: str, now_s: float, *told: RankSteps) -> None:
-    log.observe(host_id, steps_together(told), now_s)
+def observe(log: StepEventLog, host_id: str, now_s: float, *reported: RankSteps) -> None:
+    log.observe(host_id, steps_together(reported), now_s)
 
 
-def test_steps_that_all_ranks_completed_are_told_at_once() -> None:
+def test_steps_that_all_ranks_completed_are_logged_at_once() -> None:
     log = StepEventLog("s")
-    hear(log, "a", 0.0, steps(0, 0, 10.0, 11.0), steps(1, 0, 10.5, 11.5))
+    observe(log, "a", 0.0, steps(0, 0, 10.0, 11.0), steps(1, 0, 10.5, 11.5))
     assert log.take(0.0) == [StepSummary("job", 1, 11.5, 0, (10.5, 11.5), slowest_step=1, ranks=2, sensor="s")]
     assert log.take(9.0) == []
 
 
 def test_steps_that_some_have_completed_wait_for_the_interval_and_come_again() -> None:
     log = StepEventLog("s", interval_s=1.0)
-    hear(log, "a", 0.0, steps(0, 0, 10.0), steps(1, 0, 10.0))
+    observe(log, "a", 0.0, steps(0, 0, 10.0), steps(1, 0, 10.0))
     log.take(0.0)
-    hear(log, "a", 1.0, steps(0, 1, 11.0))
+    observe(log, "a", 1.0, steps(0, 1, 11.0))
     assert log.take(1.9) == []
     assert log.take(2.0) == [StepSummary("job", 1, 11.0, 1, (11.0,), slowest_step=0, ranks=2, sensor="s")]
-    hear(log, "a", 3.0, steps(1, 1, 13.0))
+    observe(log, "a", 3.0, steps(1, 1, 13.0))
     assert log.take(3.0) == [StepSummary("job", 1, 13.0, 1, (13.0,), slowest_step=1, ranks=2, sensor="s")]
 
 
 def test_a_host_that_reports_elsewhere_holds_nothing_back() -> None:
     log = StepEventLog("s")
-    hear(log, "a", 0.0, steps(0, 0, 10.0))
-    hear(log, "b", 0.0, steps(1, 0, 10.0))
+    observe(log, "a", 0.0, steps(0, 0, 10.0))
+    observe(log, "b", 0.0, steps(1, 0, 10.0))
     log.take(0.0)
     log.forget("b")
-    hear(log, "a", 1.0, steps(0, 1, 11.0))
+    observe(log, "a", 1.0, steps(0, 1, 11.0))
     assert [(s.slowest_step, s.ranks) for s in log.take(1.0)] == [(1, 1)]
 
 
 def test_marks_are_handed_on_when_a_moment_is_new_and_blocked_time_is_summed_up() -> None:
     log = StepEventLog("s", interval_s=1.0)
 
-    def told(blocked_s: float, first_step_at: float, now_s: float) -> int:
+    def logged(blocked_s: float, first_step_at: float, now_s: float) -> int:
         marks = tuple(
             RankMarks("job", 1, rank, 1.0, 2.0, 0.0, 0.0, first_step_at, blocked_s * rank, blocked_s) for rank in (1, 2)
         )
         return len(log.new_marks(marks, 1.0, now_s))
 
-    assert [told(0.0, 0.0, 0.0), told(0.0, 0.0, 1.0), told(0.0, 5.0, 2.0), told(0.5, 5.0, 3.0)] == [2, 0, 2, 0]
+    assert [logged(0.0, 0.0, 0.0), logged(0.0, 0.0, 1.0), logged(0.0, 5.0, 2.0), logged(0.5, 5.0, 3.0)] == [
+        2,
+        0,
+        2,
+        0,
+    ]
     log.forget_marks([RankMarks("job", 1, 1, 1.0, 2.0, 0.0, 0.0, 5.0, 0.0)])
-    assert told(0.5, 5.0, 3.0) == 1, "it comes again"
+    assert reported(0.5, 5.0, 3.0) == 1, "it is logged again"
     assert log.take(3.9) == []
     (summary,) = log.take(4.0)
     assert (summary.completed_at, summary.save_blocked_s, summary.data_wait_s, summary.at) == ((), 1.0, 0.5, 1.0)
-    hear(log, "a", 5.0, steps(0, 0, 10.0))
+    observe(log, "a", 5.0, steps(0, 0, 10.0))
     events = [event_of_steps(summary), *map(event_of_steps, log.take(5.0))]
     (generation,) = job_history.build(events).generations
     assert generation.waited == {
@@ -78,14 +83,14 @@ def test_marks_are_handed_on_when_a_moment_is_new_and_blocked_time_is_summed_up(
     }
 
 
-def test_what_is_left_is_told_at_the_end() -> None:
+def test_what_is_left_is_logged_at_the_end() -> None:
     log = StepEventLog("s")
-    hear(log, "a", 0.0, steps(0, 5, 10.0), steps(1, 0, 9.0))
+    observe(log, "a", 0.0, steps(0, 5, 10.0), steps(1, 0, 9.0))
     assert log.take(0.0) == []
     assert [(s.first_step, s.slowest_step) for s in log.take(0.0, everything=True)] == [(0, 0), (5, 0)]
 
 
-def test_a_sensor_that_died_does_not_hold_back_those_that_hear_its_hosts_now() -> None:
+def test_a_dead_sensor_does_not_hold_back_those_that_receive_its_hosts_now() -> None:
     def event(at: float, sensor: str, step: int) -> Event:
         return event_of_steps(StepSummary("job", 1, at, step, (at,), slowest_step=step, ranks=4, sensor=sensor))
 
@@ -94,7 +99,7 @@ def test_a_sensor_that_died_does_not_hold_back_those_that_hear_its_hosts_now() -
     (generation,) = job_history.build([*both, *alone]).generations
     assert generation.steps[-1].step == 39
     (generation,) = job_history.build([*both, *alone[:5]]).generations
-    assert generation.steps[-1].step == 9, "until it was quiet for long, its ranks count"
+    assert generation.steps[-1].step == 9, "its ranks count until it was silent for long"
 
 
 @given(
@@ -115,10 +120,10 @@ def test_goodput_sees_the_same_steps_of_the_world(ranks: list[list[int]], pauses
             if turn >= len(runs):
                 continue
             times = tuple(100.0 + 0.1 * (done[rank] + i) + 0.01 * rank for i in range(runs[turn]))
-            told = steps(rank, done[rank], *times)
+            reported = steps(rank, done[rank], *times)
             done[rank] += runs[turn]
-            hear(logs[rank % sensors], f"h{rank}", now_s, told)
-            data = {"first_step": told.first_step, "completed_at": list(times)}
+            observe(logs[rank % sensors], f"h{rank}", now_s, reported)
+            data = {"first_step": reported.first_step, "completed_at": list(times)}
             each.append(Event(times[-1], EventKind.STEPS, "job", 1, rank, data=data))
         for log in logs:
             summed += map(event_of_steps, log.take(now_s))
@@ -126,12 +131,12 @@ def test_goodput_sees_the_same_steps_of_the_world(ranks: list[list[int]], pauses
         summed += map(event_of_steps, log.take(now_s, everything=True))
     of_each, of_sums = (job_history.build(events).generations[0].steps for events in (each, summed))
     assert [step.step for step in of_sums] == [step.step for step in of_each]
-    apart_s = 0.01 * (len(ranks) - 1)  # rank 3 is late by so much at every step, which looks like its clock
+    apart_s = 0.01 * (len(ranks) - 1)  # rank 3 is late by this much at every step, which looks like its clock
     assert all(abs(s.at - e.at) <= apart_s + 1e-6 for s, e in zip(of_sums, of_each, strict=True))
 
 
 @given(st.integers(0, 2**32))
-def test_ranks_that_go_on_together_are_summed_up_as_if_each_was_told_of_alone(seed: int) -> None:
+def test_ranks_that_step_together_are_summarized_as_if_each_was_reported_alone(seed: int) -> None:
     chance = random.Random(seed)
     together, alone = StepEventLog("s"), StepEventLog("s")
     newest = {("a", 0): -1, ("a", 1): -1, ("b", 2): -1, ("b", 3): -1, ("b", 4): -1}
@@ -139,19 +144,19 @@ def test_ranks_that_go_on_together_are_summed_up_as_if_each_was_told_of_alone(se
     for _ in range(chance.randint(1, 30)):
         now_s += chance.random()
         host_id = chance.choice("ab")
-        told = []
+        reported = []
         in_lockstep = chance.random() < 0.6
         count = chance.randint(1, 3)
         for (on, rank), before in newest.items():
             if on != host_id or (not in_lockstep and chance.random() < 0.5):
                 continue
-            first = max(0, before + 1 - (chance.random() < 0.1))  # told twice
+            first = max(0, before + 1 - (chance.random() < 0.1))  # reported twice
             count = count if in_lockstep else chance.randint(1, 3)
-            told.append(steps(rank, first, *(100.0 + now_s + 0.1 * i + 0.01 * rank for i in range(count))))
+            reported.append(steps(rank, first, *(100.0 + now_s + 0.1 * i + 0.01 * rank for i in range(count))))
             newest[on, rank] = first + count - 1
-        hear(together, host_id, now_s, *told)
-        for one in told:
-            hear(alone, host_id, now_s, one)
+        observe(together, host_id, now_s, *reported)
+        for one in reported:
+            observe(alone, host_id, now_s, one)
         if chance.random() < 0.05:
             gone = chance.choice("ab")
             together.forget(gone)
@@ -162,20 +167,20 @@ def test_ranks_that_go_on_together_are_summed_up_as_if_each_was_told_of_alone(se
 
 def test_the_newest_loss_goes_with_the_summary_once() -> None:
     log = StepEventLog("s")
-    hear(log, "a", 0.0, steps(0, 0, 10.0, 11.0))
+    observe(log, "a", 0.0, steps(0, 0, 10.0, 11.0))
     log.observe_losses((RankLoss("job", 1, 0, 0, 3.0),), 11.0, 0.0)
     log.observe_losses((RankLoss("job", 1, 0, 1, 2.5),), 11.0, 0.0)
-    log.observe_losses((RankLoss("job", 1, 8, 1, 9.0),), 11.0, 0.0)  # of another host: the lowest rank speaks
+    log.observe_losses((RankLoss("job", 1, 8, 1, 9.0),), 11.0, 0.0)  # from another host: the lowest rank's loss counts
     (summary,) = log.take(0.0)
     assert (summary.loss, summary.loss_step, summary.loss_rank) == (2.5, 1, 0)
-    hear(log, "a", 1.0, steps(0, 2, 12.0))
+    observe(log, "a", 1.0, steps(0, 2, 12.0))
     (summary,) = log.take(1.0)
     assert summary.loss is None and "loss" not in event_of_steps(summary).data
 
 
-def test_a_loss_that_comes_after_its_step_is_told_alone() -> None:
+def test_a_loss_that_arrives_after_its_step_is_logged_alone() -> None:
     log = StepEventLog("s", interval_s=1.0)
-    hear(log, "a", 0.0, steps(0, 0, 10.0))
+    observe(log, "a", 0.0, steps(0, 0, 10.0))
     log.take(0.0)
     log.observe_losses((RankLoss("job", 1, 0, 0, "inf"),), 10.5, 0.5)
     assert log.take(1.0) == []
@@ -190,7 +195,7 @@ def test_a_loss_in_the_log_changes_no_account() -> None:
         log = StepEventLog("s")
         events = []
         for step in range(5):
-            hear(log, "a", float(step), steps(0, step, 10.0 + step))
+            observe(log, "a", float(step), steps(0, step, 10.0 + step))
             if with_loss:
                 log.observe_losses((RankLoss("job", 1, 0, step, "nan" if step == 3 else 1.0 / (step + 1)),), 10.0, 0.0)
             events += [event_of_steps(summary) for summary in log.take(float(step))]

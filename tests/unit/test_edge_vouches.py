@@ -47,23 +47,23 @@ def test_two_sensors_of_one_name_keep_no_dead_host_of_the_other_alive(tmp_path: 
     migrate(database)
     status = SqlStatusStore(database)
 
-    async def tell(ingest: Ingest) -> None:
-        told = asyncio.Event()
+    async def vouch(ingest: Ingest) -> None:
+        stored = asyncio.Event()
         loop = asyncio.get_running_loop()
 
         def write(**what: object) -> None:
             status.vouch(**what)  # type: ignore[arg-type]
-            loop.call_soon_threadsafe(told.set)
+            loop.call_soon_threadsafe(stored.set)
 
         telling = asyncio.create_task(ingest.run_vouches(write))
-        await asyncio.wait_for(told.wait(), 60.0)
+        await asyncio.wait_for(stored.wait(), 60.0)
         telling.cancel()
 
     early, late = sensor("i1", NOW), sensor("i2", NOW)
     early.vouches.heard("dead", NOW - 40.0)
     late.vouches.heard("alive", NOW)
     for one in (early, late, early, late):  # the second time with the names of the first
-        asyncio.run(tell(one))
+        asyncio.run(vouch(one))
     with database.read() as connection:
         assert vouching.heard_at(connection) == {"dead": NOW - 40.0, "alive": NOW}
     database.close()

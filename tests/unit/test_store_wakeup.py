@@ -39,15 +39,15 @@ def test_every_waiting_thread_is_woken() -> None:
 
 def test_a_listener_is_called_until_it_leaves() -> None:
     wakeup = LocalWakeup()
-    heard: list[str] = []
-    leave = wakeup.subscribe("commands", lambda hosts: heard.append("+".join(hosts) or "any"))
+    received: list[str] = []
+    leave = wakeup.subscribe("commands", lambda hosts: received.append("+".join(hosts) or "any"))
     wakeup.notify("commands")
     wakeup.notify("signals")
     wakeup.notify("commands", ["host-a", "host-b"])
     leave()
     leave()
     wakeup.notify("commands")
-    assert heard == ["any", "host-a+host-b"]
+    assert received == ["any", "host-a+host-b"]
 
 
 def test_coroutines_are_woken_from_threads() -> None:
