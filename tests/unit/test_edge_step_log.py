@@ -70,7 +70,7 @@ def test_marks_are_handed_on_when_a_moment_is_new_and_blocked_time_is_summed_up(
         0,
     ]
     log.forget_marks([RankMarks("job", 1, 1, 1.0, 2.0, 0.0, 0.0, 5.0, 0.0)])
-    assert reported(0.5, 5.0, 3.0) == 1, "it is logged again"
+    assert logged(0.5, 5.0, 3.0) == 1, "it is logged again"
     assert log.take(3.9) == []
     (summary,) = log.take(4.0)
     assert (summary.completed_at, summary.save_blocked_s, summary.data_wait_s, summary.at) == ((), 1.0, 0.5, 1.0)
