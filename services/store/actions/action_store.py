@@ -167,7 +167,7 @@ class SqlActionStore:
             return connection.execute(select(commands.c.number).where(*mine)).first() is not None
 
         if not self._db.transact(work, durable=False):  # a lost answer is requested again
-            _log.warning("answer_ignored", command_id=update.command_id, host_id=update.host_id, why="never asked")
+            _log.warning("answer_ignored", command_id=update.command_id, host_id=update.host_id, why="unknown command")
 
 
 def _progress(row: Row[Any], known: CachedAction) -> ActionProgress:
