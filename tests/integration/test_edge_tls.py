@@ -202,7 +202,7 @@ def test_who_listens_beyond_the_machine_without_tls_is_warned(tmp_path: Path, ca
         supervisor.start()
         supervisor.stop()
         log = (tmp_path / host / "supervisor.log").read_text()
-        return [line for line in log.splitlines() if "in the clear" in line]
+        return [line for line in log.splitlines() if "unencrypted" in line]
 
     with caplog.at_level(logging.WARNING):
         assert len(warnings_at("0.0.0.0")) == 1

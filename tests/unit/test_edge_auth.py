@@ -146,7 +146,7 @@ def test_a_token_file_holds_a_hosts_credential_or_the_secret() -> None:
     credential = host("host-a")
     assert read_credential(credential.text(), "host-a") == credential
     assert read_credential(f"{SECRET}\n", "host-a") == credential
-    with pytest.raises(ConfigurationError, match="that of host 'host-a'") as caught:
+    with pytest.raises(ConfigurationError, match="belongs to host 'host-a'") as caught:
         read_credential(credential.text(), "host-b")
     assert "--host-id host-a" in caught.value.hint
 

@@ -65,5 +65,5 @@ def test_two_sensors_of_one_name_keep_no_dead_host_of_the_other_alive(tmp_path: 
     for one in (early, late, early, late):  # the second time with the names of the first
         asyncio.run(vouch(one))
     with database.read() as connection:
-        assert vouching.heard_at(connection) == {"dead": NOW - 40.0, "alive": NOW}
+        assert vouching.received_at(connection) == {"dead": NOW - 40.0, "alive": NOW}
     database.close()
