@@ -278,7 +278,7 @@ class RunningGeneration:
             pipeline.fail(step, f"Rank {rank} was already past step {step} when it received the order to save it.")
 
     def _give_up_emergency(self, steps: Mapping[int, int]) -> None:
-        """These ranks will not save these steps. Ranks that did get their slots back."""
+        """These ranks will not save these steps. That frees the slots of ranks that did."""
         factor = factor_of(self.coordination.world.present.pace)
         for rank, step in steps.items():
             pipeline = self.pipelines.get(rank)

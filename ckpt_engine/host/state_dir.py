@@ -91,7 +91,7 @@ class FenceFile:
             if highest is not None and fence < highest:
                 raise StaleCommand(
                     f"A command for {job} carries epoch {fence.epoch}, generation {fence.generation}; epoch "
-                    f"{highest.epoch}, generation {highest.generation} was obeyed already.",
+                    f"{highest.epoch}, generation {highest.generation} has already been obeyed.",
                     hint="nothing to do: its sender is no longer the leader, or the job has moved on",
                 )
             if fence != highest:

@@ -101,7 +101,7 @@ def _refusal(put: PutShard, generation: HostGeneration) -> Reply | None:
     if put.running_generation < generation.number:
         return Reply(ShardVerdict.STALE, f"Generation {generation.number} runs.")
     if put.rank not in generation.replicated_ranks:
-        return Reply(ShardVerdict.STALE, f"This host is no peer of rank {put.rank}.")
+        return Reply(ShardVerdict.STALE, f"This host does not hold replicas of rank {put.rank}.")
     if not is_alive(put.generation, put.step, generation.lineage):
         return Reply(ShardVerdict.STALE, f"Step {put.step} of generation {put.generation} is not in the job's lineage.")
     return None

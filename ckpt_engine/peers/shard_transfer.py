@@ -60,7 +60,7 @@ def receive_manifest(
     connection.receive_raw(received)
     data = received[:size_bytes]
     if xxhash.xxh3_128_digest(data) != received[size_bytes:]:
-        raise CorruptShard("A manifest does not match its checksum.", hint="it is sent again")
+        raise CorruptShard("A manifest does not match its checksum.", hint="nothing to do: it is sent again")
     manifest = manifests.decode(data)
     described = (
         *(manifest.job, manifest.run, manifest.generation, manifest.step),

@@ -58,7 +58,7 @@ class FolderStorage:
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise CorruptShard(f"{path} is not a file.", hint="another copy is tried")
+                raise CorruptShard(f"{path} is not a file.", hint="nothing to do: another copy is tried")
             yield _OpenFile(descriptor, path, status.st_size)
         finally:
             os.close(descriptor)

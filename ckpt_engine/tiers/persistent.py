@@ -128,7 +128,9 @@ class ObjectStorage:
         with self._explained(name):
             data = memoryview(obstore.get_range(self._store, name, start=begin, length=length))
         if len(data) != length:
-            raise CorruptShard(f"{self.place}/{name} ends at byte {begin + len(data)}.", hint="another copy is tried")
+            raise CorruptShard(
+                f"{self.place}/{name} ends at byte {begin + len(data)}.", hint="nothing to do: another copy is tried"
+            )
         return data
 
     @contextmanager

@@ -178,7 +178,8 @@ class ShardListing:
         described = (manifest.job, manifest.run, manifest.generation, manifest.step, manifest.rank)
         if described != (self._job, self._run, key.generation, key.step, key.rank):
             raise CorruptShard(
-                f"{self._storage.place}/{key.manifest} describes {described}.", hint="another copy is tried"
+                f"{self._storage.place}/{key.manifest} describes {described}.",
+                hint="nothing to do: another copy is tried",
             )
         return manifest, data
 
@@ -188,7 +189,7 @@ class ShardListing:
             raise CorruptShard(
                 f"The shard of rank {manifest.rank}, step {manifest.step} in {self._storage.place} has {size_bytes} "
                 f"bytes, its manifest says {manifest.payload_bytes}.",
-                hint="another copy is tried",
+                hint="nothing to do: another copy is tried",
             )
 
     def _listed(self, listed: Iterable[Entry], known: Listing) -> Listing:

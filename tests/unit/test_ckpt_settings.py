@@ -1,4 +1,4 @@
-"""Checkpoint settings: where they come from, what a mistake is told, and that the page lists all of them."""
+"""Checkpoint settings: where they come from, what is reported for a mistake, and that the page lists all of them."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_mistake_in_the_file_names_the_file(tmp_path: Path, text: str, says: s
     assert caught.value.hint
 
 
-def test_a_variable_with_a_typing_error_is_told_the_right_one() -> None:
+def test_a_misspelled_variable_gets_the_right_name_as_a_hint() -> None:
     with pytest.raises(ConfigurationError) as caught:
         check_variables({"FLYBALL_CKPT_MEMORY_LIMIT_BYTE": "1"})
     assert "FLYBALL_CKPT_MEMORY_LIMIT_BYTES" in caught.value.hint

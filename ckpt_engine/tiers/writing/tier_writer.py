@@ -240,7 +240,7 @@ class DiskWriter:
             self._counters.add(f"{self._disk.tier}_write_failures")
             step = self._generation.restore_step
             self._on_failure(
-                self._rank, step, f"The {self._disk.tier} tier gets no step before it can be read: {reason}"
+                self._rank, step, f"The {self._disk.tier} tier gets no steps until it can be read: {reason}"
             )
 
     def _note_unexpected(self, error: Exception) -> None:
