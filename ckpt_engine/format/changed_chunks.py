@@ -1,4 +1,4 @@
-"""Which chunks of a shard need not travel, because the receiver has the same bytes from an older step. Pure."""
+"""Which chunks of a shard need not be sent, because the receiver has the same bytes from an older step. Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from ckpt_engine.format.integrity import DIGEST_BYTES, chunk_count
 from ckpt_engine.format.manifest import Manifest
 
-WORTH_A_QUESTION_BYTES = 8 << 20  # a smaller shard is sent in the time that the question takes
-WORTH_IT_SHARE = 1 / 16  # of the chunks; with fewer that are equal, all of them travel
-MAX_BITMAP_BYTES = 32 << 10  # in one frame, base64: shards of more than 262144 chunks travel whole
+WORTH_A_QUESTION_BYTES = 8 << 20  # sending a smaller shard takes no longer than asking
+WORTH_IT_SHARE = 1 / 16  # of the chunks; if fewer are equal, all are sent
+MAX_BITMAP_BYTES = 32 << 10  # in one frame, base64: shards of more than 262144 chunks are sent whole
 
 
 def equal_chunks(offered: Manifest, held: Manifest) -> list[int]:
-    """Chunks that lie at the same place, with the same digest, in both shards."""
+    """Chunks with the same digest at the same place in both shards."""
     if (offered.payload_bytes, offered.chunk_bytes) != (held.payload_bytes, held.chunk_bytes):
         return []
     ours, theirs = offered.chunk_digests, held.chunk_digests
@@ -26,7 +26,7 @@ def equal_chunks(offered: Manifest, held: Manifest) -> list[int]:
 
 
 def is_worth_it(equal: int, chunks: int) -> bool:
-    """Whether leaving out so many chunks pays for finding them."""
+    """Whether leaving out so many chunks is worth the question."""
     return chunks <= MAX_BITMAP_BYTES * 8 and equal >= max(1, chunks * WORTH_IT_SHARE)
 
 
@@ -39,7 +39,7 @@ def encode_bitmap(wanted: Sequence[int], chunks: int) -> bytes:
 
 
 def ranges(bitmap: bytes, payload_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
-    """(offset, bytes) of the wanted chunks, neighbours in one. Raises ValueError if the bitmap is not of this shard."""
+    """(offset, bytes) of the wanted chunks, adjacent ones merged. Raises ValueError if the bitmap does not fit."""
     chunks = chunk_count(payload_bytes, chunk_bytes)
     if len(bitmap) != -(-chunks // 8):
         raise ValueError(f"A bitmap of {len(bitmap)} bytes does not fit {chunks} chunks.")

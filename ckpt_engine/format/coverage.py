@@ -1,4 +1,4 @@
-"""Whether the blocks that ranks hold make up the tensors that are wanted: every element, none of it missing. Pure."""
+"""Whether the blocks that ranks hold cover every element of the tensors they are parts of. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckpt_engine.format.manifest import TensorEntry
 
 
 class Box(NamedTuple):
-    """A block of a tensor: where it begins, and how long it is, per dimension."""
+    """A block of a tensor: per dimension, where it begins and how long it is."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -32,8 +32,8 @@ class CoverageProblem(NamedTuple):
 
 
 def uncovered(target: Box, boxes: Iterable[Box]) -> list[Box]:
-    """The parts of `target` that are in none of `boxes`, without overlap; [] if they cover it. All have the same number
-    of dimensions."""
+    """The parts of `target` outside all `boxes`, as disjoint boxes; [] if it is covered. All have the same number of
+    dimensions."""
     left = [target] if target.elements else []
     for box in boxes:
         if not left:
@@ -43,23 +43,22 @@ def uncovered(target: Box, boxes: Iterable[Box]) -> list[Box]:
 
 
 def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two different boxes with an element in common; None if there are no such. The same box twice is a replica."""
+    """Two different boxes that overlap; None if no two do. The same box twice is a replica."""
     distinct = sorted({box for box in boxes if box.elements})
     for index, box in enumerate(distinct):
         for other in distinct[index + 1 :]:
             if box.shape and other.offsets[0] >= box.offsets[0] + box.shape[0]:
-                break  # sorted by where they begin in the first dimension: the rest begins later still
+                break  # sorted by the first dimension: the rest begins even later
             if _meet(box, other):
                 return box, other
     return None
 
 
 def step_problems(shards: Iterable[Iterable[TensorEntry]]) -> tuple[CoverageProblem, ...]:
-    """What the shards of one step, each by its tensors, lack: () if every tensor that some rank holds a block of is
-    there as a whole.
+    """What is wrong with one step, given the tensors of each shard: () if every sharded tensor is complete.
 
-    A tensor that a rank holds whole may be its own (a random generator's state), so that ranks may differ in its shape;
-    the blocks of a tensor that is split must agree in dtype and global shape, cover it, and overlap only as replicas.
+    A tensor that a rank holds whole may be its own (a random generator's state), so ranks may differ in its shape. The
+    blocks of a sharded tensor must agree in dtype and global shape, cover it, and overlap only as replicas.
     """
     split: dict[str, list[tuple[tuple[str, tuple[int, ...]], Box]]] = defaultdict(list)
     for tensors in shards:
@@ -85,13 +84,13 @@ def _problem(blocks: Sequence[tuple[tuple[str, tuple[int, ...]], Box]]) -> str:
         missing = sum(gap.elements for gap in gaps)
         return f"{missing} of its {math.prod(shape)} elements are in no shard, the first of them in {gaps[0]}"
     if sum(box.elements for box in boxes) == math.prod(shape):
-        return ""  # covered by as many elements as it has: none is there twice
+        return ""  # covered by exactly as many elements as it has: no overlap
     both = overlap(boxes)
     return f"its blocks {both[0]} and {both[1]} overlap, and neither is a replica of the other" if both else ""
 
 
 def _meet(one: Box, other: Box) -> bool:
-    """Whether they have an element in common."""
+    """Whether they overlap."""
     return all(
         max(a, b) < min(a + size_a, b + size_b)
         for a, size_a, b, size_b in zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
@@ -99,7 +98,7 @@ def _meet(one: Box, other: Box) -> bool:
 
 
 def _without(rest: Box, box: Box) -> list[Box]:
-    """`rest` less `box`, as boxes: per dimension what lies before and what lies behind it."""
+    """`rest` minus `box`, as boxes: per dimension the part before it and the part behind it."""
     if not _meet(rest, box):
         return [rest]
     parts = []

@@ -1,4 +1,4 @@
-"""Checksums: xxh3-128 per chunk. xxhash releases the GIL for large buffers, and nothing is copied to be hashed."""
+"""Checksums: xxh3-128 per chunk. xxhash releases the GIL for large buffers and copies nothing."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def chunk_count(payload_bytes: int, chunk_bytes: int) -> int:
 
 
 def chunk_digests(payload: memoryview, chunk_bytes: int = DEFAULT_CHUNK_BYTES, known: bytes = b"") -> bytes:
-    """The digests of all chunks, one after the other. Those that are in `known`, in the same order, are not made anew;
-    zeros stand for one that is not known."""
+    """The digests of all chunks, concatenated. Digests in `known`, in the same order, are taken as they are; zeros
+    stand for unknown ones."""
     return b"".join(
         _known(known, index) or xxhash.xxh3_128_digest(payload[start : start + chunk_bytes])
         for index, start in enumerate(range(0, len(payload), chunk_bytes))
@@ -37,7 +37,7 @@ def check_chunk(chunk: memoryview | bytes, index: int, digests: bytes) -> None:
 
 
 def check_pieces(pieces: Sequence[memoryview], index: int, digests: bytes) -> None:
-    """As `check_chunk`, for a chunk that lies in several places."""
+    """As `check_chunk`, for a chunk in several pieces."""
     if len(pieces) == 1:
         check_chunk(pieces[0], index, digests)
         return

@@ -1,7 +1,7 @@
-"""The manifest: what a shard must be, byte for byte. Written last, at every tier. Pure.
+"""The manifest of a shard: its identity, size and checksums. Written last, in every tier. Pure.
 
-It does not repeat what the shard's own header says of its tensors: that is covered by the digests, and can have many
-times the size of all the rest. Manifests of version 2 did, and are still read.
+It does not repeat the tensors of the shard's own header: the digests cover those, and they can be many times larger
+than the rest. Version 2 did repeat them, and is still read.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from flyball.contracts.wire import MALFORMED, decoder_of
 MANIFEST_VERSION = 3
 _VERSION_WITH_TENSORS = 2
 MAX_MANIFEST_BYTES = 8 << 20
-MAX_MANIFEST_FILE_BYTES = MAX_MANIFEST_BYTES + 64  # with the line that has its checksum
+MAX_MANIFEST_FILE_BYTES = MAX_MANIFEST_BYTES + 64  # with the checksum line
 MAX_CHUNK_BYTES = 64 << 20
-_MAX_NAMES_BYTES = 64 << 10  # of a manifest, beside the digests
-# The largest shard that can be described: its digests are in base64, 4 characters for 3 bytes.
+_MAX_NAMES_BYTES = 64 << 10  # of a manifest, without the digests
+# The largest shard that fits: digests are in base64, 4 characters for 3 bytes.
 MAX_PAYLOAD_BYTES = (
     (MAX_MANIFEST_BYTES - _MAX_NAMES_BYTES) * 3 // 4 // integrity.DIGEST_BYTES * integrity.DEFAULT_CHUNK_BYTES
 )
@@ -32,9 +32,11 @@ _Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """One tensor of the shard, which may be a block of a larger one: `shape` is what this rank holds, `offsets` says
-    per dimension where that begins in the tensor of `global_shape`. A whole tensor has the same shape twice, and
-    offsets of zero. `byte_range` is (begin, end) in the file."""
+    """One tensor of the shard, possibly a block of a larger one.
+
+    `shape` is this rank's part, which begins at `offsets` in the tensor of `global_shape`. For a whole tensor the
+    shapes are equal, and the offsets zero. `byte_range` is (begin, end) in the file.
+    """
 
     fqn: str
     dtype: str
@@ -57,9 +59,9 @@ class Manifest(msgspec.Struct, frozen=True):
     payload_bytes: _Size
     chunk_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNK_BYTES)]
     chunk_digests: bytes  # DIGEST_BYTES per chunk
-    tensors: tuple[TensorEntry, ...] = ()  # of version 2; else they are in the shard's header (`entries_of`)
+    tensors: tuple[TensorEntry, ...] = ()  # version 2 only; else use `entries_of`
     run: RunId = ""
-    committed_at: float = 0.0  # wall clock, seconds since the epoch, of the host that hashed it; 0: not said
+    committed_at: float = 0.0  # seconds since the epoch, on the host that hashed it; 0: unknown
     tensor_count: _Size = 0
 
 
@@ -77,8 +79,8 @@ def describe(
     committed_at: float = 0.0,
     known_digests: bytes = b"",
 ) -> Manifest:
-    """Hash a captured shard, but for `known_digests` (`integrity.chunk_digests`), and describe it. Raises CorruptShard
-    if it is not a safetensors file."""
+    """Describe a captured shard, hashing it except for `known_digests` (see `integrity.chunk_digests`). Raises
+    CorruptShard if it is not a safetensors file."""
     tensor_count = _structures.count_tensors(payload)
     return Manifest(
         version=MANIFEST_VERSION,
@@ -98,7 +100,7 @@ def describe(
 
 
 def entries_of(header: shard_format.ShardHeader) -> tuple[TensorEntry, ...]:
-    """The tensors of a shard, in the order of its header."""
+    """The tensors of a shard, in header order."""
     return tuple(_entry(name, header) for name in header.tensors)
 
 
@@ -122,7 +124,7 @@ _decoder = decoder_of(Manifest)
 
 
 def encode(manifest: Manifest) -> bytes:
-    """JSON; chunk digests in base64."""
+    """Encode as JSON, with chunk digests in base64. Raises CorruptShard if it is too large."""
     data = _encoder.encode(manifest)
     if len(data) > MAX_MANIFEST_BYTES:
         raise CorruptShard(
@@ -134,7 +136,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Manifest:
-    """A manifest that can be relied on to be consistent; raises CorruptShard on anything odd."""
+    """Decode a manifest and check that it is consistent. Raises CorruptShard."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise CorruptShard(f"A manifest of {len(data)} bytes exceeds the limit of {MAX_MANIFEST_BYTES}.")
     try:
@@ -170,12 +172,12 @@ def _check_entry(tensor: TensorEntry, payload_bytes: int) -> None:
 
 
 def digest(data: bytes | memoryview) -> str:
-    """The name of a manifest's content: xxh3-128 in hex, as in ShardCopy.digest."""
+    """xxh3-128 of an encoded manifest in hex, as in ShardCopy.digest."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def copy_in(tier: Tier, host_id: str, manifest: Manifest, data: bytes) -> ShardCopy:
-    """The inventory's entry for a copy with this manifest, whose bytes are `data`."""
+    """The inventory entry for a copy with this manifest, encoded as `data`."""
     return ShardCopy(
         job=manifest.job,
         generation=manifest.generation,
@@ -189,12 +191,12 @@ def copy_in(tier: Tier, host_id: str, manifest: Manifest, data: bytes) -> ShardC
 
 
 def as_file(data: bytes) -> bytes:
-    """What a manifest's file says: the line of JSON, and one with its digest."""
+    """The content of a manifest file: a line of JSON, and a line with its digest."""
     return b"".join((data, b"\n", digest(data).encode(), b"\n"))
 
 
 def content_of_file(lines: bytes, name: str) -> bytes:
-    """The line of JSON in such a file, to the byte. Raises CorruptShard."""
+    """The line of JSON of such a file, byte for byte. Raises CorruptShard if the digest does not match."""
     data, _, _ = lines.removesuffix(b"\n").rpartition(b"\n")
     if as_file(data) != lines:
         raise CorruptShard(f"{name} does not match its checksum.", hint="another copy is tried")

@@ -1,10 +1,11 @@
 """The byte layout of a shard: one valid safetensors file, in memory, on the wire and on disk. Pure.
 
-8 bytes little-endian length of the header, the header (JSON, padded with spaces to its fixed capacity), then the
-tensors' bytes. The padding keeps every offset where it was although the values in `__metadata__` change their length.
+First the length of the header (8 bytes, little-endian), then the header (JSON, padded with spaces to a fixed capacity),
+then the tensors' bytes. Thanks to the padding, offsets stay the same while values in `__metadata__` change their
+length.
 
-A tensor may be one block of a larger one, of which other ranks hold the rest: `__metadata__` says so under
-`flyball.sharding`, as JSON {name: {"global_shape": [..], "offsets": [..]}}; tensors that are whole are not in it.
+A tensor may be a block of a larger one, of which other ranks hold the rest. `__metadata__` has these under
+`flyball.sharding`, as JSON {name: {"global_shape": [..], "offsets": [..]}}; whole tensors are not listed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TensorHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor as the safetensors header has it; offsets count from the end of the header."""
+    """One tensor in the safetensors header; offsets count from the end of the header."""
 
     dtype: str
     shape: tuple[_Size, ...]
@@ -44,13 +45,13 @@ class TensorHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a tensor lies in the one that it is a part of: one entry per dimension."""
+    """The place of a tensor in a larger one, per dimension."""
 
     global_shape: tuple[_Size, ...]
     offsets: tuple[_Size, ...]
 
     def holds(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of `shape` lies inside the global one."""
+        """Whether a block of `shape` lies inside the global tensor."""
         return len(shape) == len(self.offsets) == len(self.global_shape) and all(
             offset + size <= whole for offset, size, whole in zip(self.offsets, shape, self.global_shape, strict=True)
         )
@@ -59,12 +60,12 @@ class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ShardHeader(msgspec.Struct, frozen=True):
     metadata: dict[str, str]
     tensors: dict[str, TensorHeader]
-    blocks: dict[str, Block]  # of the tensors that are not whole
+    blocks: dict[str, Block]  # of sharded tensors
     data_start: int  # offset of the first tensor byte in the file
 
 
 class _Head(msgspec.Struct, frozen=True):
-    """What the header says beside tensors."""
+    """The part of the header that is not about tensors."""
 
     metadata: msgspec.Raw = msgspec.field(name=METADATA_KEY, default=msgspec.Raw(b"{}"))
 
@@ -75,23 +76,23 @@ _metadata_decoder = decoder_of(dict[str, str])
 _tensors_decoder = decoder_of(dict[str, TensorHeader])
 _blocks_decoder = decoder_of(dict[str, Block])
 
-_REMEMBERED_STRUCTURES: Final = 16  # a rank's is the same for every step; a host has so many ranks
+_REMEMBERED_STRUCTURES: Final = 16  # one per rank, as all steps of a rank have the same
 
 
 def size_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """The size of a tensor. Raises CorruptShard for a dtype that shards do not have, or too many dimensions."""
+    """The size of a tensor in bytes. Raises CorruptShard for an unknown dtype or too many dimensions."""
     if dtype not in ELEMENT_BYTES or len(shape) > MAX_DIMENSIONS:
-        raise CorruptShard(f"A tensor has dtype {dtype[:16]!r} and {len(shape)} dimensions, which no shard has.")
+        raise CorruptShard(f"A tensor has dtype {dtype[:16]!r} and {len(shape)} dimensions, which no shard can have.")
     return ELEMENT_BYTES[dtype] * math.prod(shape)
 
 
 def encode_tensors(tensors: Mapping[str, TensorHeader]) -> bytes:
-    """What `join_header` takes."""
+    """The tensors' part of the header, for `join_header`."""
     return msgspec.json.encode(tensors)
 
 
 def join_header(metadata: Mapping[str, str], tensors_json: bytes) -> bytes:
-    """The header's JSON, not padded."""
+    """The header's JSON, without padding."""
     entry = msgspec.json.encode({METADATA_KEY: metadata})
     return entry if tensors_json == b"{}" else b"".join((entry[:-1], b",", tensors_json[1:]))
 
@@ -108,7 +109,7 @@ def encode_blocks(blocks: Mapping[str, Block]) -> str:
 
 
 def header_bytes(payload: memoryview, payload_bytes: int) -> int:
-    """Where the header of a shard of `payload_bytes` ends; `payload` is its beginning. Raises CorruptShard."""
+    """The offset of the header's end. `payload` is the beginning of a shard of `payload_bytes`. Raises CorruptShard."""
     if len(payload) < LENGTH_BYTES:
         raise CorruptShard(f"A shard of {payload_bytes} bytes has no header.")
     capacity = int.from_bytes(payload[:LENGTH_BYTES], "little")
@@ -118,12 +119,12 @@ def header_bytes(payload: memoryview, payload_bytes: int) -> int:
 
 
 def read_header(payload: memoryview, payload_bytes: int | None = None) -> ShardHeader:
-    """Parse and check the header: tensors must have the size of their shape, and lie inside the file one after the
-    other without a gap; blocks must lie inside their global shapes. Given the size of the whole shard, `payload` may
-    be its beginning only, up to the end of the header. Raises CorruptShard."""
+    """Parse and check the header. Tensors must have the size of their shape and follow each other without gaps; blocks
+    must lie inside their global tensors. If the whole shard's `payload_bytes` is given, `payload` may end with the
+    header. Raises CorruptShard."""
     payload_bytes = len(payload) if payload_bytes is None else payload_bytes
     data_start = header_bytes(payload, payload_bytes)
-    metadata, tensors_json = _split(bytes(payload[LENGTH_BYTES:data_start]))  # a slot may change while it is parsed
+    metadata, tensors_json = _split(bytes(payload[LENGTH_BYTES:data_start]))  # a copy: a slot may change
     tensors, blocks = _parse(tensors_json, metadata)
     _check_layout(tensors, payload_bytes - data_start)
     _check_blocks(tensors, blocks)
@@ -131,15 +132,15 @@ def read_header(payload: memoryview, payload_bytes: int | None = None) -> ShardH
 
 
 class KnownStructures:
-    """Counts the tensors of shards whose headers were checked; what is not new in them is not checked anew. The steps
-    of a rank differ in metadata only, and their tensors can be hundreds of thousands. For any number of threads."""
+    """Checks headers and counts tensors, but checks each structure only once. A rank's steps differ only in metadata,
+    and may have hundreds of thousands of tensors. For any number of threads."""
 
     def __init__(self) -> None:
         self._counts: OrderedDict[bytes, int] = OrderedDict()
         self._lock = threading.Lock()
 
     def count_tensors(self, payload: memoryview) -> int:
-        """Raises CorruptShard for what `read_header` refuses."""
+        """The number of tensors. Raises CorruptShard if `read_header` would."""
         data_start = header_bytes(payload, len(payload))
         metadata, tensors_json = _split(bytes(payload[LENGTH_BYTES:data_start]))
         hasher = xxhash.xxh3_128(tensors_json)
@@ -165,7 +166,7 @@ def _split(header: bytes) -> tuple[dict[str, str], bytes]:
         head = bytes(_head_decoder.decode(header).metadata)
         metadata = _metadata_decoder.decode(head)
         first = b'{"' + METADATA_KEY.encode() + b'":' + head
-        if header.startswith(first):  # where every shard of ours, and of the safetensors library, has it
+        if header.startswith(first):  # always, in our shards and those of the safetensors library
             begin = len(first)
             while header[begin : begin + 1].isspace():
                 begin += 1

@@ -1,9 +1,9 @@
-"""How the shards of one job are named in every tier that has names. Pure.
+"""File names of one job's shards, in every tier that has names. Pure.
 
 g<generation>/step<step>/rank<rank>.safetensors     a shard
-                         rank<rank>.manifest        what it must be; written after it
-                         world.manifest             persistent tier: the whole step is there; written last
-                         pinned                     retention leaves the step alone
+                         rank<rank>.manifest        its manifest; written after it
+                         world.manifest             persistent tier: the step is complete; written last
+                         pinned                     retention keeps the step
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ckpt_engine.format.world_manifest import WORLD_MANIFEST
 SHARD_SUFFIX = ".safetensors"
 MANIFEST_SUFFIX = ".manifest"
 PINNED = "pinned"
-# One spelling for each number, and no number that takes long to read: foreign names are not to pass for ours.
+# One spelling per number, and no endless digits, so that foreign names do not pass for ours.
 _NUMBER = "(0|[1-9][0-9]{0,17})"
 _RANK_MANIFEST = re.compile(f"g{_NUMBER}/step{_NUMBER}/rank{_NUMBER}" + re.escape(MANIFEST_SUFFIX))
 _RANK_FILE = re.compile(
@@ -29,7 +29,7 @@ _STEP_FILE = re.compile(f"g{_NUMBER}/step{_NUMBER}/({re.escape(WORLD_MANIFEST)}|
 
 @dataclass(frozen=True, slots=True, order=True)
 class ShardKey:
-    """Which shard of the job."""
+    """Identifies a shard of the job."""
 
     generation: int
     step: int
@@ -53,7 +53,7 @@ def is_generation_folder(name: str) -> bool:
 
 
 def parse_step_folder(name: str) -> tuple[int, int] | None:
-    """(generation, step); None if the name is anything else."""
+    """(generation, step), or None for any other name."""
     match = _STEP_FOLDER.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -67,18 +67,18 @@ def pinned_name(generation: int, step: int) -> str:
 
 
 def parse_rank_manifest(name: str) -> ShardKey | None:
-    """None if the name is anything else."""
+    """The shard of a manifest's file name, or None for any other name."""
     match = _RANK_MANIFEST.fullmatch(name)
     return ShardKey(*(int(number) for number in match.groups())) if match else None
 
 
 def parse_rank_file(name: str) -> ShardKey | None:
-    """Of a shard or its manifest; None if the name is anything else."""
+    """The shard of its own or its manifest's file name, or None for any other name."""
     match = _RANK_FILE.fullmatch(name)
     return ShardKey(int(match[1]), int(match[2]), int(match[3])) if match else None
 
 
 def parse_step_file(name: str) -> tuple[int, int, str] | None:
-    """(generation, step, WORLD_MANIFEST or PINNED); None if the name is anything else."""
+    """(generation, step, WORLD_MANIFEST or PINNED), or None for any other name."""
     match = _STEP_FILE.fullmatch(name)
     return (int(match[1]), int(match[2]), match[3]) if match else None

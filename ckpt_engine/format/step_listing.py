@@ -1,4 +1,4 @@
-"""Copies, seen as steps: which are whole, which history they belong to, and which is the recovery point. Pure."""
+"""Group copies by step: which steps are complete and part of the history, and which is the recovery point. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ StepKey = tuple[int, int]  # (generation, step)
 
 
 class TierShare(msgspec.Struct, frozen=True):
-    """What one tier has of a step. `counts` is false for a persistent step without a world manifest."""
+    """One tier's copies of a step. `counts` is false for a persistent step without a world manifest."""
 
     tier: Tier
     hosts: tuple[str, ...]
@@ -23,8 +23,8 @@ class TierShare(msgspec.Struct, frozen=True):
 
 
 class StepListing(msgspec.Struct, frozen=True):
-    """One step of one generation. `size_bytes` is that of one copy per rank; `committed_at` the wall clock when one of
-    its shards was hashed and counted from, None if no manifest says it."""
+    """One step of one generation. `size_bytes` counts one copy per rank. `committed_at` is the wall-clock time at which
+    one of its shards was committed, None if no manifest has it."""
 
     step: int
     generation: int
@@ -48,7 +48,7 @@ def list_steps(
     pinned: Collection[StepKey] = (),
     committed_at: Mapping[StepKey, float] | None = None,
 ) -> tuple[StepListing, ...]:
-    """The steps of these copies, newest history first. `unsealed` are those whose persistent shards do not count."""
+    """The steps of these copies, the newest history first. Persistent copies of `unsealed` steps do not count."""
     by_step: dict[StepKey, list[ShardCopy]] = defaultdict(list)
     for copy in copies:
         by_step[copy.generation, copy.step].append(copy)
@@ -68,8 +68,8 @@ def list_steps(
 
 
 def infer_lineage(keys: Iterable[StepKey]) -> Lineage:
-    """The history as far as the steps alone tell it, for folders without a record of it: a generation that saved step
-    s branched off before s, so that steps from s on of all older generations are dead."""
+    """Infer the history from the steps alone, for folders without a record of it. A generation that saved step s
+    branched off before s, so steps from s on of all older generations are dead."""
     lineage: list[LineageEntry] = []
     upto: int | None = None
     first_steps: dict[int, int] = {}

@@ -1,10 +1,10 @@
-"""Reading a shard so that what is used is what was checked: chunk by chunk, by several threads.
+"""Read a shard so that exactly the checked bytes are used: chunk by chunk, in several threads.
 
-What is hashed is always a private copy that is still in the processor's cache, so that a source which another process
-overwrites meanwhile cannot slip anything in between check and use. From memory a chunk goes straight to where it
-belongs, which saves a copy. From a disk's page cache it goes through a scratch buffer that stays in the processor's
-cache, which takes a quarter less time than to read into memory that does not; so does what belongs to no plain memory.
-The copies and the hash release the GIL. Neither torch nor numpy is needed: the engine's server uses it too.
+Only private copies are hashed, still in the processor's cache. So if another process overwrites the source meanwhile,
+nothing can slip in between check and use. A chunk from memory goes directly to its destination, which saves a copy. A
+chunk from a disk's page cache goes through a scratch buffer that stays in the processor's cache; this takes a quarter
+less time than reading into cold memory. So does a chunk whose destination is not plain memory. Copies and hashes
+release the GIL. Torch and numpy are not needed, as the engine's server uses this too.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.format.shard_format import ShardHeader
 from flyball.contracts.errors import CorruptShard
 
-THREADS = 2  # on a machine of 2 cores as fast as one memcpy; more were not faster there
-_WORTH_A_CALL_BYTES = 16 << 10  # below, a copy that keeps the GIL is cheaper
+THREADS = 2  # as fast as one memcpy on a machine of 2 cores; more were not faster there
+_WORTH_A_CALL_BYTES = 16 << 10  # below this, a copy that keeps the GIL is cheaper
 
 
 class ByteSource(Protocol):
     """One copy of a shard."""
 
     def read_into(self, target: memoryview, offset: int) -> None:
-        """Fill `target` with the bytes from `offset` on. Called from several threads at a time. Raises CorruptShard if
-        the copy ends before, or OSError."""
+        """Fill `target` with the bytes from `offset` on. Called by several threads at once. Raises CorruptShard if the
+        copy is too short, or OSError."""
 
 
 class MemorySource:
-    """A copy in mapped memory, such as a slot."""
+    """A copy in mapped memory, for example a slot."""
 
     def __init__(self, payload: memoryview) -> None:
         self._payload = payload
@@ -48,8 +48,8 @@ class MemorySource:
 
 
 class FileSource:
-    """A copy in an open file. It is read with positions, so that threads do not disturb each other, and not mapped: a
-    bad block is an OSError then, and not a SIGBUS."""
+    """A copy in an open file. Uses positioned reads, so that threads do not disturb each other, and no mapping, so that
+    a bad block is an OSError and not a SIGBUS."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -64,21 +64,21 @@ class FileSource:
 
 
 class Sink(Protocol):
-    """Where verified chunks go. Called from several threads, once for every chunk."""
+    """The destination of verified chunks. Called by several threads, once per chunk."""
 
     def pieces(self, offset: int, size_bytes: int) -> Sequence[memoryview] | None:
-        """The memory that these bytes of the shard belong to, one piece after the other, to be written at once; None if
-        `write` is to be called: a part of them is not wanted, or cannot be reached like this, or they are too many."""
+        """The memory for these bytes of the shard, piece by piece, to be written directly. None to get them by `write`
+        instead: because part of them is not wanted or not in plain memory, or there are too many pieces."""
 
     def write(self, offset: int, chunk: memoryview) -> None:
-        """Take a chunk; its bytes are valid during the call only."""
+        """Take a chunk, which is valid during the call only."""
 
 
 class MemorySink:
-    """Memory for a whole shard, such as a slot."""
+    """Memory for a whole shard, for example a slot."""
 
     def __init__(self, target: memoryview, *, before: Callable[[], None]) -> None:
-        """`before` is called ahead of each chunk; what it raises ends the reading."""
+        """`before` is called before each chunk; if it raises, the read ends."""
         self._target = target
         self._before = before
 
@@ -92,14 +92,14 @@ class MemorySink:
 
 
 class SlotFileSource(FileSource):
-    """A slot's file: memory, read by system calls."""
+    """A slot's file: memory that is read by system calls."""
 
 
 _IN_MEMORY = (MemorySource, SlotFileSource)
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy between buffers of one size, with the GIL released if that is worth it."""
+    """Copy between buffers of equal size, releasing the GIL if that is worth it."""
     if len(target) != len(source):
         raise ValueError(f"{len(source)} bytes do not fill {len(target)}")
     if source.readonly or len(target) < _WORTH_A_CALL_BYTES:
@@ -110,7 +110,7 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 
 def read_header(source: ByteSource, manifest: Manifest) -> tuple[ShardHeader, memoryview]:
-    """The header, and the verified chunks that it lies in, in private memory. Raises CorruptShard or OSError."""
+    """The header, and a private copy of the verified chunks that contain it. Raises CorruptShard or OSError."""
     first = _read_prefix(source, manifest, 1)
     needed = -(-shard_format.header_bytes(first, manifest.payload_bytes) // manifest.chunk_bytes)
     prefix = first if needed <= 1 else _read_prefix(source, manifest, needed)
@@ -134,8 +134,8 @@ def read_verified(
     chunks: Sequence[int] | None = None,
     threads: int = THREADS,
 ) -> None:
-    """Bring every chunk (or those with these indexes) to `sink`, in any order. The first error ends it: CorruptShard at
-    a bad chunk, OSError, or what the sink raises; what was brought until then is not to be used."""
+    """Read all chunks (or those with these indexes) into `sink`, in any order. Ends with the first error: CorruptShard
+    for a bad chunk, OSError, or an error of the sink. Do not use what was read by then."""
     if chunks is None:
         chunks = range(integrity.chunk_count(manifest.payload_bytes, manifest.chunk_bytes))
     if not chunks:
@@ -150,7 +150,7 @@ def read_verified(
             return None if over.is_set() else next(indexes, None)
 
     def work() -> None:
-        scratch = memoryview(mmap.mmap(-1, largest))  # a mapping, and not a bytearray: page-aligned
+        scratch = memoryview(mmap.mmap(-1, largest))  # a mapping instead of a bytearray: page-aligned
         while (index := take()) is not None:
             start = index * manifest.chunk_bytes
             size_bytes = min(manifest.chunk_bytes, manifest.payload_bytes - start)
@@ -179,7 +179,7 @@ def read_verified(
             for worker in [pool.submit(work_until_error) for _ in range(threads)]:
                 worker.result()
         finally:
-            over.set()  # also when this thread is interrupted: nobody then waits for the whole shard
+            over.set()  # also if this thread is interrupted: do not wait for the whole shard
 
 
 def _ends_early(offset: int) -> CorruptShard:

@@ -1,6 +1,6 @@
-"""The manifest of a whole step in a folder that all hosts share: written last, when every rank's shard is there. Pure.
+"""The manifest of a whole step in storage that all hosts share: written last, once every rank's shard is there. Pure.
 
-A step without one does not exist there, so that nobody takes half a step for a recovery point.
+A step without one does not count there, so nobody takes half a step for a recovery point.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ WORLD_MANIFEST_VERSION = 2
 
 
 class WorldManifest(msgspec.Struct, frozen=True):
-    """One step of one generation, by rank: the digest of the rank's manifest, as in ShardCopy.digest, and the bytes of
-    its shard. So one object tells of all copies of a step."""
+    """One step of one generation: each rank's manifest digest (as in ShardCopy.digest) and shard size. So a single
+    object lists all copies of a step."""
 
     version: int
     job: JobName
@@ -32,11 +32,11 @@ class WorldManifest(msgspec.Struct, frozen=True):
     run: RunId = ""
 
     def names(self, rank: int, digest: str) -> bool:
-        """Whether the step has this very shard."""
+        """Whether this shard belongs to the step."""
         return 0 <= rank < len(self.digests) and self.digests[rank] == digest
 
     def copy(self, rank: int, tier: Tier) -> ShardCopy:
-        """The inventory's entry for a rank's shard, in what all hosts share."""
+        """The inventory entry for a rank's shard in shared storage."""
         return ShardCopy(self.job, self.generation, self.step, rank, tier, "", self.sizes[rank], self.digests[rank])
 
 
@@ -45,13 +45,13 @@ _decoder = decoder_of(WorldManifest)
 
 
 def describe(job: str, generation: int, step: int, shards: Sequence[tuple[str, int]], *, run: str = "") -> bytes:
-    """The manifest's bytes; `shards` has (digest, size in bytes) of each rank."""
+    """The encoded manifest; `shards` has (digest, size in bytes) per rank."""
     digests, sizes = tuple(digest for digest, _ in shards), tuple(size_bytes for _, size_bytes in shards)
     return _encoder.encode(WorldManifest(WORLD_MANIFEST_VERSION, job, generation, step, digests, sizes, run))
 
 
 def decode(data: bytes, *, job: str, generation: int, step: int, run: str = "") -> WorldManifest:
-    """Raises CorruptShard unless it is the manifest of this step."""
+    """Decode the manifest. Raises CorruptShard unless it describes this step."""
     try:
         manifest = _decoder.decode(data)
     except MALFORMED as error:

@@ -1,6 +1,6 @@
-"""The control segment as a file: what it begins with, who uses it, and since when nobody does.
+"""The control segment as a file: its header, who uses it, and when it was last used.
 
-Whoever has it open holds a shared flock on it, which the kernel takes back however the process ends. Who gets the lock
+Every user holds a shared flock on it, which the kernel releases however the process ends. Whoever gets the lock
 exclusively (`reclaim`) knows that nobody uses the slots.
 """
 
@@ -22,20 +22,20 @@ from flyball.contracts.errors import Conflict, StateVersionMismatch
 MAGIC = int.from_bytes(b"FLYBSLOT", "little")
 LAYOUT_VERSION = 4
 LAST_USE_WORD = 2  # after magic and version
-_RUN_WORD = 4  # whose slots these are, as `run_key` has it; 0: nobody has said it
-HEADER_BYTES = 8192  # the words, and one text; the manifests follow
+_RUN_WORD = 4  # `run_key` of the run that owns the slots; 0: nobody has claimed them
+HEADER_BYTES = 8192  # the words and one text; the manifests follow
 DIGESTS_OFFSET = HEADER_BYTES + MAX_SLOTS * MAX_MANIFEST_BYTES  # see source_digests
 MAX_DIGESTS_BYTES = 8 << 20  # of one slot
-CONTROL_BYTES = DIGESTS_OFFSET + MAX_SLOTS * MAX_DIGESTS_BYTES  # manifests and digests are holes until they are written
+CONTROL_BYTES = DIGESTS_OFFSET + MAX_SLOTS * MAX_DIGESTS_BYTES  # manifests and digests are holes until written
 
 _HEAD = struct.Struct("<3q")
-_LOCK_TIMEOUT_S = 30.0  # a reclaimer holds the lock for the time of a few unlinks, unless the machine stands still
+_LOCK_TIMEOUT_S = 30.0  # a reclaimer holds the lock for a few unlinks only
 _LOCK_POLL_S = 0.001
 
 
 def open_in_use(path: str, initial_words: Callable[[], bytes], *, create: bool) -> int:
-    """A descriptor of the segment, with a shared flock. Raises FileNotFoundError if it is not there and `create` is not
-    set, Conflict if somebody keeps it locked, StateVersionMismatch for another layout."""
+    """Open the segment with a shared flock; returns the descriptor. Raises FileNotFoundError if it is missing and
+    `create` is not set, Conflict if somebody keeps it locked, StateVersionMismatch for another layout."""
     deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         try:
@@ -48,11 +48,11 @@ def open_in_use(path: str, initial_words: Callable[[], bytes], *, create: bool) 
             )
         if segment_files.try_lock(descriptor, path, fcntl.LOCK_SH):
             break
-        os.close(descriptor)  # it is being reclaimed: the next one is a new one
+        os.close(descriptor)  # it is being reclaimed: try again with a new one
         if time.monotonic() >= deadline_s:
             raise Conflict(
                 f"{path} stays locked by another process.",
-                hint=f"see who has it open (fuser {path}); a stopped `flyball` command or engine may have to be ended",
+                hint=f"see who has it open (fuser {path}); you may have to end a stopped `flyball` command or engine",
             )
         time.sleep(_LOCK_POLL_S)
     if read_last_use(descriptor) is None:
@@ -62,14 +62,14 @@ def open_in_use(path: str, initial_words: Callable[[], bytes], *, create: bool) 
 
 
 def boot_time_ns() -> int:
-    """Time since the machine started, which is as long as shared memory lives. It does not jump, goes on while the
-    machine sleeps, and all processes read the same; the times of the file itself are of a clock that is set, and do not
-    change with what is stored through a mapping."""
+    """Time since boot; shared memory does not live longer. It never jumps, counts while the machine sleeps, and is the
+    same for all processes. The file's own times are of no use: that clock can be set, and stores through a mapping do
+    not change them."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 def read_last_use(descriptor: int) -> int | None:
-    """When a control segment was last used (`boot_time_ns`), read without being a user of it; None if the file is no
+    """When a control segment was last used (`boot_time_ns`), without becoming a user of it. None if the file is not a
     control segment of this layout."""
     data = os.pread(descriptor, _HEAD.size, 0)
     if os.fstat(descriptor).st_size != CONTROL_BYTES or len(data) != _HEAD.size:
@@ -84,22 +84,22 @@ def write_last_use(descriptor: int, last_use_ns: int) -> None:
 
 
 def run_key(run: str) -> int:
-    """A run as one word; 0 for one without a name."""
+    """A run as one word; 0 for a run without a name."""
     return xxhash.xxh3_64_intdigest(run.encode()) >> 1 if run else 0
 
 
 def read_run(descriptor: int) -> int:
-    """The `run_key` of the run whose slots these are, 0 if nobody has said it."""
+    """The `run_key` of the run that owns the slots, 0 if nobody has claimed them."""
     return int.from_bytes(os.pread(descriptor, 8, 8 * _RUN_WORD), "little")
 
 
 def write_run(descriptor: int, key: int) -> None:
-    """Say whose slots these are from now on."""
+    """Store the run that owns the slots from now on."""
     os.pwrite(descriptor, key.to_bytes(8, "little"), 8 * _RUN_WORD)
 
 
 def other_layout(path: str) -> StateVersionMismatch:
-    """The error for a file that is no control segment of this layout."""
+    """The error for a file that is not a control segment of this layout."""
     return StateVersionMismatch(
         f"{path} is not a control segment of layout version {LAYOUT_VERSION}.",
         hint="end the job that uses it, then remove it (`flyball ckpt rm --memory`), or run the release of Flyball "

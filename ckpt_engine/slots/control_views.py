@@ -1,4 +1,4 @@
-"""What the words of a control segment say, as values. Pure."""
+"""The content of a control segment's words, as values. Pure."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ class RestoreState(IntEnum):
     PENDING = 0
     READY = 1
     FAILED = 2
-    FILE = 3  # no slot holds it, and a file of this host does: the trainer may read that
+    FILE = 3  # no slot holds the step, but a file on this host does: the trainer may read that
 
     @classmethod
     def _missing_(cls, value: object) -> RestoreState:
-        return cls.PENDING  # a word that went bad in memory says nothing, and its reader's patience has an end
+        return cls.PENDING  # a corrupt word means nothing; its reader's wait has a deadline
 
 
 class RestoreAnswer(IntEnum):
-    """How far the trainer is with what the engine brought."""
+    """How far the trainer is with the engine's offer."""
 
     NONE = 0
-    READING_FILE = 1  # the engine leaves the slots alone meanwhile
+    READING_FILE = 1  # meanwhile the engine leaves the slots alone
     DONE = 2
-    REFUSED = 3  # the bytes were bad: the engine is to bring others
+    REFUSED = 3  # the bytes were bad: the engine should bring another copy
 
 
 class ParkState(IntEnum):
@@ -40,20 +40,23 @@ class ParkState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorldWords:
-    """What the engine says of the world. Steps are of `generation`; -1 means none."""
+    """The state of the world, written by the engine. Steps belong to `generation`; -1 means none."""
 
     fence_epoch: int
     fence_generation: int
     generation: int
     step: int  # newest step committed, and replicated where configured, on all ranks
     abandoned: AbandonedSteps
-    held: frozenset[int] = frozenset()  # slow tiers write them from their slots
+    held: frozenset[int] = frozenset()  # being written by slow tiers, from their slots
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreWords:
-    """How far the engine is with bringing the restore step into a local slot. `path` is that of a shard, in state FILE,
-    and READY once the trainer has read it; `error` is why it cannot be had, in state FAILED."""
+    """How far the engine is with bringing the restore step into a local slot.
+
+    In state FILE, and READY after the trainer has read it, `path` is a shard's file. In state FAILED, `error` says why
+    the step cannot be had.
+    """
 
     generation: int
     state: RestoreState

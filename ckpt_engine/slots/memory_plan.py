@@ -1,4 +1,4 @@
-"""The memory that a host gives to checkpoints of one job, in numbers. Pure."""
+"""How much of a host's memory one job's checkpoints take. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MemoryPlan:
 
     @property
     def replica_bytes(self) -> int:
-        """Of all replicas; each has two slots, because no slow tier writes from them."""
+        """Memory for all replicas. Each has two slots, because no slow tier writes from them."""
         return MIN_SLOTS * self.payload_bytes * self.replicas * self.local_ranks
 
     @property

@@ -1,7 +1,7 @@
-"""The slots of one rank: two to four data segments and their control segment, as trainer and engine open them.
+"""The slots of one rank: two to four data segments and their control segment, as opened by trainer and engine.
 
-A data segment is a file in shared memory that holds exactly one safetensors file and nothing else. It is never resized,
-because another process may have it mapped: a shard of another size gets a new file under the same name.
+A data segment is a file in shared memory whose content is exactly one safetensors file. It is never resized, because
+another process may have it mapped: a shard of another size gets a new file under the same name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.slots import huge_pages, memory_limits, segment_files, source_digests
+from ckpt_engine.slots import memory_limits, segment_files, source_digests
 from ckpt_engine.slots.control_file import read_run, run_key, write_run
 from ckpt_engine.slots.control_segment import ControlSegment
 from ckpt_engine.slots.control_views import ParkState, RestoreState, RestoreWords, WorldWords
@@ -57,7 +57,7 @@ _log = logging.getLogger("flyball.engine")
 
 @dataclass(frozen=True, slots=True)
 class SegmentOptions:
-    """What a host sets for all its segments; see EngineSettings."""
+    """A host's settings for all its segments; see EngineSettings."""
 
     memory_limit_bytes: int = 0
     huge_pages: bool = False
@@ -68,38 +68,38 @@ class SegmentOptions:
 
 
 class RankSegments:
-    """One rank's own or replica slots on this host.
+    """One rank's own slots, or its replica slots, on this host.
 
-    `control` has the words. Writers: `begin_write`, fill the view, `mark_captured`; then a committer: `commit`. A view
-    that was given out stays valid memory for as long as it is referenced, but after the next write to the slot its
-    bytes are another step's: readers check them against the manifest, and `unchanged` afterwards.
+    A writer calls `begin_write`, fills the returned memory, and calls `mark_captured`; then a committer calls `commit`.
+    Memory that was handed out stays valid while it is referenced, but after the next write it holds another step. So
+    readers check the bytes against the manifest, and `unchanged` afterwards.
     """
 
     def __init__(self, base: str, control: ControlSegment, options: SegmentOptions) -> None:
         self.base = base
         self.control = control
         self._options = options
-        self._settled: tuple[MemoryPlan, MemoryPlan] | None = None  # as asked for, as carried out
+        self._settled: tuple[MemoryPlan, MemoryPlan] | None = None  # as requested, as carried out
         self._mappings: dict[int, tuple[tuple[int, int], memoryview]] = {}  # index -> ((inode, size), bytes)
 
     @classmethod
     def open(cls, base: str, *, create: bool = False, options: SegmentOptions | None = None) -> RankSegments:
-        """Open the segments with this base path (`contracts.segments.rank_segment`); FileNotFoundError if there are
-        none and `create` is not set. Raises StateVersionMismatch for another layout."""
+        """Open the segments with this base path (see `rank_segment`). Raises FileNotFoundError if there are none and
+        `create` is not set, StateVersionMismatch for another layout."""
         return cls(base, ControlSegment(base + CONTROL_SUFFIX, create=create), options or SegmentOptions())
 
     # --- reading ---
 
     def slots(self) -> list[SlotView]:
-        """The slots in use, and those beyond that still hold something."""
+        """The slots in use, and slots beyond that still hold something."""
         views = [self.control.slot(index) for index in range(MAX_SLOTS)]
         for view in views:
-            if view.state is SlotState.EMPTY:  # its file may be gone: a mapping would keep the memory
+            if view.state is SlotState.EMPTY:  # its file may be gone, and a mapping would keep the memory
                 self._mappings.pop(view.index, None)
         return [view for view in views if not view.surplus or view.state is not SlotState.EMPTY]
 
     def unchanged(self, view: SlotView) -> bool:
-        """Whether the slot still holds the very bytes that it held when `view` was taken."""
+        """Whether the slot still holds the same bytes as when `view` was taken."""
         return self.control.slot(view.index).sequence == view.sequence
 
     def find(self, generation: int, step: int, state: SlotState = SlotState.COMMITTED) -> SlotView | None:
@@ -116,8 +116,8 @@ class RankSegments:
         return payload
 
     def open_payload(self, index: int) -> int:
-        """A descriptor of the file whose bytes `payload` shows, to be read from without a mapping; the caller closes
-        it. Raises CorruptShard or OSError."""
+        """Open the slot's file, to read its bytes without a mapping. The caller closes the descriptor. Raises
+        CorruptShard or OSError."""
         view = self.control.slot(index)
         try:
             descriptor = segment_files.open_private(self.base + SLOT_SUFFIXES[index])
@@ -137,12 +137,12 @@ class RankSegments:
         )
 
     def manifest_bytes(self, index: int) -> bytes | None:
-        """The manifest as stored, None unless the slot is committed and the manifest whole."""
+        """The manifest as stored; None unless the slot is committed and the manifest whole."""
         return self.control.manifest(index)
 
     def committed(self, index: int) -> Manifest | None:
-        """The manifest of a committed slot; None unless it is whole and speaks of what the slot says it holds. The
-        payload is not read: check it against the digests when it is used."""
+        """The manifest of a committed slot; None unless it is whole and describes the slot's content. The payload is
+        not read: check it against the digests when you use it."""
         view = self.control.slot(index)
         data = self.control.manifest(index)
         if data is None:
@@ -154,31 +154,32 @@ class RankSegments:
         described = (manifest.generation, manifest.step, manifest.payload_bytes)
         return manifest if described == (view.generation, view.step, view.payload_bytes) else None
 
-    # --- whose they are ---
+    # --- ownership ---
 
     def claim(self, run: str) -> list[int]:
-        """These are slots of `run` from now on. What another run of the job left goes, whatever its generation: none of
-        its steps is of the history that counts. Returns these steps. For the engine, or a trainer without one."""
+        """Make these the slots of `run`. Drops everything that another run of the job left, whatever its generation, as
+        none of it is part of this run's history. Returns the dropped steps. For the engine, or a trainer without
+        one."""
         key, owner = run_key(run), read_run(self.control.descriptor)
         if key in (0, owner):
             return []
         left = [view for view in self.slots() if view.state is not SlotState.EMPTY] if owner else []
-        if owner:  # else nobody has said whose they are, as in those of an older release
+        if owner:  # else nobody has claimed them, as in older releases
             for view in left:
-                self._drop_with_memory(view.index)  # a trainer of that run may still be writing to it
+                self._drop_with_memory(view.index)  # with its memory: a trainer of that run may still be writing
             self.control.forget_run()
-        write_run(self.control.descriptor, key)  # last: who is killed before this does it again
+        write_run(self.control.descriptor, key)  # last: after a kill before this, it is done again
         return sorted(view.step for view in left)
 
     def belongs_to(self, run: str) -> bool:
-        """Whether no other run has claimed them."""
+        """Whether no other run has claimed the slots."""
         return 0 in (key := (run_key(run), read_run(self.control.descriptor))) or key[0] == key[1]
 
     # --- writing ---
 
     def settle(self, plan: MemoryPlan) -> MemoryPlan:
-        """Use as many slots as `plan` says; if memory does not allow that, two. Returns the plan that is carried out;
-        in steady state this compares two plans. Raises MemoryTooSmall if not even two slots per rank fit."""
+        """Use as many slots as planned, or two if memory does not allow more. Returns the plan as carried out; in
+        steady state this only compares two plans. Raises MemoryTooSmall if not even two slots per rank fit."""
         if self._settled is None or self._settled[0] != plan:
             self._settled = plan, self._fitting(plan)
             self.control.use_slots(self._settled[1].slots)
@@ -200,8 +201,8 @@ class RankSegments:
     def choose(
         self, world_step: int, lineage: Lineage, abandoned: Container[int], held: Collection[int]
     ) -> SlotView | None:
-        """The slot for the trainer's next shard (`slot_rules.choose_slot`). Memory of slots beyond those in use is
-        given back as soon as nothing needs them."""
+        """The slot for the trainer's next shard (see `slot_rules.choose_slot`). Gives back the memory of surplus slots
+        as soon as nothing needs them."""
         views = self.slots()
         for view in unneeded_surplus(views, world_step, lineage, abandoned, held):
             self._drop_with_memory(view.index)
@@ -215,11 +216,11 @@ class RankSegments:
     def begin_write(
         self, index: int, generation: int, step: int, payload_bytes: int, plan: MemoryPlan | None = None
     ) -> memoryview:
-        """Mark the slot as being written and return its bytes, writable, `payload_bytes` long.
+        """Mark the slot as being written, and return its memory, `payload_bytes` long.
 
-        The caller has asked `may_overwrite`. In steady state nothing is allocated; the first time, and when the size
-        changes, the segment is made anew, after its size (or that of `plan`, the whole host's) was compared with the
-        memory there is: MemoryTooSmall, and the slot is empty.
+        The caller has checked `may_overwrite`. In steady state nothing is allocated. The first time, and if the size
+        changed, a new segment is made. First its size (or the size of `plan`, for the whole host) is compared with the
+        available memory. Raises MemoryTooSmall; the slot is empty then.
         """
         self.control.begin_write(index, generation, step, payload_bytes)
         try:
@@ -230,33 +231,33 @@ class RankSegments:
         except BaseException as error:
             self.control.drop(index)
             if isinstance(error, MemoryTooSmall) and index >= MIN_SLOTS:
-                self.control.use_slots(MIN_SLOTS)  # the next save is to do without this slot
+                self.control.use_slots(MIN_SLOTS)  # the next save will do without this slot
             raise
 
     def mark_captured(self, index: int, digests: bytes = b"") -> None:
-        """The bytes are whole. `digests`: what is known of their chunks, see `source_digests`."""
+        """The bytes are whole. `digests` are the known checksums of their chunks; see `source_digests`."""
         if digests:
-            with contextlib.suppress(MemoryTooSmall, OSError):  # the committer makes them
+            with contextlib.suppress(MemoryTooSmall, OSError):  # then the committer computes them
                 source_digests.hand_over(self.control.descriptor, index, self.control.slot(index).sequence, digests)
         self.control.mark_captured(index)
 
     def handed_digests(self, view: SlotView) -> bytes:
-        """Digests that whoever filled the slot knows of the bytes that `view` showed; b"" if none can be read."""
-        with contextlib.suppress(OSError):  # the committer hashes the bytes: it must not wait for these to be readable
+        """Digests that the writer handed over for the bytes of `view`; b"" if none can be read."""
+        with contextlib.suppress(OSError):  # the committer can hash the bytes itself
             return source_digests.handed_over(self.control.descriptor, view.index, view.sequence, view.payload_bytes)
         return b""
 
     def drop(self, index: int) -> None:
-        """Give up the write that this process began."""
+        """Give up this process's write."""
         self.control.drop(index)
 
     def discard(self, view: SlotView) -> None:
-        """The bytes that `view` showed are bad and shall not count. What was written over them since does."""
+        """The bytes of `view` are bad and must not count. A newer write does count."""
         self.control.drop(view.index, view.sequence)
 
     def commit(self, view: SlotView, manifest: bytes) -> bool:
-        """Store the manifest of the bytes that `view` showed. False if the slot was overwritten meanwhile; then nothing
-        counts that was stored."""
+        """Store the manifest of the bytes of `view`. False if the slot was overwritten meanwhile; then it does not
+        count."""
         if not self.unchanged(view):
             return False
         self.control.commit(view.index, view.sequence, manifest)
@@ -270,12 +271,12 @@ class RankSegments:
     # --- files ---
 
     def close(self) -> None:
-        """Forget the mappings. Memory is given back when no view of it is left."""
+        """Drop the mappings. Memory is given back once no view of it is left."""
         self._mappings.clear()
         self.control.close()
 
     def unlink(self) -> None:
-        """Remove the files; the control segment last, so that what is left after a kill is found again."""
+        """Remove the files; the control segment last, so that after a kill the rest is found again."""
         for suffix in (*SLOT_SUFFIXES, CONTROL_SUFFIX):
             segment_files.remove(self.base + suffix)
 
@@ -301,9 +302,9 @@ class RankSegments:
     def _make(self, index: int, payload_bytes: int, plan: MemoryPlan) -> memoryview:
         path = self.base + SLOT_SUFFIXES[index]
         self._mappings.pop(index, None)
-        segment_files.remove(path)  # first, so that the old and the new one need not fit side by side
+        segment_files.remove(path)  # first, so that old and new need not fit side by side
         self._check_room(plan, max(payload_bytes, self._missing_bytes(plan)))
-        huge = self._options.huge_pages and huge_pages.are_allowed(str(Path(path).parent))
+        huge = self._options.huge_pages and memory_limits.allows_huge_pages(str(Path(path).parent))
         descriptor = segment_files.publish(
             path, payload_bytes, b"", reserve_bytes=payload_bytes, replace=True, huge_pages=huge
         )
@@ -316,13 +317,13 @@ class RankSegments:
         memory_limits.check_room(str(Path(self.base).parent), needed_bytes, plan, self._options.memory_limit_bytes)
 
     def _missing_bytes(self, plan: MemoryPlan) -> int:
-        """What the plan still needs beyond the slots of its job that are there. Ranks start together and each sees
-        memory that the others are about to take, so all of it is counted, not only one rank's."""
+        """What the plan still needs beyond its job's existing slots. All ranks' needs count, because ranks start
+        together, and each sees memory that the others are about to take."""
         folder, _, name = self.base.rpartition("/")
         prefix = f"{folder}/{name.partition('.')[0]}"
         own = parse_segment(prefix, name + CONTROL_SUFFIX)
         present = sum(
-            min(status.st_size, status.st_blocks * 512)  # of one that is being made, what it has taken so far
+            min(status.st_size, status.st_blocks * 512)  # an unfinished one counts for what it has taken so far
             for found, status in segment_files.own_segments(prefix)
             if own is not None and found.job == own.job and found.suffix in SLOT_SUFFIXES
         )

@@ -1,9 +1,9 @@
-"""Giving back the memory of segments that nobody needs any more: those of jobs that died without being recorded as
-ended, and what makers of segments left unfinished.
+"""Give back the memory of segments that nobody needs any more: of jobs that died without being recorded as ended, and
+unfinished files of dead makers.
 
-A rank's segments go only if all of this holds: no job that the engine knows has them, no process has them open (each
-user holds a shared flock on the control segment, which the kernel takes back even at a kill -9), and nobody has used
-them for the time to live. They go under the exclusive lock, so that whoever opens them meanwhile makes new ones.
+A rank's segments are removed only if the engine does not know the job, no process has them open (each user holds a
+shared flock on the control segment, which the kernel releases even at a kill -9), and nobody has used them for the time
+to live. This happens under the exclusive lock, so that whoever opens them meanwhile makes new ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from ckpt_engine.counters import Counters
 from ckpt_engine.slots import segment_files
 from ckpt_engine.slots.control_file import boot_time_ns, other_layout, read_last_use, write_last_use
 from ckpt_engine.slots.rank_segments import RankSegments
-from ckpt_engine.slots.reclaim_rules import is_reclaimable, unused_s
 from ckpt_engine.worker_thread import WorkerThread
 from flyball.contracts.errors import Conflict, FlyballError
 from flyball.contracts.on_host.segments import CONTROL_SUFFIX, SLOT_SUFFIXES, SegmentName, parse_segment
@@ -31,9 +30,20 @@ log = structlog.get_logger()
 _MOST_S, _LEAST_S = 60.0, 0.05  # between two sweeps
 
 
+def unused_s(last_use_ns: int, now_ns: int) -> float:
+    """Seconds since the last use, both in boot time. Zero if the last use is in the future: it dates from before a
+    reboot, in a folder that survived it, so the time to live begins again."""
+    return max(0, now_ns - last_use_ns) / 1e9
+
+
+def is_reclaimable(*, known: bool, in_use: bool, unused_s: float, ttl_s: float) -> bool:
+    """Whether segments can go: unknown to the engine, open in no process, unused for longer than the time to live."""
+    return not known and not in_use and unused_s > ttl_s
+
+
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """The segments of one rank on this host, as found by their names."""
+    """One rank's segments on this host, found by their names."""
 
     job: str
     replica: bool
@@ -42,11 +52,11 @@ class RankMemory:
 
 
 def list_memory(prefix: str) -> list[RankMemory]:
-    """What lies under the prefix, by job, kind and rank."""
+    """The segments under the prefix, by job, kind and rank."""
     sizes: dict[tuple[str, bool, int], int] = defaultdict(int)
     for name, path in _files(prefix):
         try:
-            size_bytes = path.lstat().st_size if name.suffix in SLOT_SUFFIXES else 0  # others make links here as well
+            size_bytes = path.lstat().st_size if name.suffix in SLOT_SUFFIXES else 0  # others make links here
         except FileNotFoundError:  # removed since it was listed
             continue
         if not name.maker_pid:
@@ -55,8 +65,8 @@ def list_memory(prefix: str) -> list[RankMemory]:
 
 
 def remove_job(prefix: str, job: str) -> list[RankMemory]:
-    """Remove a job's segments now, because somebody said so; also those of another release. Raises Conflict, and has
-    removed those of other ranks, if a process uses some."""
+    """Remove a job's segments on request, also those of another release. Raises Conflict if a process uses some; those
+    of other ranks are removed then."""
     removed: list[RankMemory] = []
     in_use: list[RankMemory] = []
     for memory in list_memory(prefix):
@@ -73,7 +83,7 @@ def remove_job(prefix: str, job: str) -> list[RankMemory]:
 
 
 def _remove(prefix: str, memory: RankMemory, *, known_jobs: Callable[[], Collection[str]], ttl_s: float | None) -> bool:
-    """Remove a rank's segments if nobody uses them and, with a `ttl_s`, has for as long. False if they stay."""
+    """Remove a rank's segments unless somebody uses them, or, with `ttl_s`, has used them since. False if they stay."""
     base = SegmentName(memory.job, memory.replica, memory.rank, "").base(prefix)
     control = base + CONTROL_SUFFIX
     try:
@@ -81,8 +91,8 @@ def _remove(prefix: str, memory: RankMemory, *, known_jobs: Callable[[], Collect
     except FileNotFoundError:
         if not any(Path(base + suffix).exists() for suffix in SLOT_SUFFIXES):
             return False  # removed since they were listed
-        # Slots that nobody can open. With a control segment of their own their time to live begins, and the lock on it
-        # keeps a trainer that starts this moment from losing what it makes.
+        # Slots without a control segment: nobody can open them. A new one starts their time to live, and its lock
+        # protects the slots of a trainer that starts right now.
         RankSegments.open(base, create=True).close()
         descriptor = segment_files.open_private(control)
     try:
@@ -92,7 +102,7 @@ def _remove(prefix: str, memory: RankMemory, *, known_jobs: Callable[[], Collect
         in_use = not segment_files.try_lock(descriptor, control, fcntl.LOCK_EX)
         now_ns = boot_time_ns()
         if last_use_ns is not None and (in_use or last_use_ns > now_ns):
-            write_last_use(descriptor, now_ns)  # in use until now, or from before the machine was started anew
+            write_last_use(descriptor, now_ns)  # in use until now, or from before a reboot
         if in_use:
             return False
         if ttl_s is not None and not is_reclaimable(
@@ -113,7 +123,7 @@ def _files(prefix: str) -> list[tuple[SegmentName, Path]]:
 
 
 class Reclaimer:
-    """Sweeps now and then, in a thread of its own."""
+    """Sweeps periodically, in a thread of its own."""
 
     def __init__(
         self,
@@ -126,21 +136,20 @@ class Reclaimer:
         self._prefix = prefix
         self._known_jobs = known_jobs
         self._ttl_s = ttl_s
-        self._told: set[str] = set()  # why something stays, once
+        self._logged: set[str] = set()  # reasons why segments stay
         self._interval_s = max(_LEAST_S, min(_MOST_S, ttl_s / 4))
         self._thread = WorkerThread("reclaim", self._sweep_now, counters=counters, retry_s=self._interval_s)
 
     def start(self) -> None:
-        """Call when the jobs of a predecessor are known again."""
+        """Call once the jobs of a previous engine process are known again."""
         self._thread.start()
 
     def close(self) -> None:
-        """No further sweep begins."""
+        """Begin no further sweep."""
         self._thread.stop()
 
     def sweep(self) -> list[RankMemory]:
-        """Remove what nobody needs; returns what was removed. What cannot be looked at (another layout, another user's)
-        is logged and stays."""
+        """Remove what nobody needs, and return it. Segments of another layout or another user are logged, and stay."""
         for name, path in _files(self._prefix):
             if name.maker_pid:
                 segment_files.remove_unfinished(str(path), name.maker_pid)
@@ -151,16 +160,16 @@ class Reclaimer:
             try:
                 gone = _remove(self._prefix, memory, known_jobs=self._known_jobs, ttl_s=self._ttl_s)
             except (FlyballError, OSError) as error:
-                self._tell(str(error), memory)
+                self._log_once(str(error), memory)
                 continue
             if gone:
                 removed.append(memory)
                 log.info("segments_reclaimed", **asdict(memory))
         return removed
 
-    def _tell(self, reason: str, memory: RankMemory) -> None:
-        if reason not in self._told:
-            self._told.add(reason)
+    def _log_once(self, reason: str, memory: RankMemory) -> None:
+        if reason not in self._logged:
+            self._logged.add(reason)
             log.warning("segments_not_reclaimed", **asdict(memory), reason=reason)
 
     def _sweep_now(self) -> float:

@@ -1,8 +1,8 @@
-"""Files in shared memory: made whole or not at all, touched before use, never larger than what the machine has.
+"""Files in shared memory: made whole or not at all, and touched before use.
 
-A page of shared memory that cannot be had is a SIGBUS at the first touch, which no one can catch in time. So the size
-is compared with every limit first (`memory_limits`), and the pages are reserved and touched, by system calls that
-report an error, before anyone is given the mapping.
+A missing page of shared memory is a SIGBUS at the first touch, which nobody can catch in time. So the size is compared
+with every limit first (`memory_limits`), and the pages are reserved and touched by system calls, which report an error
+instead, before anyone gets the mapping.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EFAULT, errno.EDQUOT)  # EFAULT:
 
 
 def own_segments(prefix: str) -> Iterator[tuple[SegmentName, os.stat_result]]:
-    """The files of segments below `prefix`, but for links and what other users have put there: the folder is the whole
-    machine's."""
+    """The segment files below `prefix`, without links and other users' files: the folder belongs to the whole
+    machine."""
     with os.scandir(Path(prefix).parent) as entries:
         for entry in entries:
             name = parse_segment(prefix, entry.name)
@@ -45,8 +45,8 @@ def own_segments(prefix: str) -> Iterator[tuple[SegmentName, os.stat_result]]:
 
 
 def open_private(path: str) -> int:
-    """Open an existing segment for reading and writing. Another user's file of that name is refused: the folder is
-    the whole machine's."""
+    """Open an existing segment for reading and writing. Refuses another user's file, because the folder belongs to the
+    whole machine."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     if os.fstat(descriptor).st_uid != os.geteuid():
         os.close(descriptor)
@@ -61,9 +61,9 @@ def publish(
 ) -> int:
     """Make a file of `size_bytes` that begins with `head`, and only then give it its name. Returns a descriptor.
 
-    The first `reserve_bytes` have their memory; the rest is a hole. Without `replace` a file that is there already
-    stays, and it is the one that is opened. Raises MemoryTooSmall when memory runs out on the way. The file is flocked
-    (shared) while it is being made: whoever can take that lock exclusively knows that its maker is dead.
+    The first `reserve_bytes` get memory, the rest is a hole. Without `replace`, an existing file is kept and opened
+    instead. Raises MemoryTooSmall if memory runs out. The maker holds a shared flock on the unfinished file: whoever
+    can lock it exclusively knows that the maker is dead.
     """
     temporary = f"{path}{_UNFINISHED}{os.getpid()}"
     Path(temporary).unlink(missing_ok=True)
@@ -96,7 +96,7 @@ def publish(
 
 
 def _no_memory(path: str, size_bytes: int, error: OSError) -> Exception:
-    """The error to raise: MemoryTooSmall if that is what `error` means, else `error` itself."""
+    """The exception to raise: MemoryTooSmall if `error` means that, else `error` itself."""
     if error.errno not in _NO_MEMORY:
         return error
     return MemoryTooSmall(
@@ -106,7 +106,7 @@ def _no_memory(path: str, size_bytes: int, error: OSError) -> Exception:
 
 
 def _populate_huge(descriptor: int, size_bytes: int) -> None:
-    """Have the pages made huge, as far as the kernel can: only a mapping that asks for them gets them."""
+    """Allocate huge pages as far as the kernel can. Only a mapping that asks for them gets them."""
     if size_bytes == 0:
         return
     with mmap.mmap(descriptor, size_bytes) as mapping:
@@ -114,26 +114,26 @@ def _populate_huge(descriptor: int, size_bytes: int) -> None:
             mapping.madvise(mmap.MADV_HUGEPAGE)
             _populate(mapping, _MADV_POPULATE_WRITE)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # EINVAL: this kernel has not got it, and small pages will do
+            if error.errno != errno.EINVAL:  # EINVAL: this kernel lacks it, and small pages will do
                 raise
 
 
 def populate_for_reading(mapping: mmap.mmap, begin: int, size_bytes: int) -> None:
-    """Have these pages of a mapping present; `begin` is a page's. Raises OSError."""
+    """Make these pages of a mapping present; `begin` is page-aligned. Raises OSError."""
     _advise(mapping, begin, size_bytes, _MADV_POPULATE_READ)
 
 
 def _populate(mapping: mmap.mmap, how: int) -> None:
-    """Have every page of a mapping present. Raises OSError."""
+    """Make every page of a mapping present. Raises OSError."""
     _advise(mapping, 0, len(mapping), how)
 
 
 def _advise(mapping: mmap.mmap, begin: int, size_bytes: int, advice: int) -> None:
-    """Without the interpreter lock, which `mmap.madvise` keeps: to populate a large shard takes seconds, and a trainer
+    """madvise, with the GIL released, unlike `mmap.madvise`: populating a large shard takes seconds, and the trainer
     has other threads."""
     first = ctypes.c_char.from_buffer(mapping, begin)
     failed = _libc.madvise(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size_bytes), advice)
-    del first  # a traceback would keep it, and a mapping with a pointer into it cannot be closed
+    del first  # a traceback would keep it, and then the mapping could not be closed
     if failed:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -141,7 +141,7 @@ def _advise(mapping: mmap.mmap, begin: int, size_bytes: int, advice: int) -> Non
 
 def try_lock(descriptor: int, path: str, kind: int) -> bool:
     """Take a flock (fcntl.LOCK_SH or LOCK_EX) on an open file, without waiting. False if another process's lock is in
-    the way, or if the file that has the name now is another one."""
+    the way, or another file has the name by now."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         named = os.stat(path)  # noqa: PTH116 - compared with fstat
@@ -152,23 +152,23 @@ def try_lock(descriptor: int, path: str, kind: int) -> bool:
 
 
 def remove(path: str) -> None:
-    """Remove a segment if it is there, and what processes left that were killed while they made it: it holds memory."""
+    """Remove a segment if it exists, and unfinished ones of killed makers, since they hold memory."""
     Path(path).unlink(missing_ok=True)
     folder, name = os.path.split(path)
-    unfinished = re.compile(re.escape(name + _UNFINISHED) + "([0-9]+)")  # and not another job whose name goes on so
+    unfinished = re.compile(re.escape(name + _UNFINISHED) + "([0-9]+)")  # and no longer job name
     for entry in os.listdir(folder):  # noqa: PTH208 - names, not paths
         if match := unfinished.fullmatch(entry):
             remove_unfinished(f"{folder}/{entry}", int(match[1]))
 
 
 def remove_unfinished(path: str, maker_pid: int) -> None:
-    """Remove a file that a process was making when it was killed. One that a live process makes stays: whoever opens
-    segments begins as soon as the old ones lose their name. The lock shows a maker in another pid namespace."""
+    """Remove an unfinished file if its maker is dead. A live one may have begun as soon as the old file lost its name.
+    The lock reveals a live maker in another pid namespace."""
     if _is_running(maker_pid):
         return
     try:
         descriptor = open_private(path)
-    except (FlyballError, OSError):  # finished or removed meanwhile; or another user's
+    except (FlyballError, OSError):  # finished or removed meanwhile, or another user's
         return
     try:
         if try_lock(descriptor, path, fcntl.LOCK_EX):
@@ -188,8 +188,8 @@ def _is_running(pid: int) -> bool:
 
 
 def write_at(descriptor: int, data: bytes, offset: int) -> None:
-    """Write all of `data`; by a system call and not through a mapping, so that a full file system is an error and not
-    a SIGBUS. Raises MemoryTooSmall."""
+    """Write all of `data`, by system calls: through a mapping, a full file system would be a SIGBUS. Raises
+    MemoryTooSmall."""
     if not data:
         return
     try:
@@ -205,9 +205,9 @@ def write_at(descriptor: int, data: bytes, offset: int) -> None:
 
 
 def map_whole(descriptor: int, size_bytes: int, *, huge_pages: bool = False, is_new: bool = False) -> mmap.mmap:
-    """Map a file with every page present, so that the first copy is as fast as the second. Pages that were used before
-    are found sixteen at a time by reading; those of a new file are not. Raises MemoryTooSmall if a page is missing and
-    cannot be had."""
+    """Map a file with every page present, so that the first copy is as fast as the second. Raises MemoryTooSmall if a
+    page cannot be had. Populating for reading maps existing pages sixteen at a time, but does not work for a new
+    file."""
     mapping = mmap.mmap(descriptor, size_bytes)
     try:
         if huge_pages:
@@ -218,7 +218,7 @@ def map_whole(descriptor: int, size_bytes: int, *, huge_pages: bool = False, is_
         if error.errno != errno.EINVAL:
             mapping.close()
             raise _no_memory("A segment", size_bytes, error) from error
-        # An older kernel. The pages are reserved, so that touching them is safe; writing back changes nothing.
+        # An older kernel. The pages are reserved, so touching them is safe; writing them back changes nothing.
         for start in range(0, size_bytes, mmap.PAGESIZE):
             mapping[start] = mapping[start]
     return mapping

@@ -1,5 +1,5 @@
-"""How many slots there are, and when one may be overwritten: one rule for own and replica slots, in the trainer and in
-the engine. Pure."""
+"""How many slots a rank has, and when one may be overwritten: the same rule for own and replica slots, in trainer and
+engine. Pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from enum import IntEnum
 
 from flyball.contracts.checkpoints import CheckpointSpec, Lineage, Tier, is_alive
 
-MIN_SLOTS = 2  # the last good step, and the one that is being written; replicas have just these
+MIN_SLOTS = 2  # the last good step, and the one being written; replicas have no more
 MAX_SLOTS = 4
 SLOW_TIERS = (Tier.DISK, Tier.PERSISTENT)
 
 
 def slot_count(spec: CheckpointSpec) -> int:
-    """Slots that a rank wants: one more for each slow tier that is on, because such a tier holds the slot that it
-    writes from, and training is not to wait for it."""
+    """Slots that a rank wants: one more for each slow tier that is on, because the tier holds the slot it writes from,
+    and training should not wait for it."""
     return min(MAX_SLOTS, MIN_SLOTS + sum(spec.policy(tier).is_on for tier in SLOW_TIERS))
 
 
@@ -37,13 +37,13 @@ class SlotView:
     step: int
     payload_bytes: int
     sequence: int  # grows with every write; the same sequence means the same bytes
-    surplus: bool = False  # of more slots than are used now: nothing new is written here
+    surplus: bool = False  # beyond the slots in use now: gets nothing new
 
 
 @dataclass(frozen=True, slots=True)
 class AbandonedSteps:
-    """Steps of the running generation that some rank will never have: some by name, and all those that are newer than
-    `world_step` and no newer than `upto`. The two must be of one moment, or `world_step` of a later one."""
+    """Steps of the running generation that some rank will never have: those in `named`, and all that are newer than
+    `world_step`, up to `upto`. Read `world_step` together with `upto`, or later."""
 
     named: frozenset[int] = frozenset()
     world_step: int = -1
@@ -56,12 +56,12 @@ class AbandonedSteps:
 def may_overwrite(
     slot: SlotView, world_step: int, lineage: Lineage, abandoned: Container[int], held: Collection[int] = ()
 ) -> bool:
-    """Whether no recovery point can need what is in `slot`.
+    """Whether no recovery point can need the content of `slot`.
 
-    `world_step` is the newest step known to be committed (and replicated, where configured) on all ranks, -1 if none;
-    `lineage` ends with the running generation; `abandoned` are steps of the running generation that some rank failed to
-    save for good; `held` are steps that a slow tier is writing, straight from their slots. A slot of a newer generation
-    than the caller's own is never his to overwrite.
+    `world_step` is the newest step known to be committed (and replicated, where configured) on all ranks, -1 if none.
+    `lineage` ends with the running generation. `abandoned` are steps of the running generation that some rank will
+    never save. `held` are steps that a slow tier is writing from their slots. A slot of a newer generation than the
+    caller's must never be overwritten.
     """
     running = lineage[-1].generation
     if slot.surplus or (slot.state is not SlotState.EMPTY and slot.generation > running):
@@ -69,10 +69,10 @@ def may_overwrite(
     if slot.state is SlotState.EMPTY:
         return True
     if slot.state is SlotState.WRITING:
-        return slot.generation < running  # of this generation: its writer is at work
+        return slot.generation < running  # of this generation: still being written
     if not is_alive(slot.generation, slot.step, lineage):
         return True
-    if slot.step in held:  # also the step that the generation began with; a step is alive in one generation only
+    if slot.step in held:  # also the generation's restore step; a step is alive in one generation only
         return False
     return slot.step < world_step or (slot.generation == running and slot.step in abandoned)
 
@@ -84,7 +84,7 @@ def choose_slot(
     abandoned: Container[int],
     held: Collection[int] = (),
 ) -> SlotView | None:
-    """The slot for the next shard: one that holds nothing of use, else the oldest step; None if all are needed."""
+    """The slot for the next shard: a useless one if there is any, else the oldest step's; None if all are needed."""
 
     def use(slot: SlotView) -> tuple[bool, int]:
         whole = slot.state in (SlotState.CAPTURED, SlotState.COMMITTED)
@@ -102,7 +102,7 @@ def unneeded_surplus(
     abandoned: Container[int],
     held: Collection[int] = (),
 ) -> list[SlotView]:
-    """The surplus slots whose memory can be given back: no recovery point needs them any more."""
+    """Surplus slots that no recovery point needs any more, so that their memory can be given back."""
     return [
         slot
         for slot in slots

@@ -17,9 +17,9 @@ from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format.manifest import Manifest, describe, entries_of
 from ckpt_engine.format.shard_format import read_header
 from ckpt_engine.format.verified_read import ByteSource, FileSource, MemorySink, MemorySource, read_verified
-from ckpt_engine.slots.slot_source import SlotSource
 from ckpt_engine.trainer.capture.capturer import Capturer
 from ckpt_engine.trainer.restore.load_shard import _Memory, load_file, read_file, read_state, restore_into
+from ckpt_engine.trainer.shard_reader import SlotSource
 from flyball.contracts.errors import CorruptShard, StateMismatch
 
 CHUNK = 4096  # so that a small state has many chunks, and its header several

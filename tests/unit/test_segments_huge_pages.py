@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_engine.slots.huge_pages import why_not
+from ckpt_engine.slots.memory_limits import why_no_huge_pages
 
 MOUNTS = """\
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
@@ -31,5 +31,5 @@ MOUNTS = """\
     ],
 )
 def test_the_mount_decides(directory: str, switch: str, reason: str) -> None:
-    said = why_not(directory, MOUNTS, switch)
+    said = why_no_huge_pages(directory, MOUNTS, switch)
     assert (reason in said) if reason else said == ""

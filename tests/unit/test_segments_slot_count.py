@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_engine.settings import load_settings
 from ckpt_engine.slots import memory_limits
-from ckpt_engine.slots.memory_order import make_fence
+from ckpt_engine.slots.control_words import make_fence
 from ckpt_engine.slots.memory_plan import MemoryPlan
 from ckpt_engine.slots.rank_segments import RankSegments, SegmentOptions, SlotState, SlotView
 from ckpt_engine.slots.slot_rules import MAX_SLOTS, slot_count
@@ -118,7 +118,7 @@ def test_the_memory_limit_is_one_more_limit_and_the_plan_counts_everything(base:
     options = SegmentOptions.of(load_settings({"FLYBALL_CKPT_MEMORY_LIMIT_BYTES": "16000"}))
     segments = RankSegments.open(base, create=True, options=options)
     assert segments.settle(plan).slots == 2  # 16000 bytes in all
-    with pytest.raises(MemoryTooSmall, match=r"the memory limit that was set is 15\.6 KiB.*Memory plan: 1001\.0 B"):
+    with pytest.raises(MemoryTooSmall, match=r"the configured memory limit is 15\.6 KiB.*Memory plan: 1001\.0 B"):
         segments.settle(replace(plan, payload_bytes=1001))
     with pytest.raises(MemoryTooSmall, match="FLYBALL_CKPT_MEMORY_LIMIT_BYTES"):
         segments.begin_write(0, 1, 0, 9000)

@@ -87,7 +87,7 @@ LEAVES: list[Any] = [
 
 def test_the_entries_of_a_state_have_names() -> None:
     """Else 0 and "0" would be one entry, and neither would be found again."""
-    with pytest.raises(UnsupportedState, match="key 0, which is no string"):
+    with pytest.raises(UnsupportedState, match="key 0, which is not a string"):
         captured({0: 1, "0": 2})  # type: ignore[dict-item]
 
 

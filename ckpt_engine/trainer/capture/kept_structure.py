@@ -1,10 +1,9 @@
-"""The structure of the state that was taken apart last, kept so that the next state need not be taken apart anew.
+"""Take a state apart faster, if it has the structure of the previous one.
 
-Between two saves of a training run hardly anything changes but numbers. `KeptStructure` walks along a state, and sees
-whether its containers have the types and keys of the last one, and its tensors the shapes, dtypes, devices, strides
-and placements, and share memory in the same way. If so, names and JSON of all that has tensors are those of last
-time; everything else is said anew. If anything is different, `state_tree.flatten` has to do it. Where the tensors lie
-is never kept: addresses are read at every save.
+Between two saves hardly anything changes but numbers. `KeptStructure` walks a state and checks that its containers have
+the same types and keys as before, that its tensors have the same shapes, dtypes, devices, strides and placements, and
+that they share memory in the same way. Then names and JSON of everything with tensors are reused, and only the rest is
+encoded again. If anything differs, `state_tree.flatten` does the work. Addresses are never kept: every save reads them.
 """
 
 from __future__ import annotations
@@ -30,53 +29,53 @@ from ckpt_engine.trainer.state.state_tree import (
     real_view,
 )
 
-_EXACT_KEYS = frozenset((str, int, bool, type(None)))  # equal ones of the same type are the same in JSON
+_EXACT_KEYS = frozenset((str, int, bool, type(None)))  # equal keys of the same type have the same JSON
 _meta = attrgetter("shape", "dtype", "device", "layout")
 
 
 class _Different(Exception):
-    """The state is not of the structure that is kept."""
+    """The state does not have the kept structure, or has one that cannot be kept."""
 
 
 class _Node(Protocol):
-    """One value of the state. `say` returns its JSON and adds its tensors to `found`; raises _Different."""
+    """One value of the state. `describe` returns its JSON and adds its tensors to `found`; raises _Different."""
 
-    def say(self, value: Any, walk: TreeWalk, found: list[torch.Tensor]) -> Json: ...  # noqa: ANN401 - any state
+    def describe(self, value: Any, walk: TreeWalk, found: list[torch.Tensor]) -> Json: ...  # noqa: ANN401 - any state
 
 
 @dataclass(frozen=True, slots=True)
-class _Anew:
-    """A value without tensors: whatever it is by now, as long as it has none."""
+class _Untracked:
+    """A value without tensors: any value, as long as it has none."""
 
     path: str
     depth: int
 
-    def say(self, value: object, walk: TreeWalk, _found: list[torch.Tensor]) -> Json:
+    def describe(self, value: object, walk: TreeWalk, _found: list[torch.Tensor]) -> Json:
         return walk.value(value, self.path, self.depth)
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A value that is a tensor, or is stored as one."""
+    """A tensor, or a value that is stored as one."""
 
     look: Callable[[Any], torch.Tensor]
     json: Json
 
-    def say(self, value: object, _walk: TreeWalk, found: list[torch.Tensor]) -> Json:
+    def describe(self, value: object, _walk: TreeWalk, found: list[torch.Tensor]) -> Json:
         found.append(self.look(value))
         return self.json
 
 
 @dataclass(frozen=True, slots=True)
 class _PlainTensors:
-    """A dict of nothing but plain tensors: their types are looked at together with their shapes."""
+    """A dict of plain tensors only. Their types are checked later, together with their shapes."""
 
     kind: type[Any]
     keys: list[object]
     key_types: list[type]
     json: Json
 
-    def say(self, value: Mapping[object, torch.Tensor], _walk: TreeWalk, found: list[torch.Tensor]) -> Json:
+    def describe(self, value: Mapping[object, torch.Tensor], _walk: TreeWalk, found: list[torch.Tensor]) -> Json:
         if type(value) is not self.kind or list(value) != self.keys or list(map(type, value)) != self.key_types:
             raise _Different
         found += value.values()
@@ -85,7 +84,7 @@ class _PlainTensors:
 
 @dataclass(frozen=True, slots=True)
 class _Container:
-    """A container that has tensors somewhere. `json` is None if it has anything else as well."""
+    """A container with tensors somewhere inside. `json` is None if it also has anything else."""
 
     kind: type[Any]
     keys: list[object] | None  # None: a list or a tuple
@@ -95,7 +94,7 @@ class _Container:
     key_json: list[Json]
     json: Json
 
-    def say(self, value: Any, walk: TreeWalk, found: list[torch.Tensor]) -> Json:  # noqa: ANN401 - any state
+    def describe(self, value: Any, walk: TreeWalk, found: list[torch.Tensor]) -> Json:  # noqa: ANN401 - any state
         if type(value) is not self.kind or len(value) != len(self.children):
             raise _Different
         items = value
@@ -103,31 +102,31 @@ class _Container:
             if list(value) != self.keys or list(map(type, value)) != self.key_types:
                 raise _Different
             items = value.values()
-        said = [child.say(item, walk, found) for child, item in zip(self.children, items, strict=True)]
+        nodes = [child.describe(item, walk, found) for child, item in zip(self.children, items, strict=True)]
         if self.json is not None:
             return self.json
         if self.keys is None:
-            return {self.tag: said} if self.tag else said
+            return {self.tag: nodes} if self.tag else nodes
         if not self.tag:
-            return dict(zip(cast("list[str]", self.keys), said, strict=True))
-        return {self.tag: [[key, item] for key, item in zip(self.key_json, said, strict=True)]}
+            return dict(zip(cast("list[str]", self.keys), nodes, strict=True))
+        return {self.tag: [[key, item] for key, item in zip(self.key_json, nodes, strict=True)]}
 
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    """A module, an optimizer...: what it says its state is."""
+    """A module, an optimizer or the like: its `state_dict`."""
 
     kind: type[Any]
     state: _Node
 
-    def say(self, value: object, walk: TreeWalk, found: list[torch.Tensor]) -> Json:
+    def describe(self, value: object, walk: TreeWalk, found: list[torch.Tensor]) -> Json:
         if type(value) is not self.kind or not has_state(value):
             raise _Different
-        return self.state.say(walk.said_by(value), walk, found)
+        return self.state.describe(walk.state_of(value), walk, found)
 
 
 def _plain(value: object) -> torch.Tensor:
-    return cast(torch.Tensor, value)  # `_looks` sees whether it is one
+    return cast(torch.Tensor, value)  # `_properties` checks that it is one
 
 
 def _as_real(value: object) -> torch.Tensor:
@@ -147,7 +146,7 @@ def _as_tensor(value: object) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Local:
-    """A sharded tensor's block, if it is sharded as it was."""
+    """A sharded tensor's block, if it is still sharded in the same way."""
 
     layout: sharded_tensors.ShardLayout
 
@@ -161,45 +160,45 @@ class _Local:
 
 
 class _Keeper:
-    """Makes the nodes of a state that was just taken apart, from the state and its JSON."""
+    """Makes the nodes for a state that was just taken apart, from the state and its JSON."""
 
     def __init__(self, walk: TreeWalk) -> None:
         self._walk = walk
-        self.names: list[str] = []  # of the tensors, in the order in which nodes find them
+        self.names: list[str] = []  # of the tensors, in the order in which the nodes find them
 
     def root(self, state: Mapping[str, object], tree: dict[str, Json]) -> _Container:
         children = [self._node(value, tree[key], key, 0) for key, value in state.items()]
         return _Container(type(state), list(state), list(map(type, state)), children, "", [], None)
 
-    def _node(self, value: Any, said: Any, path: str, depth: int) -> _Node:  # noqa: ANN401 - any state
+    def _node(self, value: Any, json_node: Any, path: str, depth: int) -> _Node:  # noqa: ANN401 - any state
         known = len(self.names)
         if isinstance(value, torch.Tensor):
-            return self._stored(value, said)
+            return self._stored(value, json_node)
         node: _Node | None = None
         if isinstance(value, Mapping):
-            node = self._mapping(value, said, path, depth)
+            node = self._mapping(value, json_node, path, depth)
         elif type(value) in (list, tuple):
-            node = self._sequence(value, said, path, depth)
+            node = self._sequence(value, json_node, path, depth)
         elif has_state(value):
-            node = _Object(type(value), self._node(self._walk.said_by(value), said, path, depth + 1))
+            node = _Object(type(value), self._node(self._walk.state_of(value), json_node, path, depth + 1))
         elif isinstance(value, np.ndarray):
-            self.names.append(said["$array"])
-            node = _Stored(_as_tensor, _raw(said))
-        return node if node is not None and len(self.names) > known else _Anew(path, depth)
+            self.names.append(json_node["$array"])
+            node = _Stored(_as_tensor, _raw(json_node))
+        return node if node is not None and len(self.names) > known else _Untracked(path, depth)
 
-    def _stored(self, value: Any, said: dict[str, Any]) -> _Stored:  # noqa: ANN401 - a DTensor, perhaps
-        ((tag, content),) = said.items()
+    def _stored(self, value: Any, json_node: dict[str, Any]) -> _Stored:  # noqa: ANN401 - a DTensor, perhaps
+        ((tag, content),) = json_node.items()
         if tag == "$dtensor":
             ((kind, name),) = content["local"].items()
             if kind != "$tensor":  # sharded and complex: seldom
                 raise _Different
             self.names.append(name)
-            return _Stored(_Local(sharded_tensors.layout_of(value)), _raw(said))
+            return _Stored(_Local(sharded_tensors.layout_of(value)), _raw(json_node))
         self.names.append(content)
-        return _Stored(_plain if tag == "$tensor" else _as_real, _raw(said))
+        return _Stored(_plain if tag == "$tensor" else _as_real, _raw(json_node))
 
-    def _mapping(self, value: Mapping[object, object], said: dict[str, Any], path: str, depth: int) -> _Node:
-        tag, pairs = "", list(said.items())
+    def _mapping(self, value: Mapping[object, object], json_node: dict[str, Any], path: str, depth: int) -> _Node:
+        tag, pairs = "", list(json_node.items())
         if len(pairs) == 1 and pairs[0][0].startswith("$"):
             tag, pairs = pairs[0]
         known = len(self.names)
@@ -211,22 +210,22 @@ class _Keeper:
             raise _Different
         keys, key_types = list(value), list(map(type, value))
         if all(isinstance(child, _Stored) and child.look is _plain for child in children):
-            return _PlainTensors(type(value), keys, key_types, _raw(said))
-        constant = _raw(said) if _are_constant(children) else None
+            return _PlainTensors(type(value), keys, key_types, _raw(json_node))
+        constant = _raw(json_node) if _are_constant(children) else None
         return _Container(type(value), keys, key_types, children, tag, [key for key, _ in pairs], constant)
 
-    def _sequence(self, value: Collection[object], said: Any, path: str, depth: int) -> _Node:  # noqa: ANN401
-        ((tag, items),) = said.items() if isinstance(said, dict) else (("", said),)
+    def _sequence(self, value: Collection[object], json_node: Any, path: str, depth: int) -> _Node:  # noqa: ANN401
+        ((tag, items),) = json_node.items() if isinstance(json_node, dict) else (("", json_node),)
         children = [
             self._node(item, content, f"{path}.{index}", depth + 1)
             for index, (item, content) in enumerate(zip(value, items, strict=True))
         ]
-        constant = _raw(said) if _are_constant(children) else None
+        constant = _raw(json_node) if _are_constant(children) else None
         return _Container(type(value), None, [], children, tag, [], constant)
 
 
-def _raw(said: Json) -> msgspec.Raw:
-    return msgspec.Raw(encode(said).encode())
+def _raw(json_node: Json) -> msgspec.Raw:
+    return msgspec.Raw(encode(json_node).encode())
 
 
 def _are_constant(nodes: Sequence[_Node]) -> bool:
@@ -234,10 +233,10 @@ def _are_constant(nodes: Sequence[_Node]) -> bool:
 
 
 class KeptStructure:
-    """What was found of a state. The same object means the same structure."""
+    """The structure of one state. The same object means the same structure."""
 
     def __init__(self, state: Mapping[str, object], tree: dict[str, Json], walk: TreeWalk) -> None:
-        """`walk` has just said `tree` of `state`. Raises _Different if the structure is one that cannot be kept."""
+        """`walk` has just made `tree` of `state`. Raises _Different if the structure cannot be kept."""
         keeper = _Keeper(walk)
         self._root = keeper.root(state, tree)
         self._names = keeper.names
@@ -245,27 +244,26 @@ class KeptStructure:
         if list(dict.fromkeys(self._names)) != list(walk.tensors):  # a tensor in a set, or in a key
             raise _Different
         found: list[torch.Tensor] = []
-        self._root.say(state, TreeWalk(walk.said), found)
-        self._looks = _looks(found)
+        self._root.describe(state, TreeWalk(walk.states), found)
+        self._properties = _properties(found)
         self._addresses = _addresses(found)
         self._sharing = _sharing(self._addresses)
 
     def take_apart(self, state: Mapping[str, object], walk: TreeWalk) -> FlatState:
-        """As `state_tree.flatten`, with a walk that has seen nothing yet. Raises _Different if the state is of another
-        structure."""
+        """As `state_tree.flatten`, with an unused walk. Raises _Different if the state has another structure."""
         found: list[torch.Tensor] = []
-        tree = cast("dict[str, Json]", self._root.say(state, walk, found))
-        if walk.tensors or _looks(found) != self._looks:
+        tree = cast("dict[str, Json]", self._root.describe(state, walk, found))
+        if walk.tensors or _properties(found) != self._properties:
             raise _Different
         addresses = _addresses(found)
         if addresses != self._addresses and _sharing(addresses) != self._sharing:
             raise _Different
-        tensors = dict(zip(self._names, found, strict=True))  # of some that are the same any one
+        tensors = dict(zip(self._names, found, strict=True))  # of aliases, any one
         return FlatState(tensors, encode(tree), self._blocks)
 
 
-def _looks(tensors: list[torch.Tensor]) -> tuple[list[object], ...]:
-    """All that decides how tensors are stored and copied, but for their addresses."""
+def _properties(tensors: list[torch.Tensor]) -> tuple[list[object], ...]:
+    """Everything that decides how tensors are stored and copied, except for their addresses."""
     if not PLAIN_TENSORS.issuperset(map(type, tensors)):
         raise _Different
     views = (_meta, torch.Tensor.stride, torch.Tensor.is_neg, torch.Tensor.is_inference)
@@ -280,7 +278,7 @@ def _addresses(tensors: list[torch.Tensor]) -> list[int]:
 
 
 def _sharing(addresses: list[int]) -> list[int]:
-    """Of each tensor, the first one at the same address."""
+    """For each tensor, the index of the first one at the same address."""
     first: dict[int, int] = {}
     return [first.setdefault(address, index) for index, address in enumerate(addresses)]
 
@@ -295,7 +293,7 @@ def take_apart(state: Mapping[str, object], kept: KeptStructure | None) -> tuple
         try:
             return kept.take_apart(state, walk), kept
         except _Different:
-            walk = TreeWalk(walk.said)
+            walk = TreeWalk(walk.states)
     tree = walk.entries(state)
     flat = FlatState(walk.tensors, encode(tree), walk.blocks)
     try:

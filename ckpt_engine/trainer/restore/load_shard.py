@@ -1,7 +1,7 @@
-"""Load a shard straight into a training state, in the trainer. What is loaded never aliases the slot it came from.
+"""Load a shard straight into a training state, from any source. The loaded state never aliases the slot it came from.
 
-The header is verified and read first, and the state compared with it. Then every chunk that has something for the
-state is verified, and its bytes go where they belong: into the memory of the state's own tensors.
+The header is verified and read first, and compared with the state. Then every chunk that the state needs is verified,
+and its bytes go directly into the memory of the state's own tensors.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from ckpt_engine.trainer.state.sharded_tensors import Meshes
 from ckpt_engine.trainer.state.state_tree import has_state
 from flyball.contracts.errors import CorruptShard
 
-_MAX_PIECES = 8  # of a chunk that are read one by one; more are cheaper to copy
+_MAX_PIECES = 8  # of a chunk, to read one by one; more are cheaper to copy
 
 
 def restore_into(state: MutableMapping[str, object], source: ByteSource, manifest: Manifest) -> None:
-    """Give every entry of `state` what was saved under its name.
+    """Load every entry of `state` with what was saved under its name.
 
-    Objects with load_state_dict get it; tensors and containers are filled in place; anything else is replaced in
-    `state`. Entries that were saved and are not in `state` are left alone, and their bytes are not read. Raises
-    StateMismatch, which names the path, if something is missing or has another shape: then nothing was written, unless
-    an object's own load_state_dict refuses. Raises CorruptShard if a chunk does not match the manifest, and OSError:
-    then `state` may be filled in part, and is to be filled again from another copy.
+    Objects get it through `load_state_dict`, tensors and containers are filled in place, and anything else is replaced
+    in `state`. Saved entries that `state` lacks are ignored, and their bytes are not read.
+
+    Raises StateMismatch, naming the path, if something is missing or has another shape. Nothing is written then, unless
+    an object's own `load_state_dict` refused. Raises CorruptShard if a chunk does not match the manifest, and OSError;
+    then `state` may be filled in part, so fill it again from another copy.
     """
     shard = _OpenShard(source, manifest)
     for key in state:
@@ -56,15 +57,15 @@ def restore_into(state: MutableMapping[str, object], source: ByteSource, manifes
 
 
 def read_state(source: ByteSource, manifest: Manifest, meshes_of: object = None) -> dict[str, Any]:
-    """The whole saved state, in memory of its own. Sharded tensors are made on the meshes of the tensors in
-    `meshes_of`. Raises CorruptShard, OSError, or StateMismatch if there is no such mesh."""
+    """Read the whole saved state into new memory. Sharded tensors are made on the meshes of the tensors in `meshes_of`.
+    Raises CorruptShard, OSError, or StateMismatch if there is no such mesh."""
     shard = _OpenShard(source, manifest)
     _, names = shard.outline(shard.entries)
     return shard.rebuild(shard.entries, shard.read(names, {}), meshes_of)
 
 
 class _OpenShard:
-    """A shard whose header is verified and parsed."""
+    """A shard with a verified and parsed header."""
 
     def __init__(self, source: ByteSource, manifest: Manifest) -> None:
         self._source = source
@@ -79,7 +80,7 @@ class _OpenShard:
         self.entries = state_tree.parse(metadata[STATE_KEY])
 
     def outline(self, wanted: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, Stored]]:
-        """The wanted entries with a `Stored` in place of every tensor and array; and those, by name."""
+        """The wanted entries with a `Stored` in place of every tensor and array; and these by name."""
         names: dict[str, Stored] = {}
 
         def leaf(tag: str, content: Any) -> Stored:  # noqa: ANN401 - JSON
@@ -90,7 +91,7 @@ class _OpenShard:
         return {key: state_tree.build(self.entries[key], leaf) for key in wanted}, names
 
     def read(self, names: Mapping[str, Stored], claims: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors of these names, as the shard has them, in the claiming tensors' memory where that can be."""
+        """Read the tensors with these names, into the claiming tensors' memory if possible."""
         tensors = destinations(self._header, names, claims)
         scatter = _Scatter(self._header, tensors)
         scatter.write(0, self._prefix)
@@ -101,13 +102,13 @@ class _OpenShard:
         scatter.check_complete()
         for name, target in claims.items():
             if name in tensors and not target.is_inference():
-                torch.autograd.graph.increment_version(target)  # autograd did not see the writing
+                torch.autograd.graph.increment_version(target)  # autograd did not see the write
         return tensors
 
     def rebuild(
         self, wanted: Mapping[str, object], tensors: Mapping[str, torch.Tensor], meshes_of: object = None
     ) -> dict[str, Any]:
-        """The wanted entries, with these tensors in them."""
+        """The wanted entries, with these tensors filled in."""
         meshes = Meshes(wanted if meshes_of is None else meshes_of)
 
         def leaf(tag: str, content: Any) -> Any:  # noqa: ANN401 - JSON in, any state out
@@ -120,7 +121,7 @@ class _OpenShard:
 
 
 class _Scatter:
-    """Brings the bytes of the shard to the tensors that they belong to."""
+    """Distributes the shard's bytes to the tensors that they belong to."""
 
     def __init__(self, header: ShardHeader, tensors: Mapping[str, torch.Tensor]) -> None:
         placed = []
@@ -135,7 +136,7 @@ class _Scatter:
         self._lock = threading.Lock()
 
     def chunks(self, chunk_bytes: int) -> list[int]:
-        """The chunks that have bytes for some tensor, in order."""
+        """The chunks with bytes of any tensor, in order."""
         found: list[int] = []
         for begin, end, _ in self._placed:
             first = max(begin // chunk_bytes, found[-1] + 1 if found else 0)
@@ -147,7 +148,7 @@ class _Scatter:
         pieces = [memory.mapped[low - first : high - first] for low, high, first, memory in parts if memory.mapped]
         if len(parts) > _MAX_PIECES or sum(len(piece) for piece in pieces) < size_bytes:
             return None
-        self._note_written(size_bytes)  # unless it turns out to be bad, which ends the reading
+        self._note_written(size_bytes)  # if the chunk turns out bad, the read ends anyway
         return pieces
 
     def write(self, offset: int, chunk: memoryview) -> None:
@@ -158,7 +159,7 @@ class _Scatter:
         self._note_written(written)
 
     def _parts(self, begin: int, end: int) -> Iterator[tuple[int, int, int, _Memory]]:
-        """What lies in these bytes of the shard: (begin, end, where the tensor begins, its memory), in order."""
+        """The tensors in these bytes of the shard: (begin, end, begin of the whole tensor, its memory), in order."""
         for place in range(bisect.bisect_right(self._ends, begin), len(self._placed)):
             first, last, memory = self._placed[place]
             if first >= end:
@@ -176,7 +177,7 @@ class _Scatter:
 
 
 class _Memory:
-    """A contiguous tensor as bytes, on any device."""
+    """The bytes of a contiguous tensor, on any device."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._bytes = tensor.reshape(-1).view(torch.uint8)
@@ -185,13 +186,13 @@ class _Memory:
     def write(self, offset: int, piece: memoryview) -> None:
         if self.mapped is not None:
             copy_bytes(self.mapped[offset : offset + len(piece)], piece)
-        else:  # returns when `piece` may be used again: it is not pinned
+        else:  # `piece` is not pinned, so this returns when it may be reused
             self._bytes[offset : offset + len(piece)].copy_(torch.frombuffer(piece, dtype=torch.uint8))
 
 
 def _filled(target: object, saved: Any, path: str) -> object:  # noqa: ANN401 - any state
-    """`target` with the saved content, in place if it can be. What `Matching` compared is not compared again; a tensor
-    whose memory was filled is copied onto itself, which torch does not do."""
+    """`target` with the saved content, filled in place if possible. `Matching` has compared them. A tensor whose memory
+    is filled already is copied onto itself, which torch skips."""
     if isinstance(target, torch.Tensor):
         with torch.no_grad():
             target.copy_(saved)
@@ -220,10 +221,11 @@ def _filled(target: object, saved: Any, path: str) -> object:  # noqa: ANN401 - 
 
 
 def load_file(path: str | Path, state: MutableMapping[str, object]) -> Manifest:
-    """Load `rank<R>.safetensors` of a disk or persistent tier, as `restore_into` does; returns its manifest.
+    """Load `rank<R>.safetensors` from a disk or persistent tier into `state`, as `restore_into` does. Returns its
+    manifest.
 
-    Raises CorruptShard if file and manifest do not fit together, or a chunk does not match: `state` may then be filled
-    in part. Raises StateMismatch if it is another state's, and OSError.
+    Raises CorruptShard if file and manifest do not fit together or a chunk does not match (`state` may then be filled
+    in part), StateMismatch if it holds another state, and OSError.
     """
     path = Path(path)
     manifest = read_manifest(path)
@@ -232,8 +234,8 @@ def load_file(path: str | Path, state: MutableMapping[str, object]) -> Manifest:
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """All that the shard holds, in memory of its own. Raises CorruptShard, StateMismatch if there are sharded tensors
-    in it (they need a state on the same mesh: `load_file`), and OSError."""
+    """Read everything in a shard file into new memory. Raises CorruptShard, OSError, and StateMismatch if it has
+    sharded tensors: they need a state on the same mesh, so use `load_file`."""
     path = Path(path)
     manifest = read_manifest(path)
     with _opened_shard(path, manifest) as source:
@@ -241,7 +243,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """What the file beside the shard `path` says of it. Raises CorruptShard or OSError."""
+    """Read the manifest file beside the shard `path`. Raises CorruptShard or OSError."""
     file = path.with_suffix(MANIFEST_SUFFIX)
     with _opened(file) as (descriptor, size_bytes):
         if size_bytes > MAX_MANIFEST_FILE_BYTES:
@@ -252,7 +254,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def load_described(path: Path, manifest: Manifest, state: MutableMapping[str, object]) -> None:
-    """As `load_file`, with a manifest that was read and checked."""
+    """As `load_file`, with a manifest that was already read and checked."""
     with _opened_shard(path, manifest) as source:
         restore_into(state, source, manifest)
 
@@ -270,12 +272,12 @@ def _opened_shard(path: Path, manifest: Manifest) -> Iterator[FileSource]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[int, int]]:
-    """Descriptor and size. Not blocking: what others put there in place of a file is refused, and not waited for."""
+    """Descriptor and size. Opened without blocking, so that a pipe in place of the file is refused, not waited for."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise CorruptShard(f"{path} is not a file.", hint="another copy is tried")
+            raise CorruptShard(f"{path} is not a regular file.", hint="another copy is tried")
         yield descriptor, status.st_size
     finally:
         os.close(descriptor)

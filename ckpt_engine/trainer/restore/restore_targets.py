@@ -1,7 +1,7 @@
-"""Which memory of a training state gets which tensor of a shard. Everything is compared before a byte is written.
+"""Match a training state with a shard: which memory gets which tensor. Everything is compared before a byte is written.
 
-Where a tensor of the state is contiguous, its own memory is the destination; everything else is read into fresh memory
-and handed over by `copy_` or `load_state_dict` afterwards.
+A contiguous tensor of the state is filled directly. Everything else is read into new memory, and handed over by `copy_`
+or `load_state_dict` afterwards.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ _WRITABLE_DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """A tensor or array as the shard has it; it stands in the state's tree for what is not read yet. `shape` is that
-    of this rank's block, `block` says where it lies, `layout` how it was sharded (None: it was not)."""
+    """A tensor or array of the shard, as a placeholder in the state's tree until it is read.
+
+    `shape` is the shape of this rank's block, `block` its place in the whole tensor, `layout` how it was sharded (None
+    if it was not).
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -47,7 +50,7 @@ class Stored:
 
 
 def stored(header: ShardHeader, tag: str, content: Any) -> Stored:  # noqa: ANN401 - JSON
-    """What stands for a leaf of the tree. Raises CorruptShard or ValueError if the shard has no such tensor."""
+    """The placeholder for a leaf of the tree. Raises CorruptShard or ValueError if the shard has no such tensor."""
     if tag == "$dtensor":
         ((local_tag, name),) = content["local"].items()
         if local_tag not in ("$tensor", "$complex_tensor"):
@@ -60,21 +63,21 @@ def stored(header: ShardHeader, tag: str, content: Any) -> Stored:  # noqa: ANN4
     block = header.blocks.get(content) or Block(shape, (0,) * len(shape))
     if tag == "$complex_tensor":
         if dtype not in _COMPLEX or shape[-1:] != (2,):
-            raise ValueError(f"{content!r} is said to be complex, and is {dtype} {shape}")
+            raise ValueError(f"{content!r} should be complex, and is {dtype} {shape}")
         block = Block(block.global_shape[:-1], block.offsets[:-1])
         shape, dtype = shape[:-1], _COMPLEX[dtype]
     return Stored(content, shape, dtype, block, is_array=tag == "$array")
 
 
 class Matching:
-    """Compares a state with what was saved, and collects `claims`: name of a stored tensor -> the tensor of the state
-    whose memory it is to fill. Nothing is written."""
+    """Compares a state with the saved one, without writing. Collects `claims`: the name of a stored tensor -> the
+    tensor of the state whose memory it should fill."""
 
     def __init__(self) -> None:
         self.claims: dict[str, torch.Tensor] = {}
 
     def match(self, target: object, saved: Any, path: str) -> None:  # noqa: ANN401 - any state
-        """Raise StateMismatch, which names the path, if `saved` cannot be loaded into `target`."""
+        """Raise StateMismatch, naming the path, if `saved` cannot be loaded into `target`."""
         if isinstance(target, torch.Tensor):
             self._tensor(target, saved, path)
         elif isinstance(target, torch.nn.Module):
@@ -82,7 +85,7 @@ class Matching:
         elif isinstance(target, torch.optim.Optimizer):
             self._optimizer(target, saved, path)
         elif has_state(target):
-            return  # it says itself whether it takes the saved state
+            return  # its `load_state_dict` decides
         elif isinstance(target, MutableMapping):
             self._mapping(target, saved, path)
         elif isinstance(target, list) and isinstance(saved, list):
@@ -133,7 +136,7 @@ class Matching:
                 found = saved_entries.get(name)
                 if not isinstance(tensor, torch.Tensor) or not isinstance(found, Stored):
                     continue
-                if tuple(tensor.shape) != found.block.global_shape:  # torch would take it, and fail at the next step
+                if tuple(tensor.shape) != found.block.global_shape:  # torch would accept it, and fail at the next step
                     raise mismatch(
                         f"{path}.state.{parameter}.{name}",
                         f"is {tuple(tensor.shape)}, and was saved as {found.described}",
@@ -145,7 +148,7 @@ class Matching:
         if not isinstance(saved, Mapping):
             raise mismatch(path, f"is a dict, and was saved as {type(saved).__name__}")
         if target.keys() == {"state", "param_groups"} and not target["state"] and saved.get("state"):
-            # It has no tensors, so that filling it would silently do nothing.
+            # It has no tensors to fill, so a restore would silently do nothing.
             what = "is the state dict of an optimizer that has not stepped yet"
             raise mismatch(path, what, "pass the optimizer itself")
         for key, item in target.items():
@@ -157,8 +160,8 @@ class Matching:
 def destinations(
     header: ShardHeader, names: Mapping[str, Stored], claims: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """For every name the tensor, as the shard has it, that its bytes are to be read into: the memory of the claiming
-    tensor, or fresh memory if there is none that can be filled, or if another one has it already."""
+    """For every name, the tensor to read its bytes into: the claiming tensor's memory, or new memory if there is no
+    such tensor, it cannot be filled directly, or another one has claimed the memory."""
     found: dict[str, torch.Tensor] = {}
     taken: dict[torch.device, list[tuple[int, int]]] = {}
     for name in names:
@@ -169,7 +172,11 @@ def destinations(
         entry = header.tensors[name]
         try:
             found[name] = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
-        except (RuntimeError, TypeError, OverflowError) as error:  # no bytes, but dimensions that torch cannot count
+        except (
+            RuntimeError,
+            TypeError,
+            OverflowError,
+        ) as error:  # no elements, and huge dimensions
             raise CorruptShard(f"Tensor {name!r} of a shard has the shape {entry.shape}: {error}.") from error
     return found
 
@@ -182,7 +189,7 @@ def mismatch(path: str, what: str, hint: str = "") -> StateMismatch:
 
 
 def _box(target: torch.Tensor, saved: Stored, path: str) -> Box:
-    """What this process holds of `target`. Raises StateMismatch if it was saved in another layout."""
+    """The part of `target` that this process holds. Raises StateMismatch if it was saved in another layout."""
     if not sharded_tensors.is_sharded(target):
         if saved.layout is not None:
             raise mismatch(path, "is whole, and was saved sharded")
@@ -206,7 +213,7 @@ def _fits(target: torch.Tensor, saved: Stored) -> bool:
 
 
 def _memory_of(target: torch.Tensor) -> torch.Tensor | None:
-    """The memory of `target`, seen as the shard has it; None if it is not one piece that can be written to."""
+    """The memory of `target`, viewed as the shard stores it; None if it is not one writable piece."""
     if sharded_tensors.is_sharded(target):
         target = sharded_tensors.local_block(target)  # type: ignore[arg-type]
     if type(target) not in _PLAIN_TENSORS or target.layout is not torch.strided or target.is_quantized:
@@ -218,7 +225,7 @@ def _memory_of(target: torch.Tensor) -> torch.Tensor | None:
 
 
 def _take(taken: list[tuple[int, int]], memory: torch.Tensor) -> bool:
-    """Whether nobody else fills a part of this memory. `taken` is sorted, and its ranges do not overlap."""
+    """Take this range of memory. False if part of it is taken. `taken` is sorted, and its ranges do not overlap."""
     begin, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
     index = bisect.bisect_right(taken, (begin, end))
     if (index > 0 and taken[index - 1][1] > begin) or (index < len(taken) and taken[index][0] < end):

@@ -1,5 +1,5 @@
-"""Sharded tensors (DTensor, as FSDP2 and tensor parallelism make them): taken apart into this rank's block and where it
-belongs, and put together again on a mesh of the process that restores.
+"""Sharded tensors (DTensor, made by FSDP2 and tensor parallelism): take them apart into this rank's block and its
+place, and put them together again on a mesh of the restoring process.
 
 In the state's tree such a tensor is
 
@@ -31,31 +31,31 @@ PlacementNode: TypeAlias = "list[str | int]"
 
 
 class NotSaveable(ValueError):
-    """Why a sharded tensor has no block of its own; to be reported with the tensor's path."""
+    """Why a sharded tensor cannot be saved, as the end of a sentence about it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """How a sharded tensor lies on its mesh; the same for the same tensor from one save to the next."""
+    """How a sharded tensor lies on its mesh. Stays the same from one save to the next."""
 
     block: Block
-    node: Mapping[str, Any]  # of the tree, without the local tensor
+    node: Mapping[str, Any]  # the tree's node, without the local tensor
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor. The module that defines them takes long to import: without it there is none."""
+    """Whether it is a DTensor. Does not import their module, which takes long: without it there are none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_block(tensor: DTensor) -> torch.Tensor:
-    """This rank's block, in the very memory of `tensor`."""
-    local: torch.Tensor = tensor._local_tensor  # `to_local` goes through autograd, at a cost per save
-    return local if type(local) is torch.Tensor else tensor.to_local().detach()  # one that is still being sent
+    """This rank's block, in the memory of `tensor` itself."""
+    local: torch.Tensor = tensor._local_tensor  # `to_local` is slower: it goes through autograd
+    return local if type(local) is torch.Tensor else tensor.to_local().detach()  # a collective is still filling it
 
 
 def layout_of(tensor: DTensor) -> ShardLayout:
-    """Where the block belongs. Raises NotSaveable if it cannot be said."""
+    """Where the block belongs. Raises NotSaveable if that cannot be expressed."""
     return _layout(tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements), tuple(local_block(tensor).shape))
 
 
@@ -67,7 +67,7 @@ def _layout(
 
     nodes = [_placement_node(placement) for placement in placements]
     if mesh.get_coordinate() is None:
-        raise NotSaveable("is sharded over a mesh that this rank is not in")
+        raise NotSaveable("is sharded over a mesh without this rank")
     expected, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     block = Block(shape, tuple(offsets))
     if tuple(expected) != local_shape or not block.holds(local_shape):
@@ -95,7 +95,7 @@ def _placement_node(placement: Placement) -> PlacementNode:
 
 
 class Meshes:
-    """The meshes on which the tensors of the state being restored lie."""
+    """The meshes of the state being restored."""
 
     def __init__(self, state: object) -> None:
         self._meshes: list[DeviceMesh] = []
@@ -105,7 +105,7 @@ class Meshes:
 
     def rebuild(self, node: Mapping[str, Any], local: torch.Tensor) -> DTensor:
         """The sharded tensor whose block is `local`. Raises StateMismatch if no tensor of the state lies on such a
-        mesh: what was sharded is restored by the same layout."""
+        mesh, because a restore needs the same layout."""
         from torch.distributed.tensor import DTensor
 
         for mesh in self._meshes:
@@ -118,7 +118,7 @@ class Meshes:
         raise StateMismatch(
             f"A tensor was saved sharded over a mesh of {node['mesh']} ({node['mesh_dim_names']}), and no tensor of "
             f"the state to restore lies on such a mesh.",
-            hint="shard the model in the same way before the restore, with as many ranks",
+            hint="before the restore, shard the model in the same way, with as many ranks",
         )
 
 
@@ -133,7 +133,7 @@ def _placement(entry: PlacementNode) -> Placement:
     if kind == "strided_shard":
         strided: type[Placement] = placement_types._StridedShard  # FSDP over tensor parallelism
         return strided(int(arguments[0]), split_factor=int(arguments[1]))  # type: ignore[call-arg]
-    raise ValueError(f"{kind!r} is no placement")
+    raise ValueError(f"{kind!r} is not a placement")
 
 
 def _tensors_in(value: object, depth: int) -> Iterator[torch.Tensor]:

@@ -1,8 +1,8 @@
-"""A training state taken apart into tensors and a JSON tree of everything else, and put together again.
+"""Take a training state apart into tensors and a JSON tree of everything else, and put it together again.
 
-Nothing is pickled: a leaf that JSON can say, with its type, is written down; any other is refused by its path. In the
-tree a list, a string, a number, a truth value and None are themselves, an object with plain string keys is a dict, and
-an object with one key that begins with `$` is something else:
+Nothing is pickled: a leaf is saved if JSON can express it with its type, else refused by its path. In the tree, lists,
+strings, numbers, booleans and None stand for themselves, an object with plain string keys is a dict, and an object with
+one key that begins with `$` is something else:
 
     {"$tensor": name} {"$array": name} {"$complex_tensor": name}      bytes in the shard
     {"$tuple": [..]} {"$set": [..]} {"$dict": [[key, value], ..]} {"$ordered": [[key, value], ..]}
@@ -37,21 +37,22 @@ PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _MAX_DEPTH = 64
 _MAX_INT_BITS = 14_000  # Python writes and reads decimals of up to 4300 digits
 _MIN_INT64, _MAX_UINT64 = -(1 << 63), (1 << 64) - 1  # what msgspec writes as integers
-# What Python, numpy and torch raise for arguments that make no sense, such as a dtype with an unbalanced bracket, a
-# number too large for a float, a device that torch does not know, or what is nested without end.
-_NONSENSE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, SyntaxError, RuntimeError)
+# Raised by Python, numpy and torch for bad arguments: a dtype with an unbalanced bracket, a number too large for a
+# float, an unknown device, endless nesting.
+_BAD_VALUE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, SyntaxError, RuntimeError)
 _TAGGED_ITEMS: dict[type, str] = {tuple: "$tuple", set: "$set", torch.Size: "$size"}
 _TAGGED_PAIRS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}  # MultiStepLR counts
 
 
 def has_state(value: object) -> bool:
-    """Whether `value` is a module, an optimizer, a scheduler, a data loader...: it says its state itself."""
+    """Whether `value` is a module, an optimizer, a scheduler, a data loader or the like: it has its own
+    `state_dict`."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 @dataclass(frozen=True, slots=True)
 class FlatState:
-    """`tensors` by name, each to be stored once; `tree` as above; where those belong that are not whole."""
+    """A state taken apart: tensors by name, each stored once, and the JSON tree. `blocks` has the sharded ones."""
 
     tensors: dict[str, torch.Tensor]
     tree: str  # JSON
@@ -59,31 +60,31 @@ class FlatState:
 
 
 def flatten(state: Mapping[str, object]) -> FlatState:
-    """Take `state` apart. Tensors are not copied. Raises UnsupportedState that names the leaf's path."""
+    """Take `state` apart, without copying tensors. Raises UnsupportedState, naming the leaf's path."""
     walk = TreeWalk()
     tree = walk.entries(state)
     return FlatState(walk.tensors, encode(tree), walk.blocks)
 
 
 def encode(tree: Json) -> str:
-    """The tree as JSON. What is in it as `msgspec.Raw` is JSON already."""
+    """Encode a tree; `msgspec.Raw` in it is JSON already."""
     try:
         return msgspec.json.encode(tree).decode()
-    except ValueError:  # half a surrogate pair: seldom, and ten times slower
+    except ValueError:  # half a surrogate pair: rare, and ten times slower
         return json.dumps(tree, separators=(",", ":"), allow_nan=False, default=_parse_raw)
 
 
 def _parse_raw(node: object) -> Json:
     if not isinstance(node, msgspec.Raw):
-        raise TypeError(f"{type(node).__name__} is no JSON")
+        raise TypeError(f"{type(node).__name__} is not JSON")
     return cast("Json", json.loads(bytes(node)))
 
 
-Leaf: TypeAlias = "Callable[[str, Any], Any]"  # (tag, its content) of what has bytes in the shard -> what it stands for
+Leaf: TypeAlias = "Callable[[str, Any], Any]"  # (tag, content) of a value with bytes in the shard -> the value
 
 
 def parse(tree: str) -> dict[str, Json]:
-    """The entries of a tree of `flatten`, each to be given to `build`. Raises CorruptShard."""
+    """The entries of a tree that `flatten` made, to be passed to `build` one by one. Raises CorruptShard."""
     try:
         entries = json.loads(tree)
     except (ValueError, RecursionError) as error:
@@ -94,17 +95,17 @@ def parse(tree: str) -> dict[str, Json]:
 
 
 def build(node: Json, leaf: Leaf) -> Any:  # noqa: ANN401 - any state
-    """An entry of the state again, of containers and leaves of the same types. `leaf(tag, content)` makes what has
-    bytes in the shard: `from_tensor` does for all but `$dtensor`. Raises CorruptShard for what
-    `flatten` never makes."""
+    """Rebuild an entry of the state, with containers and leaves of the same types. `leaf(tag, content)` makes the
+    values that have bytes in the shard; `from_tensor` does it for all tags but `$dtensor`. Raises CorruptShard for a
+    node that `flatten` never makes."""
     try:
         return _build(node, leaf)
-    except _NONSENSE as error:
+    except _BAD_VALUE as error:
         raise _does_not_parse(repr(error)) from error
 
 
 def from_tensor(tag: str, tensor: torch.Tensor) -> Any:  # noqa: ANN401 - a tensor or an array
-    """What is to be returned for a tag whose content is the name of `tensor`. Raises KeyError for other tags."""
+    """The value for a tag whose content is the name of `tensor`. Raises KeyError for other tags."""
     return _FROM_TENSOR[tag](tensor)
 
 
@@ -114,32 +115,32 @@ def _does_not_parse(why: object) -> CorruptShard:
 
 @dataclass(slots=True)
 class TreeWalk:
-    """Says in JSON what it is shown, and collects the tensors."""
+    """Describes values in JSON, and collects their tensors."""
 
-    said: dict[int, tuple[object, object]] = field(default_factory=dict)  # by id: an object, and its state, asked once
+    states: dict[int, tuple[object, object]] = field(default_factory=dict)  # by id: an object, and its state_dict
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     blocks: dict[str, Block] = field(default_factory=dict)
     _names: dict[int, list[tuple[torch.Tensor, str]]] = field(default_factory=dict)  # by address
 
     def entries(self, state: Mapping[str, object]) -> dict[str, Json]:
-        """The tree of a whole state."""
+        """Make the tree of a whole state."""
         for key in state:
             if type(key) is not str:
                 raise UnsupportedState(
-                    f"The state has the key {key!r}, which is no string.",
-                    hint="name its entries: a dict below may have any keys",
+                    f"The state has the key {key!r}, which is not a string.",
+                    hint="give each entry a name; dicts further down may have any keys",
                 )
         return {key: self.value(value, key, 0) for key, value in state.items()}
 
-    def said_by(self, value: object) -> object:
-        """What an object says its state is."""
-        if id(value) not in self.said:
-            self.said[id(value)] = value, cast(Any, value).state_dict()  # held, so that no other gets its id
-        return self.said[id(value)][1]
+    def state_of(self, value: object) -> object:
+        """An object's `state_dict`, asked for once."""
+        if id(value) not in self.states:
+            self.states[id(value)] = value, cast(Any, value).state_dict()  # held, so that no other gets its id
+        return self.states[id(value)][1]
 
     def value(self, value: object, path: str, depth: int) -> Json:
         if depth > _MAX_DEPTH:
-            raise _unsupported(path, "is nested deeper than anything that ends")
+            raise _unsupported(path, f"is nested more than {_MAX_DEPTH} levels deep")
         kind = type(value)
         if value is None or kind in (bool, int, str):
             return self._integer(cast(int, value), path) if kind is int else cast(Json, value)
@@ -151,7 +152,7 @@ class TreeWalk:
         if isinstance(value, Mapping):
             return self._mapping(value, path, depth)
         if has_state(value):
-            return self.value(self.said_by(value), path, depth + 1)
+            return self.value(self.state_of(value), path, depth + 1)
         return self._leaf(value, path)
 
     @staticmethod
@@ -160,10 +161,10 @@ class TreeWalk:
             return value
         if value.bit_length() > _MAX_INT_BITS:
             raise _unsupported(path, f"is an integer of more than {_MAX_INT_BITS} bits")
-        return msgspec.Raw(str(value).encode())  # a random generator's state, say
+        return msgspec.Raw(str(value).encode())  # part of a random generator's state, for example
 
     def _items(self, items: Collection[object], path: str, depth: int) -> list[Json]:
-        if set(map(type, items)) == {int}:  # the numbers of an optimizer's parameters, say
+        if set(map(type, items)) == {int}:  # an optimizer's parameter numbers, for example
             return [self._integer(number, path) for number in cast("Collection[int]", items)]
         return [self.value(item, f"{path}.{index}", depth + 1) for index, item in enumerate(items)]
 
@@ -196,7 +197,7 @@ class TreeWalk:
             layout = sharded_tensors.layout_of(tensor)
         except NotSaveable as reason:
             raise UnsupportedState(
-                f"The state at {path!r} {reason}.", hint="redistribute it, or save what it was made from"
+                f"The state at {path!r} {reason}.", hint="redistribute it, or save the tensor it was made from"
             ) from None
         local = self._tensor(sharded_tensors.local_block(tensor), path)
         ((kind, name),) = cast("dict[str, str]", local).items()
@@ -206,7 +207,7 @@ class TreeWalk:
         return {"$dtensor": {"local": local, **layout.node}}
 
     def _name(self, tensor: torch.Tensor, path: str) -> str:
-        """Tensors that are the same memory, seen the same way, are stored once."""
+        """Name a tensor. Tensors that view the same memory in the same way are stored once."""
         address = tensor.data_ptr()  # 0 for an empty one; unique among the devices of a machine
         here = self._names.get(address) if address else None
         if here is not None:
@@ -250,13 +251,13 @@ class TreeWalk:
 
 
 def real_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A complex tensor as it is stored."""
+    """A complex tensor in its stored form."""
     return torch.view_as_real(tensor.detach().resolve_conj())
 
 
 def array_as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """A numpy array as it is stored. Raises TypeError or ValueError if torch has no such dtype."""
-    in_place = array.flags.c_contiguous and array.flags.writeable  # else torch cannot look at it
+    """A numpy array in its stored form. Raises TypeError or ValueError if torch has no such dtype."""
+    in_place = array.flags.c_contiguous and array.flags.writeable  # else torch cannot view it
     return torch.from_numpy(array if in_place else np.array(array))
 
 
@@ -293,7 +294,7 @@ def _build(node: Any, leaf: Leaf) -> Any:  # noqa: ANN401 - any state
 def _torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name!r} is no dtype")
+        raise TypeError(f"{name!r} is not a dtype")
     return dtype
 
 
