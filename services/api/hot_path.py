@@ -166,7 +166,7 @@ class ReportDesk:
             reply = self._ingest.accept(self._decode(body, host_id), host_id=host_id, size_bytes=len(body))
         except FlyballError as error:
             if isinstance(error, OtherVersion):
-                self._ingest.hear(host_id)
+                self._ingest.note_alive(host_id)
             return self.refusal(details_of(error), headers)
         except Exception:  # the connection's outermost frame: the daemon retries, and others are not affected
             log.exception("unexpected error while taking a report", host_id=host_id)

@@ -68,7 +68,7 @@ class Sensor(SimulatedProcess):
 
     def _sync(self) -> float:
         """Exchange state with the database: expected hosts, neighbours, learned jobs, vouches."""
-        vouch = self._ingest.vouches.tell(self.clock.monotonic_s())
+        vouch = self._ingest.vouches.take(self.clock.monotonic_s())
         try:
             self._ingest.expect_hosts(self._status.hosts_with_placement())
             if plan := next((g.plan for g in reversed(self._memory.generations.values())), None):
@@ -80,7 +80,7 @@ class Sensor(SimulatedProcess):
             name, at = f"sensor.{self.name}", self.clock.wall_s()
             self._status.vouch(sensor=name, at=at, ages_ms=vouch.ages_ms, hosts=vouch.hosts)
         except OUTAGES:
-            self._ingest.vouches.not_told()
+            self._ingest.vouches.not_stored()
             self._detector.doubt(self.clock.monotonic_s(), EXPECT_EVERY_S + BACKLOG_S)
         return EXPECT_EVERY_S
 

@@ -103,7 +103,7 @@ def test_a_sensor_with_a_wrong_clock_still_records_when_a_host_reported(
     sensor = assembly.dependencies(Authenticator("s" * 32), health).sensor
     assert sensor is not None
     before = SystemClock().wall_s()
-    sensor.vouches.heard("host-a", SystemClock().monotonic_s())
+    sensor.vouches.note_report("host-a", SystemClock().monotonic_s())
     told_at = asyncio.run(first_vouch(sensor))
     assert outside_s(told_at, before, SystemClock().wall_s()) < 60.0  # including a pause while the clock is measured
     assembly.close()

@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 from flyball.contracts.cluster import HostFacts
 from flyball.contracts.reports.signals import EngineStatus, HostSilent, Report
 from flyball.contracts.wire import WIRE_VERSION
-from services.sensor.detector.correlation import CorrelationSettings, Fall, due_groups, groups_of
+from services.sensor.detector.correlation import Fall, due_groups, groups_of
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
 
 TICK_S = 0.1
-SETTINGS = CorrelationSettings()
 
 falls = st.lists(
     st.builds(
@@ -32,11 +31,11 @@ def test_everyone_who_is_due_comes_once_and_within_a_bound(waiting: list[Fall]) 
     left = {fall.host_id: fall for fall in waiting}
     for tick in range(500):
         now_s = tick * TICK_S
-        for group in due_groups(list(left.values()), now_s, SETTINGS):
+        for group in due_groups(list(left.values()), now_s):
             came = [left.pop(host_id) for host_id in group.host_ids]
             assert all(fall.due_s <= now_s for fall in came)
             first = min(fall.due_s for fall in came)
-            assert now_s <= first + SETTINGS.wait_s + 5.0 + TICK_S
+            assert now_s <= first + 1.0 + 5.0 + TICK_S
             domains = {fall.domain for fall in came}
             assert group.domain == (came[0].domain if len(came) > 1 and len(domains) == 1 else "")
             last_seen = [fall.last_seen_s for fall in came]

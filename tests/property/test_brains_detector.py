@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flyball.contracts.cluster import HostFacts
 from flyball.contracts.reports.signals import EngineStatus, HostReturned, HostSilent, Report
 from flyball.contracts.wire import WIRE_VERSION
+from services.sensor.detector import host_silence
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
-from services.sensor.detector.heard_hosts import SilenceSettings
 
 TICK_S = 0.1
 
@@ -78,11 +80,12 @@ def test_a_sensor_that_sleeps_accuses_nobody(naps: list[float]) -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 200), st.sets(st.integers(0, 200), max_size=3)), max_size=200))
 def test_memory_is_bounded_whoever_reports_what(reports: list[tuple[int, set[int]]]) -> None:
-    detector = FaultDetector(DetectorSettings(silence=SilenceSettings(max_hosts=20)))
+    detector = FaultDetector(DetectorSettings())
     now = 10.0
     for number, named in reports:
         now += 0.05
-        detector.observe(report(f"h{number}", now, 1.0, tuple(f"h{n}" for n in sorted(named))), now)
+        with patch.object(host_silence, "MAX_HOSTS", 20):
+            detector.observe(report(f"h{number}", now, 1.0, tuple(f"h{n}" for n in sorted(named))), now)
         detector.tick(now)
         assert len(detector._silence) <= 20
         assert len(detector._peers) <= 20

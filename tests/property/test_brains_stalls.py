@@ -9,6 +9,7 @@ from flyball.contracts.cluster import Activity, HostFacts, Phase, RankStatus
 from flyball.contracts.reports.rank_columns import RankSteps, in_columns, steps_together
 from flyball.contracts.reports.signals import EngineStatus, RankStalled, Report, SignalBody
 from flyball.contracts.wire import WIRE_VERSION
+from services.sensor.detector.job_pace import FROZEN_MAX_S
 from services.sensor.detector.patience import StallSettings
 from services.sensor.detector.rank_stalls import StallWatch
 
@@ -105,7 +106,7 @@ def test_frozen_ranks_are_found_in_ten_seconds_whatever_was_before(
     job.pause([(Activity.STOPPED, "") if rank in frozen else WAITS for rank in range(RANKS)], 11.0)
     (stall,) = job.found
     assert isinstance(stall, RankStalled) and stall.stance == "frozen"
-    assert set(stall.ranks) == frozen and stall.deadline_s <= SETTINGS.frozen_most_s
+    assert set(stall.ranks) == frozen and stall.deadline_s <= FROZEN_MAX_S
 
 
 @settings(max_examples=60, deadline=None)

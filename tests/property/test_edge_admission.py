@@ -66,7 +66,7 @@ def test_an_honest_daemon_is_accepted_and_a_repetition_is_not(course: list[tuple
             return error
         finally:
             assert msgspec.structs.asdict(report) == before
-        admission.taken(report, now_s=now_s)
+        admission.accepted(report, now_s=now_s)
         return None
 
     for kind, value in course:

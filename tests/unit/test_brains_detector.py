@@ -16,8 +16,8 @@ from flyball.contracts.reports.signals import (
     SignalBody,
 )
 from flyball.contracts.wire import WIRE_VERSION
+from services.sensor.detector import host_silence
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
-from services.sensor.detector.heard_hosts import SilenceSettings
 
 TICK_S = 0.1
 
@@ -82,7 +82,7 @@ def test_a_witness_makes_it_quick() -> None:
     assert body.host_id == "b" and body.witnesses == ("a",)
     assert 2.9 < at - stopped_at < 3.3  # three intervals
     assert [b for _, b in cluster.signals if isinstance(b, PeerUnreachable)] == [
-        PeerUnreachable("b", "The engine of a lost b and cannot connect to it again.")
+        PeerUnreachable("b", "The engine of a lost b and cannot reconnect.")
     ]
 
 
@@ -156,7 +156,7 @@ def test_an_irregular_host_gets_a_longer_deadline() -> None:
 
 def test_an_expected_host_that_never_reports_is_silent() -> None:
     cluster = Cluster("a")
-    cluster.detector.expect("ghost", cluster.now, heard_ago_s=60.0)
+    cluster.detector.expect("ghost", cluster.now, report_ago_s=60.0)
     cluster.run(40)
     ((at, body),) = cluster.silent()
     assert body.host_id == "ghost" and 29.0 < at - 100.0 < 31.0
@@ -165,22 +165,22 @@ def test_an_expected_host_that_never_reports_is_silent() -> None:
 def test_a_host_that_reports_to_another_sensor_is_silent_only_once_it_does_so_no_more() -> None:
     cluster = Cluster("a")
     for _ in range(60):
-        cluster.detector.expect("elsewhere", cluster.now, heard_ago_s=0.5)
+        cluster.detector.expect("elsewhere", cluster.now, report_ago_s=0.5)
         cluster.run(1)
     assert not cluster.silent()
     died_at = cluster.now
     for second in range(40):
-        cluster.detector.expect("elsewhere", cluster.now, heard_ago_s=0.5 + second)
+        cluster.detector.expect("elsewhere", cluster.now, report_ago_s=0.5 + second)
         cluster.run(1)
     ((at, body),) = cluster.silent()
     assert body.host_id == "elsewhere" and 28.0 < at - died_at < 32.0
-    cluster.detector.expect("elsewhere", cluster.now, heard_ago_s=0.5)  # it is back, there
+    cluster.detector.expect("elsewhere", cluster.now, report_ago_s=0.5)  # it is back, there
     assert not cluster.detector.suspicion()
 
 
-def test_memory_is_bounded() -> None:
-    settings = DetectorSettings(silence=SilenceSettings(max_hosts=50))
-    detector = FaultDetector(settings)
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_silence, "MAX_HOSTS", 50)
+    detector = FaultDetector(DetectorSettings())
     for number in range(1000):
         now = 100.0 + number * 0.05
         detector.observe(report(f"host-{number}", now, unreachable=("x", f"host-{number + 1}")), now)

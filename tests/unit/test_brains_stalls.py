@@ -219,7 +219,7 @@ def test_a_frozen_process_is_found_in_two_seconds(job: Job) -> None:
     assert stall.ranks == (2,) and stall.step == 999 and stall.phase is Phase.STEP
     assert 2.0 < stall.silent_s < 3.0 and stall.deadline_s == 2.0
     assert stall.stance == "frozen" and stall.seen.startswith("stopped by a signal")
-    assert stall.limit == "what a stopped process is given while others run"
+    assert stall.limit == "the deadline of a stopped process while others run"
 
 
 @pytest.mark.parametrize(("step_s", "deadline_s"), [(0.9, 2.0), (3.0, 6.0), (60.0, 10.0)])

@@ -10,7 +10,7 @@ from flyball.contracts.reports.rank_columns import in_columns
 from flyball.contracts.reports.signals import EngineStatus, HostReturned, HostSilent, HostSuspect, Report, SignalBody
 from flyball.contracts.wire import WIRE_VERSION
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
-from services.sensor.detector.heard_hosts import SilenceSettings
+from services.sensor.detector.watched_host import SilenceSettings
 from services.sensor.detector.witnesses import MAX_NEIGHBOURS, neighbours
 
 TICK_S = 0.1

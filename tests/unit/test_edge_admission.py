@@ -30,7 +30,7 @@ from flyball.contracts.reports.signals import (
     SignalBody,
 )
 from flyball.contracts.wire import WIRE_VERSION, decode, encode
-from services.sensor.reports.admission import Admission, AdmissionSettings
+from services.sensor.reports.admission import Admission
 
 NOW = 1_700_000_000.0
 
@@ -55,7 +55,7 @@ def signal(seq: int = 1, *, source: str = "host-a", at: float = NOW, body: Signa
 
 def take(admission: Admission, message: Report, *, now: float = NOW, now_s: float = 0.0) -> None:
     admission.check(message, host_id="host-a", now=now, now_s=now_s)
-    admission.taken(message, now_s=now_s)
+    admission.accepted(message, now_s=now_s)
 
 
 def refusal(admission: Admission, message: Report, *, now: float = NOW, now_s: float = 0.0) -> FlyballError:
@@ -96,7 +96,7 @@ def test_a_daemon_that_does_not_number_its_reports_is_ordered_by_their_dates() -
 
 
 def test_a_restarted_daemon_is_taken_at_once_and_the_older_one_no_more() -> None:
-    admission = Admission(AdmissionSettings(resume_after_s=30.0))
+    admission = Admission()
     take(admission, report(50))
     take(admission, report(1, incarnation="two", succeeds=("one",)), now_s=0.1)
     error = refusal(admission, report(51), now_s=2.0)
@@ -128,7 +128,7 @@ def test_a_reinstalled_machine_is_accepted_at_once_when_the_old_daemon_is_silent
 
 
 def test_the_older_daemon_is_accepted_again_when_the_second_one_ended() -> None:
-    admission = Admission(AdmissionSettings(resume_after_s=30.0))
+    admission = Admission()
     take(admission, report(50))
     take(admission, report(1, incarnation="two", succeeds=("one",)), now_s=1.0)
     refusal(admission, report(51), now_s=30.0)
@@ -138,7 +138,7 @@ def test_the_older_daemon_is_accepted_again_when_the_second_one_ended() -> None:
 
 @pytest.mark.parametrize("sent_at", [NOW + 3600.0, NOW + 60.5, NOW - 60.5, NOW - 86_400.0, 0.0])
 def test_a_wrong_date_is_answered_with_the_time(sent_at: float) -> None:
-    admission = Admission(AdmissionSettings(max_clock_error_s=60.0))
+    admission = Admission()
     error = refusal(admission, report(1, sent_at=sent_at))
     assert isinstance(error, WrongClock)
     assert error.server_time == NOW
@@ -185,10 +185,10 @@ def test_reports_about_other_hosts_are_refused(message: Report, kind: type[Flyba
 
 
 def test_the_host_that_was_silent_for_longest_makes_room() -> None:
-    admission = Admission(AdmissionSettings(max_hosts=2))
+    admission = Admission(max_hosts=2)
     for host_id in ("a", "b", "a", "c"):
         message = report(1 if host_id != "a" else 10, host_id=host_id)
-        admission.taken(message, now_s=0.0)
+        admission.accepted(message, now_s=0.0)
     admission.check(report(1, host_id="b"), host_id="b", now=NOW, now_s=0.0)
     with pytest.raises(ReportReplayed):
         admission.check(report(10, host_id="a"), host_id="a", now=NOW, now_s=0.0)

@@ -244,11 +244,11 @@ def test_a_generation_that_is_new_to_the_sensor_is_looked_for_at_once() -> None:
     rig = Rig()
     rig.know(Placements({}, PLACED))
     rig.say("a", ranks=(status(0, generation=4),))
-    assert rig.ingest._is_new_heard.is_set()
-    rig.ingest._is_new_heard.clear()
+    assert rig.ingest._is_generation_new.is_set()
+    rig.ingest._is_generation_new.clear()
     rig.clock.now_s += 1.0
     rig.say("a", ranks=(status(0, generation=4),))
-    assert not rig.ingest._is_new_heard.is_set()  # and once: a host that lies is answered at the usual pace
+    assert not rig.ingest._is_generation_new.is_set()  # and once: a host that lies is answered at the usual pace
 
 
 NEXT = msgspec.structs.replace(PLAN, generation=4, parent=3)

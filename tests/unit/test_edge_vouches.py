@@ -60,8 +60,8 @@ def test_two_sensors_of_one_name_keep_no_dead_host_of_the_other_alive(tmp_path: 
         telling.cancel()
 
     early, late = sensor("i1", NOW), sensor("i2", NOW)
-    early.vouches.heard("dead", NOW - 40.0)
-    late.vouches.heard("alive", NOW)
+    early.vouches.note_report("dead", NOW - 40.0)
+    late.vouches.note_report("alive", NOW)
     for one in (early, late, early, late):  # the second time with the names of the first
         asyncio.run(vouch(one))
     with database.read() as connection:

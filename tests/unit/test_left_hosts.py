@@ -56,7 +56,7 @@ def test_a_host_that_left_although_it_should_have_ranks_is_missed() -> None:
     detector = FaultDetector(DetectorSettings())
     run_until(detector, 100.0, 110.0, "a", "b")
     detector.leave("b")
-    detector.expect("b", 110.0, heard_ago_s=0.0)
+    detector.expect("b", 110.0, report_ago_s=0.0)
     found = run_until(detector, 110.0, 170.0, "a")
     assert [body.host_id for body in found if isinstance(body, HostSilent)] == ["b"]
 
@@ -76,12 +76,12 @@ def test_a_farewell_survives_the_wire_both_ways_and_old_daemons_send_none() -> N
 
 def test_no_sensor_vouches_for_a_host_that_left() -> None:
     vouches = Vouches()
-    vouches.heard("a", 1.0)
-    vouches.heard("b", 1.0)
-    assert vouches.tell(1.0).hosts == ["a", "b"]
-    vouches.left("b")
-    vouches.left("never-heard-of")
-    assert vouches.tell(2.0).hosts == ["a"]
+    vouches.note_report("a", 1.0)
+    vouches.note_report("b", 1.0)
+    assert vouches.take(1.0).hosts == ["a", "b"]
+    vouches.leave("b")
+    vouches.leave("never-heard-of")
+    assert vouches.take(2.0).hosts == ["a"]
 
 
 def host(host_id: str, **changes: object) -> HostView:

@@ -38,7 +38,7 @@ def sensor_router(ingest: Ingest) -> APIRouter:
         try:
             reply = ingest.accept(decode_report(body), host_id=host_id, size_bytes=len(body))
         except OtherVersion:
-            ingest.hear(host_id)
+            ingest.note_alive(host_id)
             raise
         return json_response(reply)
 

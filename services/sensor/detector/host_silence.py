@@ -1,10 +1,9 @@
 """Which hosts stopped reporting. Pure: time comes in as an argument.
 
-A host is yellow (suspect) well before it is red (silent), and its neighbours are asked as soon as it is yellow. One
-that a neighbour hears, or whose ranks must be alive because the others of their job make steps, is not called silent:
-only its way to this sensor is cut. Red at its deadline needs a witness: another host, itself heard of, whose engine
-cannot reach it either. Without one the sensor may be the one that is cut off, so it waits longer, and longest when
-many are not heard of.
+A host is yellow (suspect) well before it is red (silent). Its neighbours are asked as soon as it is yellow. If one of
+them reaches it, or its job completes steps, which needs its ranks, only its way to this sensor is cut: it stays
+yellow. To turn red at its deadline it needs a witness: another host, itself reporting, whose engine cannot reach it.
+Without a witness this sensor may be the one that is cut off. So it waits longer, and longest when many are overdue.
 """
 
 from __future__ import annotations
@@ -17,25 +16,32 @@ from typing import Protocol
 import msgspec
 
 from flyball.contracts.reports.signals import HostReturned, HostSilent, HostSuspect, Report, SignalBody
-from services.sensor.detector.correlation import Fall, SilentHosts, due_groups, groups_of
-from services.sensor.detector.heard_hosts import HeardHost, SilenceSettings
+from services.sensor.detector.correlation import WINDOW_S, Fall, SilentHosts, due_groups, groups_of
+from services.sensor.detector.watched_host import FORGET_AFTER_S, SilenceSettings, WatchedHost
 from services.sensor.detector.witnesses import Witnesses
 
-_SCAN_S_PER_SUSPECT = 1e-4  # between two looks at the suspects: a look at 5,000 takes 0.08 s
+MAX_HOSTS = 20_000  # the one that is silent for longest makes room
+_ELSEWHERE_SUSPECT_FACTOR = 0.5  # as `suspect_factor`, for a host that reports to another sensor
+_MANY_HOSTS, _MANY_FRACTION = 3, 0.5  # so many overdue hosts, and such a part of all, or all of several, are a mass
+# Ranks may not need each other, and so steps alone count only for a while. Even less if neighbours cannot reach the
+# host: then it may train, but nobody holds its checkpoints.
+_STEPS_ALONE_MAX_S, _ACCUSED_MAX_S = 30.0, 10.0
+_ELSEWHERE_AFTER_S = 2.0  # without a report here, a newer one elsewhere counts, whatever the clocks say
+_SCAN_S_PER_SUSPECT = 1e-4  # pause between two looks at the suspects: a look at 5,000 takes 0.08 s
 _MAX_SCAN_S = 1.0
 _LEAST_EVERY_S = 10.0
-_BEAT_S = 0.5  # how far apart two reports are told at least; less is the jitter of how it is told
+_JITTER_S = 0.5  # two report times that differ by less than this are of the same report
 
 
 class Training(Protocol):
-    """What the steps of a job tell of its hosts."""
+    """What the steps of a job show about its hosts."""
 
     def stepped_s(self, host_id: str) -> float:
-        """When a job that has ranks on the host last made a step that any of its ranks told of; -inf: never."""
+        """When a job with ranks on this host last completed a step on any host; -inf: never."""
         ...
 
     def advances(self, host_id: str, now_s: float) -> bool:
-        """Whether such a job has made a step within the time that its steps usually take."""
+        """Whether such a job has completed a step within the time that it usually takes."""
         ...
 
 
@@ -51,29 +57,29 @@ class Suspicion(msgspec.Struct, frozen=True):
 
 
 class _Case(msgspec.Struct, frozen=True):
-    """A yellow host, weighed."""
+    """The evidence about a yellow host."""
 
     name: str
-    host: HeardHost
+    host: WatchedHost
     deadline_s: float
-    alive_s: float  # the newest moment at which it was alive, by its own report or by what counts as one
+    alive_s: float  # when it was last alive, by its report or by evidence that counts as one
     accusers: tuple[str, ...]
     reached_by: tuple[str, ...]
     steps_advance: bool
 
 
 class SilenceWatch:
-    """Inter-arrival statistics per host; a report costs O(1), its gaps are looked at only when the next one is late."""
+    """Watches report times per host. A report costs O(1): its gaps are evaluated only if the next one is late."""
 
     def __init__(self, settings: SilenceSettings, training: Training) -> None:
         self._settings = settings
         self._training = training
         self._witnesses = Witnesses()
-        self._hosts: dict[str, HeardHost] = {}  # in the order of last_seen_s
+        self._hosts: dict[str, WatchedHost] = {}  # in the order of last_seen_s
         self._domains: Counter[str] = Counter()
         self._next_scan_s = 0.0
         self._least_again_s = 0.0
-        self._least_s = inf  # no host is yellow that was heard of within this time
+        self._least_s = inf  # no host whose last report is younger than this is yellow
         self._doubt_until_s = -inf
         self._forgotten: list[str] = []
 
@@ -81,35 +87,36 @@ class SilenceWatch:
         return len(self._hosts)
 
     def set_neighbours(self, known: Mapping[str, tuple[str, ...]]) -> None:
-        """host -> whom to ask about it."""
+        """host -> the hosts to ask about it."""
         self._witnesses.set_neighbours(known)
 
     def questions(self, host_id: str) -> tuple[str, ...]:
-        """The hosts that this one is to be asked about, as of the last tick."""
+        """The hosts that this one should be asked about, as of the last tick."""
         return self._witnesses.questions(host_id)
 
     def doubt(self, until_s: float) -> None:
-        """Call nobody silent before that."""
+        """Let no host turn red before that."""
         self._doubt_until_s = max(self._doubt_until_s, until_s)
 
-    def expect(self, host_id: str, now_s: float, heard_ago_s: float, heard_at: float) -> None:
-        """A host that should report. That any sensor heard of it `heard_ago_s` ago counts like a report here, once that
-        is clearly newer than the last one here; so does a `heard_at` (a wall clock of whichever sensor) that moved on
-        while nothing was heard here, which two clocks that disagree cannot hide."""
+    def expect(self, host_id: str, now_s: float, report_ago_s: float, reported_at: float) -> None:
+        """Watch a host that should report to some sensor. A report to another sensor `report_ago_s` ago counts like one
+        to this sensor, if it is clearly newer. So does a `reported_at` (that sensor's wall clock) that advances while
+        no report comes here: this works even if the clocks of the sensors disagree."""
         host = self._hosts.get(host_id) or self._admit(host_id, now_s)
         silent_s = now_s - host.last_seen_s
-        moved_s = heard_at - host.heard_at if host.heard_at else 0.0
-        moved = moved_s > _BEAT_S and silent_s > self._settings.beat_again_s
-        if abs(moved_s) > _BEAT_S or not host.heard_at:
-            host.heard_at = heard_at
-        if 0.0 <= heard_ago_s < 0.5 * silent_s or moved:
-            host.last_seen_s = now_s - heard_ago_s if 0.0 <= heard_ago_s < silent_s else now_s
+        moved_s = reported_at - host.reported_at if host.reported_at else 0.0
+        moved = moved_s > _JITTER_S and silent_s > _ELSEWHERE_AFTER_S
+        if abs(moved_s) > _JITTER_S or not host.reported_at:
+            host.reported_at = reported_at
+        if 0.0 <= report_ago_s < 0.5 * silent_s or moved:
+            host.last_seen_s = now_s - report_ago_s if 0.0 <= report_ago_s < silent_s else now_s
             host.is_red = host.is_suspect = False
             self._hosts[host_id] = self._hosts.pop(host_id)
             self._next_scan_s = min(self._next_scan_s, now_s)
 
     def observe(self, report: Report, now_s: float) -> tuple[list[SignalBody], bool]:
-        """Signals, and whether this is its host's newest report (a repeated or late one is only a sign of life)."""
+        """Returns signals, and whether this is the host's newest report. A repeated or late one only shows that it
+        is alive."""
         host_id = report.facts.host_id
         signals: list[SignalBody] = []
         host = self._hosts.pop(host_id, None)
@@ -128,7 +135,7 @@ class SilenceWatch:
         is_newest = is_new or report.sent_at > host.sent_at
         if is_newest:
             host.sent_at = report.sent_at
-            self._witnesses.hear(report, now_s)
+            self._witnesses.observe(report, now_s)
             if host.domain != report.facts.failure_domain:
                 self._move(host, report.facts.failure_domain)
         if is_new or host.interval_s != report.interval_s:
@@ -138,8 +145,8 @@ class SilenceWatch:
         self._next_scan_s = min(self._next_scan_s, due_s)
         return signals, is_newest
 
-    def hear(self, host_id: str, now_s: float) -> list[SignalBody]:
-        """A sign of life that does not say when the next one comes."""
+    def note_alive(self, host_id: str, now_s: float) -> list[SignalBody]:
+        """A host is alive, but it is not known when its next report is due."""
         host = self._hosts.pop(host_id, None) or self._admit(host_id, now_s)
         signals: list[SignalBody] = []
         if host.is_red or host.is_suspect:
@@ -153,17 +160,17 @@ class SilenceWatch:
         return signals
 
     def leave(self, host_id: str) -> None:
-        """A host said goodbye: its silence is none."""
+        """A host announced its end: do not expect reports."""
         if host_id in self._hosts:
             self._forget(host_id)
 
     def tick(self, now_s: float) -> list[SignalBody]:
-        """HostSilent for every host that turned red, HostSuspect for one that would have without those who vouch for
-        it. Cheap while nobody can be overdue."""
+        """HostSilent for every host that turned red; HostSuspect for one that did not because somebody vouches for it.
+        Cheap while no host can be overdue."""
         if now_s < self._next_scan_s:
             return []
         overdue = self._overdue(now_s)
-        for name in [n for n, h in overdue.items() if now_s - h.last_seen_s > self._settings.forget_after_s]:
+        for name in [n for n, h in overdue.items() if now_s - h.last_seen_s > FORGET_AFTER_S]:
             if overdue[name].is_red:
                 self._forget(name)
         yellow = {name: host for name, host in overdue.items() if not host.is_red}
@@ -173,7 +180,7 @@ class SilenceWatch:
             cases = {name: self._weigh(name, host, overdue, now_s) for name, host in yellow.items()}
             signals += self._suspects(cases, now_s)
             signals += self._silent(cases, len(overdue), now_s)
-        if now_s >= self._least_again_s:  # a host that reported more often than the others may be gone
+        if now_s >= self._least_again_s:  # the host with the shortest deadline may be gone
             self._least_s = min((h.least_s for h in self._hosts.values()), default=inf)
             self._least_again_s = now_s + _LEAST_EVERY_S
         soonest_s = self._soonest_s(now_s)
@@ -186,7 +193,7 @@ class SilenceWatch:
         return bool(self._forgotten)
 
     def take_forgotten(self) -> list[str]:
-        """Hosts that were dropped since the last call, for whoever remembers something of them."""
+        """Hosts that were dropped since the last call, so that others can drop them too."""
         taken, self._forgotten = self._forgotten, []
         return taken
 
@@ -208,18 +215,18 @@ class SilenceWatch:
 
     # --- weighing ----------------------------------------------------------------------------------------------------
 
-    def _weigh(self, name: str, host: HeardHost, overdue: Collection[str], now_s: float) -> _Case:
-        """What counts for a host and against it. One neighbour may lie or be mistaken: its word counts without end only
-        together with a second one's, or with steps that the host's ranks must have had a part in."""
+    def _weigh(self, name: str, host: WatchedHost, overdue: Collection[str], now_s: float) -> _Case:
+        """Collect the evidence for a host and against it. One neighbour may lie or be wrong: its word counts without
+        limit only together with a second one's, or with steps that need the host's ranks."""
         settings, deadline_s = self._settings, host.deadline_s
         silent_s, alive_s = now_s - host.last_seen_s, host.last_seen_s
-        heard = self._witnesses.heard(name)
-        reached_by = tuple(sorted(w for w, at in heard.items() if at > alive_s and now_s - at <= deadline_s))
+        testified = self._witnesses.testified(name)
+        reached_by = tuple(sorted(w for w, at in testified.items() if at > alive_s and now_s - at <= deadline_s))
         advances = self._training.advances(name, now_s)
-        if heard and (advances or len(reached_by) > 1 or silent_s <= settings.vouched_max_s):
-            alive_s = max(alive_s, *heard.values())
+        if testified and (advances or len(reached_by) > 1 or silent_s <= settings.vouched_max_s):
+            alive_s = max(alive_s, *testified.values())
         accusers = tuple(self._witnesses.accusers(name, overdue))
-        if reached_by or silent_s <= (settings.accused_max_s if accusers else settings.steps_alone_max_s):
+        if reached_by or silent_s <= (_ACCUSED_MAX_S if accusers else _STEPS_ALONE_MAX_S):
             alive_s = max(alive_s, self._training.stepped_s(name))
         return _Case(
             name=name,
@@ -236,7 +243,7 @@ class SilenceWatch:
         for case in cases.values():
             silent_s = now_s - case.host.last_seen_s
             settings = self._settings
-            factor = settings.suspect_factor if case.host.incarnation else settings.elsewhere_suspect_factor
+            factor = settings.suspect_factor if case.host.incarnation else _ELSEWHERE_SUSPECT_FACTOR
             is_late = silent_s > factor * case.deadline_s
             is_vouched_for = case.alive_s > case.host.last_seen_s and now_s - case.alive_s <= case.deadline_s
             if case.host.is_suspect or not is_late or not is_vouched_for:
@@ -254,19 +261,18 @@ class SilenceWatch:
         return signals
 
     def _silent(self, cases: Mapping[str, _Case], overdue: int, now_s: float) -> list[SignalBody]:
-        settings = self._settings
         alone = self._factor_alone(overdue)
         falls = [self._fall(case, self._factor(case, alone)) for case in cases.values()]
         falls = [fall for fall in falls if now_s - cases[fall.host_id].alive_s > cases[fall.host_id].deadline_s / 2]
         signals: list[SignalBody] = []
-        for group in due_groups(self._together(falls, cases), now_s, settings.correlation):
+        for group in due_groups(self._together(falls, cases), now_s):
             signals += [self._call_silent(cases[name], group, alone, now_s) for name in group.host_ids]
         return signals
 
     def _together(self, falls: list[Fall], cases: Mapping[str, _Case]) -> list[Fall]:
-        """For hosts that fell with their whole domain, the witness against one, from outside, is one against all."""
+        """If hosts of one failure domain fell together, one outside witness against any of them counts against all."""
         found = []
-        for group in groups_of(falls, self._settings.correlation.window_s):
+        for group in groups_of(falls, WINDOW_S):
             domains = Counter(fall.domain for fall in group if fall.domain)
             witnessed = {
                 f.domain for f in group if domains[f.domain] > 1 and self._factor(cases[f.host_id], inf) <= 1.0
@@ -285,7 +291,7 @@ class SilenceWatch:
         )
 
     def _factor(self, case: _Case, alone: float) -> float:
-        """How much longer than its deadline a host is waited for; `alone`: when nobody accuses it."""
+        """How many times its deadline a host has; `alone`: if no witness accuses it."""
         if not case.accusers:
             return alone
         domains = {self._hosts[name].domain for name in case.accusers if name in self._hosts}
@@ -293,9 +299,9 @@ class SilenceWatch:
         return self._settings.near_factor if is_near else 1.0
 
     def _factor_alone(self, overdue: int) -> float:
-        """With many not heard of, the sensor's own way to them is what they share."""
+        """The factor without witnesses. If many are overdue, this sensor itself may be cut off from them."""
         settings, known = self._settings, len(self._hosts)
-        is_mass = overdue >= max(settings.many_hosts, settings.many_fraction * known) or 1 < known <= overdue
+        is_mass = overdue >= max(_MANY_HOSTS, _MANY_FRACTION * known) or 1 < known <= overdue
         return settings.correlated_factor if is_mass else settings.unwitnessed_factor
 
     def _call_silent(self, case: _Case, group: SilentHosts, alone: float, now_s: float) -> HostSilent:
@@ -311,14 +317,14 @@ class SilenceWatch:
             after_suspect=case.host.is_suspect,
         )
 
-    def _overdue(self, now_s: float) -> dict[str, HeardHost]:
-        """Yellow and red hosts. Nearly all of many are told apart by one comparison."""
+    def _overdue(self, now_s: float) -> dict[str, WatchedHost]:
+        """The yellow and red hosts. One comparison rules out nearly all others."""
         before_s = now_s - self._least_s
         late = [(name, host) for name, host in self._hosts.items() if host.last_seen_s < before_s]
         return {name: host for name, host in late if host.is_red or host.is_yellow(now_s)}
 
     def _soonest_s(self, now_s: float) -> float:
-        """When one more host may be yellow at the earliest, or one that is has to be weighed again."""
+        """The earliest moment at which another host may be yellow, or a yellow one must be weighed again."""
         before_s = now_s - self._least_s
         late = [host for host in self._hosts.values() if host.last_seen_s < before_s]
         in_time_s = min(
@@ -330,17 +336,17 @@ class SilenceWatch:
 
     # --- hosts -------------------------------------------------------------------------------------------------------
 
-    def _admit(self, host_id: str, now_s: float) -> HeardHost:
-        if len(self._hosts) >= self._settings.max_hosts:
+    def _admit(self, host_id: str, now_s: float) -> WatchedHost:
+        if len(self._hosts) >= MAX_HOSTS:
             self._forget(next(iter(self._hosts)))
-        host = HeardHost(now_s, self._settings)
+        host = WatchedHost(now_s, self._settings)
         self._hosts[host_id] = host
         self._least_s = min(self._least_s, host.least_s)
         self._domains[host.domain] += 1
         self._next_scan_s = min(self._next_scan_s, host.look_at_s(now_s))
         return host
 
-    def _move(self, host: HeardHost, domain: str) -> None:
+    def _move(self, host: WatchedHost, domain: str) -> None:
         self._leave(host.domain)
         host.domain = domain
         self._domains[domain] += 1

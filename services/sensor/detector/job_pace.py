@@ -1,10 +1,8 @@
-"""What is normal for a job: how long its steps take, exactly; which pauses it went on from; how long it stays in other
-phases, as far as that was seen. Pure.
+"""What is normal for a job: how long its steps take, which pauses it recovered from, how long other phases last. Pure.
 
-Until something is known of a job, patience is long; a false alarm costs a restart. An alarm that comes again at the
-same step after a restart may be a false one (a long evaluation that the script does not announce), so each repetition
-makes patience there ten times longer; and when the job then goes on from such a pause, the alarm was false, and
-patience is doubled for the rest of its life.
+Until a job is known, patience is long: a false alarm costs a restart. An alarm that comes again at the same step after
+a restart may be false (a long evaluation that the script does not announce), so each repetition makes patience there
+ten times longer. If the job then goes on from such a pause, the alarm was false, and patience doubles for good.
 """
 
 from __future__ import annotations
@@ -19,17 +17,30 @@ import msgspec
 
 from flyball.contracts.cluster import Phase
 from flyball.contracts.reports.rank_columns import CompletedSteps
-from services.sensor.detector.patience import StallSettings, limit_s, quantile_of
+from services.sensor.detector.patience import PhasePatience, StallSettings, limit_s, quantile_of
 from services.sensor.detector.stances import Stance
 
+WINDOW = 512  # step durations remembered per job
+SAMPLED_RANKS = 8  # whose steps are timed: all ranks of a job take as long
+# A stopped process needs little proof while others run: two usual steps, within these limits.
+FROZEN = PhasePatience(unknown_s=10.0, floor_s=2.0, factor=2.0)
+FROZEN_MAX_S = 10.0
+UNATTACHED_IDLE_S = 1800.0  # how long all ranks of a script that reports no steps may be idle
+_SETTLED_STEPS, _SETTLED_AFTER_S = 100, 60.0  # a job is new until it completed so many steps, in at least this time
+_SURVIVED_FACTOR = 4.0  # times the longest pause of a kind that the job recovered from
+_QUANTILE = 0.9  # of the step durations: one slow step in ten changes nothing
+_ENOUGH_SAMPLES = 5  # fewer in a generation: its first step counts as a sample of those that follow
+_REPEAT_FACTOR = 10.0  # of the deadlines, except those of frozen ranks, for each earlier alarm at this step
+_COMPARABLE = 0.5  # a pause at an alarm's step for this part of what the alarm waited shows that it was false
+_MAX_DOUBLINGS = 6  # of a job's patience
 _STAYS = 16  # remembered per phase
-_STEPS_LEARNED = 64  # enough of those that a pace remembers for a restarted sensor to say what is usual
+_STEPS_LEARNED = 64  # durations stored for the next sensor: enough to know the usual one
 _PARTS_OF_A_STEP = (Phase.CHECKPOINT, Phase.DATA)  # the time between two steps bounds them
-_ORDER = (Stance.STANDS, Stance.TOGETHER, Stance.BLOCKED, Stance.WORKING)  # a pause of one kind speaks for those after
+_ORDER = (Stance.STANDS, Stance.TOGETHER, Stance.BLOCKED, Stance.WORKING)  # a pause of one counts for the later ones
 
 
 class Alarm(NamedTuple):
-    """A stall that was told."""
+    """A stall that was reported."""
 
     generation: int
     ranks: tuple[int, ...]
@@ -46,7 +57,7 @@ class FalseAlarmPause(NamedTuple):
 
 
 class LearnedPace(msgspec.Struct, frozen=True, gc=False):
-    """What a `JobPace` knows, for the sensor that comes after this one. Durations in seconds."""
+    """What a `JobPace` knows, for the next sensor. Durations in seconds."""
 
     has_attached: bool = False
     first_step_s: float = 0.0
@@ -61,34 +72,34 @@ class LearnedPace(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def lasting(self) -> LearnedPace:
-        """Without what changes with every step."""
+        """The part that does not change with every step."""
         return msgspec.structs.replace(self, steps=(), steps_seen=0, stepping_s=0.0)
 
 
 class JobPace:
-    """Learnt in all generations of a job."""
+    """Learned over all generations of a job."""
 
     def __init__(self, settings: StallSettings) -> None:
         self._settings = settings
-        self.has_attached = False  # a script that never attaches has no beacon to go by
-        self.never_overdue_s = settings.frozen.floor_s  # whoever moved this recently is not overdue, whatever it does
-        self.hang_timeout_s = 0.0  # of the job's own; 0.0: what is learnt counts
-        self.advanced_s = -inf  # when a rank was first seen to have made the newest step
-        self.pauses = 0  # grows with what makes the time between two steps say nothing of a step
-        self.repeats = 0  # alarms at the step of `_alarm`, in earlier generations
+        self.has_attached = False  # a script that never does has no beacon
+        self.never_overdue_s = FROZEN.floor_s  # whoever moved this recently is not overdue, whatever it does
+        self.hang_timeout_s = 0.0  # set by the job; 0.0: adaptive
+        self.advanced_s = -inf  # when a rank first completed the newest step
+        self.pauses = 0  # grows whenever the time until the next step says nothing about how long steps take
+        self.repeats = 0  # of alarms at the step of `_alarm`, over generations
         self.false_alarms = 0
-        self.disproved: FalseAlarmPause | None = None  # news, until somebody takes it
+        self.disproved: FalseAlarmPause | None = None  # until it is reported
         self._sampled: dict[int, tuple[int, float, int]] = {}  # rank -> its newest step, when, and `pauses` then
-        self._steps: deque[float] = deque(maxlen=settings.window)
+        self._steps: deque[float] = deque(maxlen=WINDOW)
         self._usual_step_s: float | None = None  # of `_steps`; None: to be computed
-        self._timed = 0  # steps of this generation that are among `_steps`
+        self._timed = 0  # durations in `_steps` that are of this generation
         self._steps_seen, self._stepping_s = 0, 0.0  # in all generations
         self._stays: dict[Phase, deque[float]] = {}
-        self._survived: dict[Stance, float] = {}  # the longest pause of a kind that the job went on from
+        self._survived: dict[Stance, float] = {}  # the longest pause of a kind that the job recovered from
         self._first_step_s = 0.0  # the longest of any generation
-        self._started_s = 0.0  # the first step of this generation, of the rank that took longest
-        self._alarm: Alarm | None = None  # of an earlier generation, until the job is past its step
-        self._deadlines: dict[tuple[Stance, Phase, bool], float] = {}  # until more is learnt
+        self._started_s = 0.0  # the slowest rank's first step in this generation
+        self._alarm: Alarm | None = None  # in an earlier generation, until the job is past its step
+        self._deadlines: dict[tuple[Stance, Phase, bool], float] = {}  # until more is learned
 
     # --- across restarts of the sensor --------------------------------------------------------------------------------
 
@@ -108,7 +119,7 @@ class JobPace:
         )
 
     def recall(self, learned: LearnedPace) -> bool:
-        """Go on with what an earlier sensor learned; False if this one has learned of steps itself."""
+        """Continue with what an earlier sensor learned; False if this one has timed steps itself."""
         if self._steps_seen:
             return False
         self.has_attached |= learned.has_attached
@@ -126,7 +137,7 @@ class JobPace:
     # --- learning -----------------------------------------------------------------------------------------------------
 
     def begin(self, alarm: Alarm | None) -> None:
-        """A new generation starts; the one before it had stalled, or not at all (None)."""
+        """Start a new generation. `alarm`: how the previous one had stalled, if it had."""
         if alarm is not None:
             before = self._alarm
             self.repeats = self.repeats + 1 if before is not None and alarm.step <= before.step + 1 else 1
@@ -137,20 +148,20 @@ class JobPace:
         self._sampled.clear()
 
     def limit_by(self, hang_timeout_s: float) -> None:
-        """The job says itself when a rank is hung."""
+        """Set the job's own `--hang-timeout`."""
         if hang_timeout_s != self.hang_timeout_s:
             self.hang_timeout_s = hang_timeout_s
-            self.never_overdue_s = min(self._settings.frozen.floor_s, hang_timeout_s or inf)
+            self.never_overdue_s = min(FROZEN.floor_s, hang_timeout_s or inf)
             self._deadlines.clear()
 
     def attach(self) -> None:
-        """A rank got further than its start."""
+        """A rank got beyond its start, so the script reports its phases."""
         if not self.has_attached:
             self.has_attached = True
             self._deadlines.clear()
 
     def advance(self, before: int, step: int, moved_s: float) -> None:
-        """A rank is the first that completed this step of the generation, behind step `before` (-1: the first)."""
+        """A rank was the first to complete `step`, after step `before` of this generation (-1: none)."""
         alarm = self._alarm
         if alarm is not None:
             paused_s = moved_s - self.advanced_s - (step - before) * self.usual_step_s()
@@ -167,7 +178,7 @@ class JobPace:
         self._deadlines.clear()
 
     def survive(self, stance: Stance, lasted_s: float) -> None:
-        """The job went on after its ranks had been like this for so long."""
+        """The job went on after its ranks had been in this stance for `lasted_s`."""
         if lasted_s > self._survived.get(stance, 0.0):
             self._survived[stance] = lasted_s
             self._deadlines.clear()
@@ -183,12 +194,12 @@ class JobPace:
 
     def time_steps(self, steps: CompletedSteps, known: Container[int]) -> None:
         """Learn how long steps take, from a few of the ranks that are `known`: all ranks of a job take as long."""
-        sampled, has_room = self._sampled, len(self._sampled) < self._settings.sampled_ranks
+        sampled, has_room = self._sampled, len(self._sampled) < SAMPLED_RANKS
         if not has_room and sampled.keys().isdisjoint(steps.ranks):
             return  # as nearly always
         first_step, last_step = steps.first_step, steps.last_step
         for place, number in enumerate(steps.ranks):
-            if number not in sampled and (len(sampled) >= self._settings.sampled_ranks or number not in known):
+            if number not in sampled and (len(sampled) >= SAMPLED_RANKS or number not in known):
                 continue
             step, at, pauses = sampled.get(number, (-1, 0.0, -1))
             times = [row[place] for row in steps.completed_at]
@@ -212,9 +223,9 @@ class JobPace:
         self._deadlines.clear()
 
     def _compare(self, alarm: Alarm, paused_s: float) -> None:
-        """Whether a pause where an earlier generation was ended shows that this was a mistake. That a process was
-        stopped is none."""
-        if alarm.stance is Stance.FROZEN or paused_s < self._settings.comparable * alarm.silent_s:
+        """See whether a pause at the step of an alarm shows that the alarm was false. One about stopped processes
+        never is."""
+        if alarm.stance is Stance.FROZEN or paused_s < _COMPARABLE * alarm.silent_s:
             return
         self.false_alarms += 1
         self.disproved = FalseAlarmPause(alarm, paused_s)
@@ -226,25 +237,25 @@ class JobPace:
 
     @property
     def patience(self) -> float:
-        """By what the deadlines are multiplied, since alarms were false."""
-        return 2.0 ** min(self.false_alarms, self._settings.max_doublings)
+        """The factor of all deadlines, for the job's false alarms."""
+        return 2.0 ** min(self.false_alarms, _MAX_DOUBLINGS)
 
     def usual_step_s(self) -> float:
-        """How long steps take, 0.0 if that is not known."""
+        """How long steps usually take; 0.0: not known."""
         if self._usual_step_s is None or not self._steps:
-            usual_s = quantile_of(self._steps, self._settings.quantile)
-            if self._timed < self._settings.enough_samples:  # a restarted job warms up anew: the second step rebuilds
+            usual_s = quantile_of(self._steps, _QUANTILE)
+            if self._timed < _ENOUGH_SAMPLES:  # a restarted job warms up again: its second step rebuilds buckets
                 usual_s = max(usual_s, self._started_s)
             self._usual_step_s = usual_s
         return self._usual_step_s
 
     def advances(self, now_s: float) -> bool:
-        """Whether a step was made within the time in which one usually is."""
-        factor, floor_s = self._settings.phases[Phase.STEP].factor, self._settings.frozen.floor_s
+        """Whether the job completed a step within the time that it usually takes."""
+        factor, floor_s = self._settings.phases[Phase.STEP].factor, FROZEN.floor_s
         return now_s - self.advanced_s <= max(floor_s, factor * self.usual_step_s())
 
     def deadline_s(self, stance: Stance, phase: Phase, *, has_stepped: bool) -> float:
-        """How long a rank may stay as it is; inf: for ever."""
+        """How long a rank may stay as it is; inf: forever."""
         key = (stance, phase, has_stepped)
         try:
             return self._deadlines[key]
@@ -253,7 +264,7 @@ class JobPace:
             return found
 
     def bounds(self, stance: Stance, phase: Phase, *, has_stepped: bool) -> list[tuple[float, str]]:
-        """What bounds the deadline from below, each with its reason in words: the longest counts."""
+        """Lower bounds of the deadline, each with its reason: the longest counts."""
         settings, timeout_s = self._settings, self.hang_timeout_s
         if phase not in settings.phases or stance is Stance.ATTENDED:
             return [(inf, "")]
@@ -266,38 +277,36 @@ class JobPace:
             return [(timeout_s, "--hang-timeout")]
         longest_s = max((self._survived.get(kind, 0.0) for kind in _upto(stance)), default=0.0)
         found = [
-            (settings.stances.get(stance, inf), "the least for ranks of which this is seen"),
+            (settings.stances.get(stance, inf), "the shortest deadline for ranks that do this"),
             (
-                settings.survived_factor * longest_s,
-                f"{settings.survived_factor:g} x the longest such pause so far, of {longest_s:.1f} s",
+                _SURVIVED_FACTOR * longest_s,
+                f"{_SURVIVED_FACTOR:g} x the longest such pause so far, {longest_s:.1f} s",
             ),
             (self._phase_s(phase, has_stepped), self._phase_why(phase, has_stepped)),
         ]
-        if self._steps_seen < settings.settled_steps or self._stepping_s < settings.settled_after_s:
-            found.append((settings.unsettled_s, "the least while little was seen of the job"))
-        factor = self.patience * settings.repeat_factor**self.repeats
+        if self._steps_seen < _SETTLED_STEPS or self._stepping_s < _SETTLED_AFTER_S:
+            found.append((settings.unsettled_s, "the shortest deadline of a job that is new"))
+        factor = self.patience * _REPEAT_FACTOR**self.repeats
         if factor == 1.0:
             return found
         again = "after false alarms" if not self.repeats else "after an alarm at this step"
         return [(factor * bound_s, f"{factor:g} x ({why}) {again}") for bound_s, why in found]
 
     def _frozen(self, usual_s: float) -> tuple[float, str]:
-        settings = self._settings
-        least_s, most_s = limit_s(settings.frozen, usual_s), min(settings.frozen_most_s, self.hang_timeout_s or inf)
-        if settings.frozen.floor_s < least_s < most_s:
-            return least_s, f"{settings.frozen.factor:g} x the usual step of {usual_s:.2f} s"
-        return min(least_s, most_s), "what a stopped process is given while others run"
+        least_s, most_s = limit_s(FROZEN, usual_s), min(FROZEN_MAX_S, self.hang_timeout_s or inf)
+        if FROZEN.floor_s < least_s < most_s:
+            return least_s, f"{FROZEN.factor:g} x the usual step of {usual_s:.2f} s"
+        return min(least_s, most_s), "the deadline of a stopped process while others run"
 
     def _unattached(self, stance: Stance) -> tuple[float, str]:
-        """A script that tells no steps can be seen to do nothing, and that only."""
-        settings = self._settings
+        """Of a script that reports no steps, only idle or stopped processes show a hang."""
         if stance is Stance.FROZEN:
-            return settings.unattached_frozen_s, "what a stopped process is given in a script that does not attach"
+            return FROZEN_MAX_S, "the deadline of a stopped process in a script that does not attach"
         if stance not in (Stance.STANDS, Stance.TOGETHER, Stance.BLOCKED):
             return inf, ""
         if self.hang_timeout_s:
             return self.hang_timeout_s, "--hang-timeout"
-        return settings.unattached_idle_s, "what idle ranks are given in a script that does not attach"
+        return UNATTACHED_IDLE_S, "the deadline of idle ranks in a script that does not attach"
 
     def _phase_s(self, phase: Phase, has_stepped: bool) -> float:
         settings = self._settings
@@ -313,7 +322,7 @@ class JobPace:
     def _phase_why(self, phase: Phase, has_stepped: bool) -> str:
         if phase is Phase.STEP and has_stepped:
             return f"{self._settings.phases[phase].factor:g} x the usual step of {self.usual_step_s():.2f} s"
-        return "what a first step may take" if phase is Phase.STEP else f"what phase {phase.name.lower()} may take"
+        return "the deadline of a first step" if phase is Phase.STEP else f"the deadline of phase {phase.name.lower()}"
 
 
 def _upto(stance: Stance) -> tuple[Stance, ...]:

@@ -13,6 +13,8 @@ from flyball.contracts.reports.signals import Report, SignalBody
 from services.sensor.detector.patience import StallSettings
 from services.sensor.detector.watched_job import LearnedJob, WatchedJob
 
+MAX_JOBS = 1_000
+_LAGGED_DAEMON_S = 0.5  # a daemon that ran this late may have been frozen together with its workers
 _NONE: list[WatchedJob] = []
 
 
@@ -31,7 +33,7 @@ class StallWatch:
         on by itself. `now_s` only places this report beside others."""
         host_id = report.facts.host_id
         news: list[SignalBody] = []
-        lagged_s = report.lagged_s if report.lagged_s >= self._settings.lagged_daemon_s else 0.0
+        lagged_s = report.lagged_s if report.lagged_s >= _LAGGED_DAEMON_S else 0.0
         for steps in report.completed:
             job = self._jobs.get(steps.job)
             if job is not None and steps.generation == job.generation:
@@ -98,7 +100,7 @@ class StallWatch:
         """The job, if this is its newest generation."""
         job = self._jobs.get(name)
         if job is None:
-            if len(self._jobs) >= self._settings.max_jobs:
+            if len(self._jobs) >= MAX_JOBS:
                 del self._jobs[min(self._jobs, key=lambda other: self._jobs[other].seen_s)]
             job = self._jobs[name] = WatchedJob(name, self._settings)
             job.pace.limit_by(self._hang_timeouts.get(name, 0.0))

@@ -1,7 +1,7 @@
-"""What the ranks of a job do together while no step is made, told from what each of them does. Pure.
+"""What the ranks of a job do together while no step completes, from what each process does. Pure.
 
-Beacons cannot tell a rank that hangs in a step from ranks that evaluate after it: all show the same step. What their
-processes do can.
+Beacons cannot distinguish a rank that hangs in a step from ranks that evaluate after it: all show the same step. What
+their processes do shows the difference.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from enum import StrEnum
 
 from flyball.contracts.cluster import Activity
 
-# Where a rank waits that waits for others: locks and condition variables (gloo, NCCL's host side), sockets.
+# System calls in which a rank waits for others: locks and condition variables (gloo, NCCL's host side), sockets.
 _WAITS = frozenset({"futex", "poll", "ppoll", "epoll_wait", "epoll_pwait", "select", "pselect6", "recvfrom", "recvmsg"})
 
 
 class Stance(StrEnum):
-    """Of a job. Those that come first are the more certain faults, and are waited for the least."""
+    """What a job's ranks do. The first ones are the surest faults, with the shortest deadlines."""
 
     FROZEN = "frozen"  # some processes are stopped by a signal, and others are not
-    STANDS = "stands"  # some do nothing, and the others wait for them
-    TOGETHER = "together"  # all do nothing
+    STANDS = "stands"  # some are idle, and the others wait for them
+    TOGETHER = "together"  # all are idle
     BLOCKED = "blocked"  # none works, and some wait for a disk or a driver
-    WORKING = "working"  # some work, or nothing is known of them
+    WORKING = "working"  # some work, or cannot be seen
     SUSPENDED = "suspended"  # all are stopped by a signal
-    ATTENDED = "attended"  # somebody sits before a debugger or a prompt
+    ATTENDED = "attended"  # in a debugger, or at a prompt
 
 
 def stance_of(
     ranks: Set[int], doing: Mapping[Activity, Set[int]], places: Mapping[str, Set[int]]
 ) -> tuple[Stance, Set[int]]:
-    """The stance of these ranks, and those whose standing counts. `doing`: what ranks were seen to do, those left out
-    of which nothing is known; `places`: where the idle ones are."""
+    """The stance of these ranks, and those among them that can be overdue. `doing`: the ranks by activity, without the
+    unknown ones; `places`: the idle ranks by system call."""
     if doing.get(Activity.TRACED) or doing.get(Activity.READS_INPUT):
         return Stance.ATTENDED, ranks
     if stopped := doing.get(Activity.STOPPED):
@@ -49,13 +49,13 @@ _SEEN = {
     Stance.FROZEN: "stopped by a signal, while the processes of other ranks are not",
     Stance.TOGETHER: "all ranks are idle: none uses a processor, a GPU or a disk",
     Stance.BLOCKED: "no rank works, and some wait in the kernel for a disk, a network file system or a driver",
-    Stance.WORKING: "some ranks work, or cannot be looked at, and no step is made",
+    Stance.WORKING: "some ranks work, or cannot be seen, and no step completes",
     Stance.SUSPENDED: "the processes of all ranks are stopped by a signal",
 }
 
 
 def seen_in(stance: Stance, place: str, places: Mapping[str, Set[int]]) -> str:
-    """What the processes do, in words; `place`: where one that is waited for is."""
+    """What the processes do, in words; `place`: the system call of a rank to blame."""
     if stance is not Stance.STANDS:
         return _SEEN.get(stance, stance.value)
     common = max(places, key=lambda other: len(places[other]) if other != place else -1)
@@ -63,8 +63,8 @@ def seen_in(stance: Stance, place: str, places: Mapping[str, Set[int]]) -> str:
 
 
 def _awaited(count: int, places: Mapping[str, Set[int]]) -> Set[int]:
-    """The idle ranks that the others, at least as many, wait for in one and the same place; none if that cannot be
-    told. Of two halves that both wait, either may be the cause."""
+    """The idle ranks that the others, at least as many, wait for in one system call; none if that is unclear. Of two
+    halves that both wait, either may be the cause."""
     if "" in places or len(places) < 2:
         return frozenset()
     common = max(places, key=lambda place: (len(places[place]), place in _WAITS))

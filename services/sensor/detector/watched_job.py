@@ -19,10 +19,11 @@ from services.sensor.detector.stances import Stance, seen_in, stance_of
 K = TypeVar("K")
 
 _UNSEEN = (Activity.UNKNOWN, "")
+_BEHIND_STEPS = 2  # a lone rank that far behind the others waits for nobody
 
 
 class LearnedJob(msgspec.Struct, frozen=True, gc=False):
-    """What is known about a job, for the sensor that comes after this one."""
+    """What is known about a job, for the next sensor."""
 
     pace: LearnedPace
     generation: int = -1
@@ -356,7 +357,7 @@ class WatchedJob:
         if len(overdue) == len(self._waiting):
             return self._furthest_behind()
         steps = {number: self.homes[number].step(number) for number in overdue}
-        lone = [n for n, step in steps.items() if self.newest_step - step >= self._settings.behind_steps]
+        lone = [n for n, step in steps.items() if self.newest_step - step >= _BEHIND_STEPS]
         return (min(lone, key=lambda number: (steps[number], number)),) if lone else ()
 
     def _furthest_behind(self) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
-"""Who can tell whether a host lives, and what they told. Pure.
+"""Which hosts can see whether another one is alive, and what they report about it. Pure.
 
-Witnesses are the hosts whose engines have a link with the host's: the holders of its replicas, those whose replicas it
-holds, and the engine of rank 0, which has one with everybody. That they cannot reach it they say by themselves; that
-they can, they say when asked.
+Witnesses are the hosts whose engines have a link with the host's engine: those that hold its replicas, those whose
+replicas it holds, and rank 0's, which is linked with all. They report by themselves that they cannot reach a host, and
+when asked that they can.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_NEIGHBOURS = 4
 
 
 def neighbours(hosts: Sequence[HostRanks], peers: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    """host -> those to ask about it, nearest in the ring first; at most MAX_NEIGHBOURS."""
+    """host -> up to MAX_NEIGHBOURS hosts to ask about it, the nearest in the ring first."""
     names = [part.host_id for part in hosts]
     first = next((part.host_id for part in hosts if 0 in part.ranks), "")
     owners: dict[str, list[str]] = {name: [] for name in names}
@@ -35,56 +35,55 @@ def neighbours(hosts: Sequence[HostRanks], peers: Mapping[str, Sequence[str]]) -
 
 
 class Witnesses:
-    """Accusations and testimonies as they come with reports, and the questions that go back with the replies."""
+    """Accusations (unreachable) and testimonies (alive) from reports, and the questions to send with the replies."""
 
     def __init__(self) -> None:
         self._neighbours: Mapping[str, tuple[str, ...]] = {}
         self._accused: dict[str, frozenset[str]] = {}
         self._accusers: dict[str, set[str]] = {}
         self._questions: dict[str, tuple[str, ...]] = {}
-        self._heard: dict[str, dict[str, float]] = {}  # of hosts that are asked about: witness -> when it was alive
+        self._testified: dict[str, dict[str, float]] = {}  # suspect -> witness -> when the suspect was alive
 
     def set_neighbours(self, known: Mapping[str, tuple[str, ...]]) -> None:
-        """Whom to ask about each host from now on."""
+        """host -> the hosts to ask about it from now on."""
         self._neighbours = known
 
-    def hear(self, report: Report, now_s: float) -> None:
-        """Take in what a host's newest report says of others."""
+    def observe(self, report: Report, now_s: float) -> None:
+        """Take in what a host's newest report says about others."""
         witness, engine = report.facts.host_id, report.engine
         if report.signals or engine.unreachable_peers or witness in self._accused:
             self._accuse(witness, report)
         for testimony in engine.testimonies:
-            told = self._heard.get(testimony.peer)
-            if told is None or testimony.daemon_s is None or testimony.peer == witness:
-                continue  # nobody asked about it, or its engine has outlived its daemon
+            alive = self._testified.get(testimony.peer)
+            if alive is None or testimony.daemon_s is None or testimony.peer == witness:
+                continue  # it was not asked about, or its engine has outlived its daemon
             alive_s = now_s - testimony.engine_s - testimony.daemon_s
-            told[witness] = max(alive_s, told.get(witness, alive_s))
+            alive[witness] = max(alive_s, alive.get(witness, alive_s))
 
     def ask_about(self, suspects: Iterable[str]) -> None:
-        """These are asked about from now on, and no others. Who is late himself is asked too: the question goes out
-        with the reply to his next report, and then he is not. Else nobody would be where all reports come late."""
+        """Ask about these from now on, and about no others. A witness that is late itself is asked too: the question
+        goes out with the reply to its next report. Otherwise nobody would be asked where all reports are late."""
         questions: dict[str, tuple[str, ...]] = {}
-        heard: dict[str, dict[str, float]] = {}
+        testified: dict[str, dict[str, float]] = {}
         for suspect in suspects:
-            heard[suspect] = self._heard.get(suspect, {})
+            testified[suspect] = self._testified.get(suspect, {})
             for witness in self._neighbours.get(suspect, ()):
                 asked = questions.get(witness, ())
                 if len(asked) < MAX_ASKED:
                     questions[witness] = (*asked, suspect)
-        self._questions, self._heard = questions, heard
+        self._questions, self._testified = questions, testified
 
     def questions(self, host_id: str) -> tuple[str, ...]:
-        """The hosts that this one is asked about."""
+        """The hosts that this one should be asked about."""
         return self._questions.get(host_id, ())
 
     def accusers(self, host_id: str, doubtful: Collection[str]) -> list[str]:
-        """Who cannot reach a host, and is not doubtful itself."""
+        """The witnesses that cannot reach a host, without the doubtful ones."""
         return sorted(self._accusers.get(host_id, set()).difference(doubtful))
 
-    def heard(self, host_id: str) -> Mapping[str, float]:
-        """Who heard of a host that is asked about -> when it was alive for the last time. Also who is late himself by
-        now: what he said while he was not grows old by itself."""
-        return self._heard.get(host_id, {})
+    def testified(self, host_id: str) -> Mapping[str, float]:
+        """witness -> when the suspect was last alive. A witness that is late by now counts: testimonies age anyway."""
+        return self._testified.get(host_id, {})
 
     def forget(self, host_id: str) -> None:
         """Drop a host's accusations."""
@@ -92,7 +91,7 @@ class Witnesses:
             self._acquit(peer, host_id)
 
     def __len__(self) -> int:
-        return sum(map(len, self._accusers.values())) + sum(map(len, self._heard.values()))
+        return sum(map(len, self._accusers.values())) + sum(map(len, self._testified.values()))
 
     def _accuse(self, witness: str, report: Report) -> None:
         named = {signal.body.peer for signal in report.signals if isinstance(signal.body, PeerUnreachable)}

@@ -1,4 +1,4 @@
-"""What the controller has committed, as told to the daemons, which then forget those signals."""
+"""Which signals the controller has committed. Replies say so, and the daemons drop these from their spools."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ LOOK_AGAIN_S = 0.1
 
 
 class CommittedPositions:
-    """A cache of the highest committed seq per sender: hosts choose the names of their incarnations, so these alone
-    tell nothing. It asks the database only for senders that have something outstanding. Belongs to one event loop."""
+    """A cache of the highest committed seq per sender, a source with its incarnation: hosts choose their incarnations'
+    names, so these are not unique. It asks the database only about senders with uncommitted signals. Belongs to one
+    event loop."""
 
     def __init__(self, read: Callable[[Sequence[Sender]], dict[Sender, int]], clock: Clock) -> None:
         self._read = read
         self._clock = clock
         self._committed: OrderedDict[Sender, int] = OrderedDict()
-        self._newest: dict[Sender, int] = {}  # of those that are outstanding
+        self._newest: dict[Sender, int] = {}  # of senders with uncommitted signals
 
     def expect(self, source: str, incarnation: str, seq: int) -> None:
-        """A signal was received; look for it until it is committed."""
+        """A signal was received: look it up until it is committed."""
         sender = source, incarnation
         if seq > self._committed.get(sender, -1) and (sender in self._newest or len(self._newest) < MAX_SENDERS):
             self._newest[sender] = max(seq, self._newest.get(sender, seq))
 
     def known(self, source: str, incarnations: Iterable[str]) -> dict[str, int]:
-        """Of the incarnations of one source."""
+        """incarnation -> the highest committed seq, as far as it is known."""
         return {i: self._committed[source, i] for i in incarnations if (source, i) in self._committed}
 
     def is_committed(self, signal: Signal) -> bool:
         return signal.seq <= self._committed.get((signal.source, signal.incarnation), -1)
 
     async def run(self, changed: AsyncWakeup) -> None:
-        """Keep the cache fresh; woken by `changed`, and by the clock."""
+        """Keep the cache fresh: whenever `changed` wakes it, and at intervals."""
         outage = Outage("committed", self._clock)
         while True:
             wait_s = LOOK_AGAIN_S
@@ -53,11 +54,11 @@ class CommittedPositions:
             await changed.wait(seen, wait_s)
 
     def outstanding(self) -> list[Sender]:
-        """Those of whom a signal is not committed."""
+        """The senders with uncommitted signals."""
         return list(self._newest)
 
     def update(self, fresh: Mapping[Sender, int]) -> None:
-        """Take in what the database says of them. It says nothing of one that was known: then it went back."""
+        """Take in what the database knows. If it does not know a sender that it knew before, it was set back."""
         fresh = {sender: 0 for sender in self._newest if sender in self._committed} | dict(fresh)
         for sender, seq in fresh.items():
             self._committed[sender] = seq

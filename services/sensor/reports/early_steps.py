@@ -1,7 +1,7 @@
-"""Steps of generations of which a sensor does not know yet who was given their ranks. Pure.
+"""Completed steps of generations whose placement this sensor has not read yet. Pure.
 
-A host may tell of them before the sensor has read the placement, and a daemon may make them up. So they wait here, and
-are summed up once it is known whose they are; what nobody was given is dropped.
+A host may report such steps just before the sensor reads the placement; a faulty daemon may make them up. So they wait
+here until the placement is known. Then they are summed up, or dropped if the host was not given these ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from flyball.contracts.reports.rank_columns import CompletedSteps
 from services.sensor.reports.placed import Placed
 
 WAIT_S = 60.0  # a placement is read within a second while the database answers
-MAX_MOMENTS = 50_000  # that wait of one host: what is more is let go
+MAX_MOMENTS = 50_000  # of one host; further ones are dropped
 MAX_HOSTS = 20_000
 
 
@@ -21,18 +21,18 @@ class EarlySteps:
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[float, str, CompletedSteps]] = deque()
-        self._moments: dict[str, int] = {}  # that wait, by host
+        self._moments: dict[str, int] = {}  # waiting, by host
 
     def wait(self, host_id: str, steps: CompletedSteps, now_s: float) -> None:
-        """Keep these until their generation is known."""
+        """Keep these until their placement is known."""
         moments = self._moments.get(host_id, 0) + _moments(steps)
         if moments <= MAX_MOMENTS and (host_id in self._moments or len(self._moments) < MAX_HOSTS):
             self._moments[host_id] = moments
             self._waiting.append((now_s, host_id, steps))
 
     def take(self, placed: Placed, now_s: float) -> list[tuple[str, tuple[CompletedSteps, ...]]]:
-        """Steps of generations that are known by now, with their host, as far as it was given their ranks. They, and
-        what waited for too long, are forgotten here."""
+        """Take out the steps whose placement is known by now, by host, if they are of its own ranks. Those that waited
+        for too long are dropped."""
         if not self._waiting:
             return []
         taken = []

@@ -1,4 +1,4 @@
-"""Takes reports in: feeds the fault detector, queues them for the database, says what is committed."""
+"""Takes in reports: feeds the fault detector, queues them for the database, replies with what is committed."""
 
 from __future__ import annotations
 
@@ -59,23 +59,23 @@ class WriteVouches(Protocol):
 RETRY_AFTER_S = 1.0
 LARGE_REPORT_BYTES = 32 << 10
 PLACEMENTS_EVERY_S = 1.0
-PLACEMENTS_AT_MOST_EVERY_S = 0.1  # also when hosts tell of generations that are not known here
-OWN_AT_ONCE = 500  # far below what the bus takes at once
-MOVED_AFTER_S = 2.0  # a host that another sensor heard of so much later than this one reports there
+PLACEMENTS_AT_MOST_EVERY_S = 0.1  # even if hosts report generations that are unknown here
+OWN_AT_ONCE = 500  # far below what the bus accepts at once
+MOVED_AFTER_S = 2.0  # a host whose report to another sensor is newer by this much reports there
 MAX_ASKED_FOR = 1_000
 VOUCH_EVERY_S = 1.0
 LEARNED_EVERY_S = 5.0
-STEPS_LEARNED_EVERY_S = 60.0  # what changes with every step
-BACKLOG_S = 3.0  # after an outage of the database, for other sensors to store what they heard meanwhile
+STEPS_LEARNED_EVERY_S = 60.0  # for what changes with every step
+BACKLOG_S = 3.0  # after a database outage, for other sensors to store which hosts reported meanwhile
 EXPECTED_AT_ONCE = 500
-EXPECT_EVERY_S = 1.0  # how often to look which hosts should report, and whether they do so elsewhere
+EXPECT_EVERY_S = 1.0  # how often to read which hosts should report, and whether they do so elsewhere
 
 
 class Ingest:
-    """One sensor. Everything here runs in one event loop, the detector too, which so needs no lock.
+    """One sensor. Everything runs in one event loop, also the detector, so nothing needs a lock.
 
-    A reply never acknowledges the signals of its own report: they may leave the daemon's spool only when `committed`
-    says so, after the controller stored them with its decisions.
+    A reply never acknowledges the signals of its own report. They may leave the daemon's spool only when `committed`
+    covers them: after the controller stored them with its decisions.
     """
 
     def __init__(
@@ -90,17 +90,17 @@ class Ingest:
         metrics: Metrics,
     ) -> None:
         self.vouches = Vouches()
-        # Two may have one name, for a while or by mistake: what one hears of must not count as heard by the other.
+        # Two sensors may share a name, for a while or by mistake. Their reports must not be mixed up.
         self._voucher = f"sensor.{sensor_id}.{incarnation}"
         self._steps = StepEventLog(sensor_id)
         self._early = EarlySteps()
         self._own = OwnSignals(source=f"sensor.{sensor_id}", incarnation=incarnation)
         self._admission = Admission()
         self._stored_points: StoredPoints = {}
-        self._placed: Placed | None = None  # None: not known yet, and everybody is believed
-        self._asked_for: set[tuple[str, int]] = set()  # generations that were not known here
-        self._is_new_heard = asyncio.Event()
-        self._with_loss: set[str] = set()  # jobs whose loss is among the metrics
+        self._placed: Placed | None = None  # None: not known yet, so every host is believed
+        self._asked_for: set[tuple[str, int]] = set()  # unknown generations that hosts reported
+        self._is_generation_new = asyncio.Event()
+        self._with_loss: set[str] = set()  # jobs with a loss in the metrics
         self._detector = detector
         self._queue = queue
         self._committed = committed
@@ -108,19 +108,19 @@ class Ingest:
         self._metrics = metrics
         self._received = metrics.tally(metrics.reports_received)
 
-    def expect_hosts(self, heard_at: Mapping[str, float]) -> None:
-        """Hosts that have ranks, and when any sensor last heard of each (wall clock): one that reports to none of them
-        is silent, also if it never did so here."""
+    def expect_hosts(self, reported_at: Mapping[str, float]) -> None:
+        """Hosts with ranks -> when each last reported to any sensor (wall clock). One that reports to none is silent,
+        even if it never reported here."""
         now_s, now = self._clock.monotonic_s(), self._clock.wall_s()
-        for host_id, at in heard_at.items():
+        for host_id, at in reported_at.items():
             self._detector.expect(host_id, now_s, now - at, at)
             if now - at < self.vouches.age_s(host_id, now_s) - MOVED_AFTER_S:
                 self._steps.forget(host_id)
 
     def know(self, placed: Placed) -> None:
-        """From now on hosts are heard of the ranks that they were given."""
+        """From now on accept from each host only reports of the ranks that it was given."""
         self._placed = placed
-        for job in self._with_loss - placed.jobs:  # that have ended
+        for job in self._with_loss - placed.jobs:  # ended jobs
             self._metrics.job_loss.remove(job)
         self._with_loss &= placed.jobs
         now_s = self._clock.monotonic_s()
@@ -128,7 +128,7 @@ class Ingest:
             self._steps.observe(host_id, completed, now_s)
 
     def accept(self, report: Report, *, host_id: str, size_bytes: int) -> ReportReply:
-        """Take one report that came with the token of `host_id`. Raises what `Admission.check` does, or TooBusy when
+        """Take in a report that came with the token of `host_id`. Raises what `Admission.check` raises, or TooBusy if
         the queue is full or the host has sent too many signals: the daemon sends it again."""
         now_s, now = self._clock.monotonic_s(), self._clock.wall_s()
         try:
@@ -136,11 +136,11 @@ class Ingest:
         except FlyballError as error:
             self._metrics.reports_refused.labels(reason=reason_of(error)).inc()
             raise
-        heard, report = self._may_say(report)
-        # A host whose report there is no room for is alive all the same.
-        if found := self._detector.observe(heard, now_s):
+        own, report = self._own_part(report)
+        # The host is alive even if there is no room for its report.
+        if found := self._detector.observe(own, now_s):
             self._raise_signals(found, now_s)
-        self.vouches.heard(host_id, now_s)
+        self.vouches.note_report(host_id, now_s)
         new = self._new_signals(report.signals, host_id, now_s) if report.signals else ()
         if report.marks:
             report = msgspec.structs.replace(report, marks=self._new_marks(report, now_s))
@@ -150,16 +150,16 @@ class Ingest:
             raise TooBusy(
                 "The sensor's queue is full.", retry_after_s=RETRY_AFTER_S, hint="send the report again a little later"
             )
-        self._admission.taken(report, now_s=now_s)
-        if heard.completed:
-            self._steps.observe(host_id, heard.completed, now_s)
+        self._admission.accepted(report, now_s=now_s)
+        if own.completed:
+            self._steps.observe(host_id, own.completed, now_s)
         if report.losses:
             self._steps.observe_losses(self._own_losses(host_id, report.losses), report.sent_at, now_s)
-        if report.completed is not heard.completed:
-            self._hear_early(host_id, report.completed, now_s)
+        if report.completed is not own.completed:
+            self._take_early(host_id, report.completed, now_s)
         if report.leaves:
             self._detector.leave(host_id)
-            self.vouches.left(host_id)
+            self.vouches.leave(host_id)
         self._received.count += 1
         if new:
             self._admission.spend(host_id, len(new), len(encode(new)), now_s=now_s)
@@ -168,35 +168,35 @@ class Ingest:
         incarnations = {report.incarnation, *(s.incarnation for s in report.signals)} if report.signals else None
         known = self._committed.known(host_id, incarnations or (report.incarnation,))
         ask = self._detector.questions(host_id)
-        stored = self._stored_points and self._stored_of(heard.workers)
+        stored = self._stored_points and self._stored_of(own.workers)
         return ReportReply(known, ask, stored) if known or ask or stored else NOTHING_NEW
 
     def admit_large(self, host_id: str, size_bytes: int) -> None:
-        """To be asked before a report of more than LARGE_REPORT_BYTES is decoded. Raises TooBusy; the host is alive."""
+        """Call this before decoding a report of more than LARGE_REPORT_BYTES. Raises TooBusy; the host is alive."""
         try:
             self._admission.check_large(host_id, size_bytes, now_s=self._clock.monotonic_s())
         except TooBusy:
             self._metrics.reports_refused.labels(reason="host_quota").inc()
-            self.hear(host_id)
+            self.note_alive(host_id)
             raise
 
-    def hear(self, host_id: str) -> None:
-        """A report that is not read came with the token of `host_id`, of another wire version, or too large: it is
-        refused, and nothing in it is believed, but the host is alive."""
+    def note_alive(self, host_id: str) -> None:
+        """A report that cannot be read came with the token of `host_id`: of another wire version, or too large. It is
+        refused, but it shows that the host is alive."""
         now_s = self._clock.monotonic_s()
-        self._raise_signals(self._detector.hear(host_id, now_s), now_s)
-        self.vouches.heard(host_id, now_s)
+        self._raise_signals(self._detector.note_alive(host_id, now_s), now_s)
+        self.vouches.note_report(host_id, now_s)
 
     async def run_expectations(self, read: Callable[[], Mapping[str, float]]) -> None:
-        """Go on expecting the hosts that `read` gives, see `expect_hosts`."""
+        """Keep expecting the hosts that `read` returns, see `expect_hosts`."""
         outage = Outage("expectations", self._clock)
         while True:
             wait_s = EXPECT_EVERY_S
             try:
-                heard_at = iter((await asyncio.to_thread(read)).items())
-                while part := dict(islice(heard_at, EXPECTED_AT_ONCE)):
+                reported_at = iter((await asyncio.to_thread(read)).items())
+                while part := dict(islice(reported_at, EXPECTED_AT_ONCE)):
                     self.expect_hosts(part)
-                    await asyncio.sleep(0)  # reports wait
+                    await asyncio.sleep(0)  # let waiting reports in
                 outage.ended()
             except OUTAGES as error:
                 wait_s = outage.pause_s(error)
@@ -204,26 +204,27 @@ class Ingest:
             await asyncio.sleep(wait_s)
 
     async def run_vouches(self, write: WriteVouches) -> None:
-        """Go on telling which hosts this sensor hears of."""
+        """Keep storing which hosts report to this sensor."""
         outage = Outage("vouches", self._clock)
         while True:
             wait_s = VOUCH_EVERY_S
-            told = self.vouches.tell(self._clock.monotonic_s())
+            vouch = self.vouches.take(self._clock.monotonic_s())
             try:
-                if told.ages_ms or told.hosts is not None:
+                if vouch.ages_ms or vouch.hosts is not None:
                     at = self._clock.wall_s()
-                    await asyncio.to_thread(write, sensor=self._voucher, at=at, ages_ms=told.ages_ms, hosts=told.hosts)
+                    ages_ms, hosts = vouch.ages_ms, vouch.hosts
+                    await asyncio.to_thread(write, sensor=self._voucher, at=at, ages_ms=ages_ms, hosts=hosts)
                 outage.ended()
             except OUTAGES as error:
-                self.vouches.not_told()
+                self.vouches.not_stored()
                 wait_s = outage.pause_s(error)
             await asyncio.sleep(wait_s)
 
     async def run_learned(self, write: Callable[[Mapping[str, LearnedJob], float], None]) -> None:
-        """Go on storing what the detector has learned of jobs, for the sensor that comes after this one."""
+        """Keep storing what the detector has learned about jobs, for the next sensor."""
         outage = Outage("learned", self._clock)
-        told: dict[str, LearnedJob] = {}
-        told_s: dict[str, float] = {}
+        stored: dict[str, LearnedJob] = {}
+        stored_s: dict[str, float] = {}
         while True:
             wait_s = LEARNED_EVERY_S
             now_s = self._clock.monotonic_s()
@@ -231,28 +232,28 @@ class Ingest:
             news = {
                 job: learned
                 for job, learned in known.items()
-                if job not in told
-                or now_s - told_s[job] >= STEPS_LEARNED_EVERY_S
-                or learned.lasting != told[job].lasting
+                if job not in stored
+                or now_s - stored_s[job] >= STEPS_LEARNED_EVERY_S
+                or learned.lasting != stored[job].lasting
             }
             try:
                 if news:
                     await asyncio.to_thread(write, news, self._clock.wall_s())
-                told = {job: learned for job, learned in (told | news).items() if job in known}
-                told_s = {job: now_s if job in news else told_s[job] for job in told}
+                stored = {job: learned for job, learned in (stored | news).items() if job in known}
+                stored_s = {job: now_s if job in news else stored_s[job] for job in stored}
                 outage.ended()
             except OUTAGES as error:
                 wait_s = outage.pause_s(error)
             await asyncio.sleep(wait_s)
 
     async def run_placements(self, read: Callable[[], PlacementSource]) -> None:
-        """Go on knowing which host has which ranks, whom to ask about one that falls silent (see
-        `witnesses.neighbours`), and which jobs say themselves when they are hung."""
+        """Keep reading which host has which ranks, which neighbours to ask about a silent one (see
+        `witnesses.neighbours`), and which jobs set a hang timeout."""
         outage = Outage("placements", self._clock)
         recalled: Mapping[str, LearnedJob] = {}
         while True:
             wait_s = PLACEMENTS_EVERY_S
-            self._is_new_heard.clear()
+            self._is_generation_new.clear()
             try:
                 found = await asyncio.to_thread(read)
                 self._detector.set_neighbours(found.neighbours)
@@ -267,10 +268,10 @@ class Ingest:
                 wait_s = outage.pause_s(error)
             await asyncio.sleep(min(wait_s, PLACEMENTS_AT_MOST_EVERY_S))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._is_new_heard.wait(), max(0.0, wait_s - PLACEMENTS_AT_MOST_EVERY_S))
+                await asyncio.wait_for(self._is_generation_new.wait(), max(0.0, wait_s - PLACEMENTS_AT_MOST_EVERY_S))
 
     async def run_detector(self, tick_s: float) -> None:
-        """Let time pass for the detector. It learns from the spacing of the ticks how late this loop ran."""
+        """Let time pass for the detector. The spacing of the ticks shows it how late this loop ran."""
         due_s = self._clock.monotonic_s()
         try:
             while True:
@@ -284,7 +285,7 @@ class Ingest:
             self._queue.offer_steps(self._steps.take(self._clock.monotonic_s(), everything=True))
 
     def tick(self, now_s: float) -> None:
-        """Let time pass for the detector, sum steps up, and hand on again what a bus may have lost."""
+        """Let time pass for the detector, sum up steps, and publish again what the bus may have lost."""
         self._raise_signals(self._detector.tick(now_s), now_s)
         if self._queue.has_room_for_steps and (steps := self._steps.take(now_s)):
             self._queue.offer_steps(steps)
@@ -294,10 +295,10 @@ class Ingest:
                     self._with_loss.add(summary.job)
         incarnation = self._own.incarnation
         self._own.committed(self._committed.known(self._own.source, (incarnation,)).get(incarnation, 0))
-        self._hand_on(self._own.due(now_s), now_s)
+        self._publish(self._own.due(now_s), now_s)
 
     def _new_signals(self, signals: Sequence[Signal], host_id: str, now_s: float) -> tuple[Signal, ...]:
-        """Those that are not committed. Raises TooBusy when the host has sent too many."""
+        """The uncommitted signals. Raises TooBusy if the host has sent too many."""
         new = tuple(signal for signal in signals if not self._committed.is_committed(signal))
         if new:
             try:
@@ -307,44 +308,45 @@ class Ingest:
                 raise
         return new
 
-    def _may_say(self, report: Report) -> tuple[Report, Report]:
-        """As `Placed.split`; a generation that is not known is looked for at once, the first time."""
+    def _own_part(self, report: Report) -> tuple[Report, Report]:
+        """As `Placed.split`. The first report of an unknown generation triggers a read of the placements."""
         if self._placed is None:
             return report, report
-        heard, stored = self._placed.split(report)
-        if heard is not report and (unknown := self._placed.unknown(report)) and unknown not in self._asked_for:
+        own, stored = self._placed.split(report)
+        if own is not report and (unknown := self._placed.unknown(report)) and unknown not in self._asked_for:
             if len(self._asked_for) >= MAX_ASKED_FOR:
                 self._asked_for.clear()
             self._asked_for.add(unknown)
-            self._is_new_heard.set()
-        return heard, stored
+            self._is_generation_new.set()
+        return own, stored
 
     def _stored_of(self, workers: Sequence[Workers]) -> StoredPoints:
-        """What a host is told that runs these."""
+        """The recovery points to send to a host with these workers."""
         return {of.job: self._stored_points[of.job] for of in workers if of.job in self._stored_points}
 
     def _own_losses(self, host_id: str, losses: tuple[RankLoss, ...]) -> tuple[RankLoss, ...]:
         return losses if self._placed is None else self._placed.own_losses(host_id, losses)
 
-    def _hear_early(self, host_id: str, completed: Sequence[CompletedSteps], now_s: float) -> None:
-        """Steps of generations that are not known: to come, made up, or of a job that has just ended."""
+    def _take_early(self, host_id: str, completed: Sequence[CompletedSteps], now_s: float) -> None:
+        """Take in steps of unknown generations: just granted, made up, or of a job that has just ended."""
         if self._placed is None:
             return
         for steps in self._placed.early_steps(completed):
-            if self._steps.has_heard_ranks(host_id, steps):
+            if self._steps.knows_ranks(host_id, steps):
                 self._steps.observe(host_id, (steps,), now_s)
             else:
                 self._early.wait(host_id, steps, now_s)
 
     def _new_marks(self, report: Report, now_s: float) -> tuple[RankMarks, ...]:
-        """Of a generation that is not known here the store is to say what is new; else see `StepLog.new_marks`."""
+        """The marks to store. For an unknown generation the store decides what is new; otherwise
+        `StepEventLog.new_marks` does."""
         host_id, placed = report.facts.host_id, self._placed
         early = tuple(
             mark
             for mark in report.marks
             if placed is not None
             and placed.is_early(mark)
-            and not self._steps.has_heard(host_id, mark.job, mark.generation)
+            and not self._steps.knows(host_id, mark.job, mark.generation)
         )
         known = [mark for mark in report.marks if mark not in early] if early else report.marks
         return (*early, *self._steps.new_marks(known, report.sent_at, now_s))
@@ -352,9 +354,9 @@ class Ingest:
     def _raise_signals(self, bodies: Sequence[SignalBody], now_s: float) -> None:
         for body in bodies:
             log.info("detected", signal=str(body.__struct_config__.tag), body=str(body))
-        self._hand_on(self._own.raise_(bodies, at=self._clock.wall_s(), now_s=now_s), now_s)
+        self._publish(self._own.raise_(bodies, at=self._clock.wall_s(), now_s=now_s), now_s)
 
-    def _hand_on(self, signals: Sequence[Signal], now_s: float) -> None:
+    def _publish(self, signals: Sequence[Signal], now_s: float) -> None:
         if not signals:
             return
         at = self._clock.wall_s()

@@ -1,5 +1,7 @@
-"""The signals that a sensor raised itself, kept until the controller has committed them: nobody else has them, and a
-bus that loses everything would lose them too. Pure: time comes in as an argument."""
+"""Keeps the signals that a sensor raised itself until the controller has committed them. Pure.
+
+Nobody else has these signals, and the bus may lose everything.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,14 @@ import msgspec
 
 from flyball.contracts.reports.signals import HostReturned, HostSilent, HostSuspect, Signal, SignalBody
 
-MAX_KEPT = 50_000  # all hosts that a sensor knows may fall silent, and return
-SEND_AGAIN_S = 2.0  # after a signal was handed on and is not committed, doubled each time up to the maximum
+MAX_KEPT = 50_000  # all hosts of a sensor may become silent, and return
+SEND_AGAIN_S = 2.0  # an uncommitted signal; doubles each time up to the maximum
 MAX_SEND_AGAIN_S = 300.0
 
 
 class OwnSignals:
-    """In the order in which they were raised. What a host did last supersedes what is said of it before, but seqs have
-    no gaps: so nothing is taken out until there are too many, when those that still hold begin a new incarnation."""
+    """In the order in which they were raised. A host's newest signal supersedes earlier ones, but seqs have no gaps.
+    So nothing is removed until there are too many; then those that still hold start a new incarnation."""
 
     def __init__(self, *, source: str, incarnation: str, max_kept: int = MAX_KEPT) -> None:
         self.source = source
@@ -34,7 +36,7 @@ class OwnSignals:
         return self._name if not self._rounds else f"{self._name}-{self._rounds}"
 
     def raise_(self, bodies: Sequence[SignalBody], *, at: float, now_s: float) -> tuple[Signal, ...]:
-        """Number what was observed at `at` (wall clock), and keep it; returns what is to be published."""
+        """Number and keep what was observed at `at` (wall clock); returns the signals to publish."""
         signals = tuple(self._numbered(body, at) for body in bodies)
         if not signals:
             return ()
@@ -47,16 +49,16 @@ class OwnSignals:
         return self._begin_anew(now_s)
 
     def newest_seq(self) -> int:
-        """Of the present incarnation, 0 before the first."""
+        """Of the current incarnation; 0 before its first signal."""
         return self._next_seq - 1
 
     def committed(self, upto_seq: int) -> None:
-        """Forget what is committed of the present incarnation."""
+        """Drop the committed signals of the current incarnation."""
         while self._kept and self._kept[0].seq <= upto_seq:
             self._kept.popleft()
 
     def due(self, now_s: float) -> tuple[Signal, ...]:
-        """All that is kept, when it has been for too long: it is published again, in order, under the same seqs."""
+        """All kept signals, if they have waited for too long: publish them again, in order, under the same seqs."""
         if not self._kept or now_s < self._send_at_s:
             return ()
         self._pause_s = min(2.0 * self._pause_s, MAX_SEND_AGAIN_S)
@@ -72,7 +74,7 @@ class OwnSignals:
         return signal
 
     def _begin_anew(self, now_s: float) -> tuple[Signal, ...]:
-        """Withdraw what no longer holds, and of the rest the oldest if it is still too much."""
+        """Drop the superseded signals, then the oldest if there are still too many."""
         newest: dict[str, Signal] = {}
         others: list[Signal] = []
         for signal in self._kept:

@@ -1,11 +1,11 @@
-"""For which ranks a host may speak: those that it was given. Pure.
+"""Which ranks a host may report: those that it was given. Pure.
 
-A daemon could claim any generation, and the watch would leave the true one for it; or any step. So of ranks of other
-hosts, and of generations that were never handed out, nothing is heard.
+A faulty daemon could claim any generation, and the detector would drop the true one for it; or any step. So reports
+about ranks of other hosts, and about generations that were never granted, do not count.
 
-A sensor learns of a new placement a moment after the first host may speak of it. Where a rank is will be said again;
-what is told once (steps, moments, restores) passes meanwhile, of one such generation per report: to the store, which
-knows what was granted. What is summed up here waits until it is known whose it is (`early_steps`).
+A sensor reads a new placement a moment after the first host may report about it. Rank positions come again with every
+report. What is reported once (steps, marks, restores) goes to the store meanwhile, for one such generation per report:
+the store knows what was granted. Steps to sum up wait until the placement is known (`early_steps`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from flyball.contracts.reports.rank_columns import CompletedSteps, RankProgress,
 from flyball.contracts.reports.signals import RankLoss, Report
 
 Generation = tuple[str, int]  # job, generation
-GivenRanks = Mapping[str, Collection[int]]  # of one generation: host -> its ranks
+GivenRanks = Mapping[str, Collection[int]]  # in one generation: host -> its ranks
 
 
 class OfGeneration(Protocol):
-    """A part of a report that names a generation."""
+    """A part of a report about one generation."""
 
     @property
     def job(self) -> str: ...
@@ -34,7 +34,7 @@ class OfGeneration(Protocol):
 
 
 class OfRank(OfGeneration, Protocol):
-    """A part of a report that is about one rank."""
+    """A part of a report about one rank."""
 
     @property
     def rank(self) -> int: ...
@@ -50,7 +50,7 @@ def given_in(plan: GenerationPlan) -> GivenRanks:
 
 
 class Placed:
-    """As of one moment: the newest generations of running jobs, and those before them, whose workers may still live."""
+    """The placements at one moment: the newest generation of each running job, and earlier ones that may still run."""
 
     def __init__(self, given: Mapping[Generation, GivenRanks]) -> None:
         self._given = given
@@ -58,26 +58,26 @@ class Placed:
         for job, generation in given:
             self._newest[job] = max(generation, self._newest.get(job, -1))
         self.jobs = frozenset(self._newest)
-        self._own_workers: dict[str, tuple[Workers, ...]] = {}  # by host, as last told: all of them are its own
+        self._own_workers: dict[str, tuple[Workers, ...]] = {}  # by host, from its last report, if all are its own
 
     def split(self, report: Report) -> tuple[Report, Report]:
-        """What of a report the detector hears, and what of it is stored: both are the report itself, as nearly always,
-        if its host may say all of it. Of workers that should not be there any more the store is to know."""
+        """The part of a report for the detector, and the part to store. Both are the report itself, as nearly always,
+        if its host may report all of it. Workers that should be gone are stored, too."""
         host_id, workers, completed = report.facts.host_id, report.workers, report.completed
         has_own = self._own_workers.get(host_id) is workers or self._has_own(host_id, workers)
         is_plain = not (report.marks or report.restores or (completed and not self._completed_own(host_id, report)))
         if has_own and is_plain:
             return report, report
         own_steps = self.own_steps(host_id, completed)
-        mine = [self._places(host_id, of) for of in workers]
-        heard = msgspec.structs.replace(
+        places = [self._places(host_id, of) for of in workers]
+        own = msgspec.structs.replace(
             report,
-            workers=tuple(_workers_at(of, at) for of, at in zip(workers, mine, strict=True) if at),
-            progress=tuple(_progress_at(of, at) for of, at in zip(report.progress, mine, strict=True) if at),
+            workers=tuple(_workers_at(of, at) for of, at in zip(workers, places, strict=True) if at),
+            progress=tuple(_progress_at(of, at) for of, at in zip(report.progress, places, strict=True) if at),
             completed=own_steps,
         )
         if is_plain:
-            return heard, report
+            return own, report
         news = self._first_unknown((*completed, *report.marks, *report.restores))
         stored = msgspec.structs.replace(
             report,
@@ -85,29 +85,29 @@ class Placed:
             marks=self._those_of(host_id, report.marks, news),
             restores=self._those_of(host_id, report.restores, news),
         )
-        return heard, stored
+        return own, stored
 
     def own_steps(self, host_id: str, completed: Iterable[CompletedSteps]) -> tuple[CompletedSteps, ...]:
-        """Of these steps what ranks of the host completed."""
+        """The steps of the host's own ranks."""
         places = ((steps, self._places(host_id, steps)) for steps in completed)
         return tuple(_steps_at(steps, at) for steps, at in places if at)
 
     def own_losses(self, host_id: str, losses: tuple[RankLoss, ...]) -> tuple[RankLoss, ...]:
-        """Of these losses those of ranks of the host. Others, of a generation to come too, are told anew soon."""
+        """The losses of the host's own ranks. Those of a generation that is unknown yet come again soon."""
         if all(loss.rank in self._given_to(host_id, loss) for loss in losses):
             return losses
         return tuple(loss for loss in losses if loss.rank in self._given_to(host_id, loss))
 
     def early_steps(self, completed: Iterable[CompletedSteps]) -> tuple[CompletedSteps, ...]:
-        """Of these steps those of generations that are newer than what is known here."""
+        """The steps of generations that are newer than those known here."""
         return tuple(steps for steps in completed if self.is_early(steps))
 
     def is_early(self, part: OfGeneration) -> bool:
-        """Whether its generation is newer than what is known here: it may just have been granted."""
+        """Whether its generation is newer than those known here: it may just have been granted."""
         return part.generation > self._newest.get(part.job, -1)
 
     def unknown(self, report: Report) -> Generation | None:
-        """A generation of which a host has workers, and that is newer than what is known here."""
+        """A generation of the report's workers that is newer than those known here."""
         return self._first_unknown(report.workers)
 
     def _has_own(self, host_id: str, workers: tuple[Workers, ...]) -> bool:
@@ -139,7 +139,7 @@ class Placed:
         return all(rank in given for rank in columns.ranks)
 
     def _places(self, host_id: str, columns: Workers | CompletedSteps) -> list[int]:
-        """Where in these columns the host's own ranks are."""
+        """The indices of the host's own ranks in these columns."""
         given = self._given_to(host_id, columns)
         return [place for place, rank in enumerate(columns.ranks) if rank in given]
 
@@ -153,7 +153,7 @@ class Placed:
 
 
 def _collected(ranks: Sequence[int]) -> Collection[int]:
-    """Those that follow each other, as nearly always, take a fifteenth of a set's memory."""
+    """A range if the ranks are consecutive, as nearly always: it takes a fifteenth of a set's memory."""
     span = range(min(ranks, default=0), max(ranks, default=-1) + 1)
     return span if len(span) == len(set(ranks)) else frozenset(ranks)
 

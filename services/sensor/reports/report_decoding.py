@@ -1,8 +1,8 @@
-"""Decodes reports for less than their size: what a daemon repeats is decoded once.
+"""Decodes reports at less than full cost: what a daemon repeats is decoded once.
 
-Of a report most bytes are what seldom changes: who sends it, the host's facts, its engine and workers, the copies that
-it holds. A daemon writes these first. Where a report begins with the very bytes with which the one before it from this
-host began, they mean what they did, and only the rest is decoded.
+Most bytes of a report seldom change: the sender, the host's facts, its engine and workers, the copies that it holds. A
+daemon writes these first. If a report begins with the same bytes as the last one from this host, only the rest is
+decoded.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from flyball.contracts.reports.signals import Report
 from flyball.contracts.wire import MALFORMED, MAX_MESSAGE_BYTES, check_version, decode, decoder_of
 
 MAX_HOSTS = 20_000
-MAX_REPEATED_BYTES = 256 << 10  # of what is remembered of a host
+MAX_REPEATED_BYTES = 256 << 10  # remembered per host
 
 _FIRST_NEW = "sent_at"
-# Inside a string a quote has a backslash before it: where these bytes are, a key begins, the report's or one within it.
+# In a JSON string, quotes are escaped. So at these bytes a key begins, of the report or of an object in it.
 _BORDER = b',"%b":' % _FIRST_NEW.encode()
 
 
@@ -41,10 +41,10 @@ class _Sender(msgspec.Struct):
     version: int
 
 
-class _Said(msgspec.Struct, frozen=True, gc=False):
+class _Beginning(msgspec.Struct, frozen=True, gc=False):
     """What a host's report began with, as bytes and as values."""
 
-    beginning: bytes
+    body: bytes
     part: Any
 
 
@@ -53,18 +53,18 @@ class ReportDecoder:
 
     def __init__(self, max_hosts: int = MAX_HOSTS) -> None:
         self._max_hosts = max_hosts
-        self._said: dict[str, _Said] = {}
+        self._known: dict[str, _Beginning] = {}
 
     def decode(self, body: bytes, host_id: str) -> Report:
-        """The report in `body`, which came with the token of `host_id`. Raises InvalidMessage."""
-        said = self._said.get(host_id)
+        """Decode a report that came with the token of `host_id`. Raises InvalidMessage."""
+        known = self._known.get(host_id)
         try:
-            if said is None or not body.startswith(said.beginning):
-                said = self._begin(body, host_id)
-            new = _NEW.decode(b"{" + body[len(said.beginning) :])
+            if known is None or not body.startswith(known.body):
+                known = self._begin(body, host_id)
+            new = _NEW.decode(b"{" + body[len(known.body) :])
         except MALFORMED:
-            return decode_report(body)  # says what is wrong, and where; or it is right, and written in another order
-        part = said.part
+            return decode_report(body)  # says what is wrong, or succeeds: the fields may come in another order
+        part = known.part
         return Report(
             version=part.version,
             incarnation=part.incarnation,
@@ -86,26 +86,29 @@ class ReportDecoder:
             losses=new.losses,
         )
 
-    def _begin(self, body: bytes, host_id: str) -> _Said:
-        """Decode what `body` begins with, and remember it. Raises what msgspec does. A beginning that is an object when
-        it is closed, before a rest that is one when it is opened: so the border is between two keys of the report."""
+    def _begin(self, body: bytes, host_id: str) -> _Beginning:
+        """Decode the beginning of `body`, and remember it. Raises what msgspec raises.
+
+        The beginning is an object once it is closed, and the rest is one once it is opened. So the border lies between
+        two keys of the report itself."""
         at = body.find(_BORDER)
         if at < 0 or len(body) > MAX_MESSAGE_BYTES:
             raise msgspec.DecodeError
         part = _REPEATED.decode(body[:at] + b"}")
-        before = self._said.pop(host_id, None)
+        before = self._known.pop(host_id, None)
         if before is not None:
             part = _as_before(part, before.part)
-        said = _Said(body[: at + 1], part)
-        if len(said.beginning) <= MAX_REPEATED_BYTES:
-            while len(self._said) >= self._max_hosts:
-                del self._said[next(iter(self._said))]
-            self._said[host_id] = said
-        return said
+        known = _Beginning(body[: at + 1], part)
+        if len(known.body) <= MAX_REPEATED_BYTES:
+            while len(self._known) >= self._max_hosts:
+                del self._known[next(iter(self._known))]
+            self._known[host_id] = known
+        return known
 
 
 def decode_report(body: bytes) -> Report:
-    """A whole report. Raises InvalidMessage: of a sender of another version says that first, as the rest follows."""
+    """Decode a whole report. Raises InvalidMessage, which names a differing wire version first: it explains the
+    rest."""
     try:
         return decode(body, Report)
     except InvalidMessage:
@@ -117,11 +120,11 @@ def _check_sender(body: bytes) -> None:
     try:
         sender = decode(body, _Sender)
     except InvalidMessage:
-        return  # no such thing as a report
+        return  # not a report at all
     check_version(sender.version)
 
 
 def _as_before(part: Any, before: Any) -> Any:  # noqa: ANN401 - a RepeatedPart
-    """The same, with what is equal as the very objects that it was: others compare them by identity."""
+    """`part` with the objects of `before` where they are equal: others compare them by identity."""
     equal = {name: value for name in part.__struct_fields__ if (value := getattr(before, name)) == getattr(part, name)}
     return msgspec.structs.replace(part, **equal)

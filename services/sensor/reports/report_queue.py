@@ -1,4 +1,4 @@
-"""What waits between the event loop, which takes reports, and the thread that stores them."""
+"""The queue between the event loop, which takes in reports, and the threads that store them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import msgspec
 from flyball.contracts.reports.signals import Report, Signal
 from services.sensor.reports.step_log import StepSummary
 
-MAX_SIGNALS_AT_ONCE = 1000  # far below what the bus holds: more than that it would refuse for ever
-MAX_BYTES_AT_ONCE = 1 << 20  # of reports with signals; or one of them
-MAX_HOST_ITEMS = 128  # of one host; a daemon's whole spool is 50, of short signals
+MAX_SIGNALS_AT_ONCE = 1000  # far below what the bus holds: it would refuse more than that forever
+MAX_BYTES_AT_ONCE = 1 << 20  # of reports with signals, or a single one
+MAX_HOST_ITEMS = 128  # of one host; a daemon's whole spool is 50 reports of short signals
 MAX_HOST_BYTES = 8 << 20  # two of the largest reports
 
 _KEY: Any = attrgetter("source", "incarnation", "seq")
 
 
 class Received(msgspec.Struct, frozen=True, gc=False):
-    """What waits to be stored: a report, or (report None) signals that the sensor raised itself."""
+    """A report that waits to be stored, or (report None) signals that the sensor raised itself."""
 
     report: Report | None
     signals: tuple[Signal, ...]
@@ -33,7 +33,7 @@ class Received(msgspec.Struct, frozen=True, gc=False):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """What was taken at once."""
+    """What one call of `take` returned."""
 
     signals: tuple[Received, ...] = ()
     reports: tuple[Received, ...] = ()
@@ -44,12 +44,14 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class ReportQueue:
-    """Signals wait first in, first out, each of them once: while they wait their hosts send them again. Hosts take
-    turns with them, a report each, so that one that sends many delays the others' by one of its reports. Of a host's
-    state only the newest waits, with the older reports that tell what is told once (moments of workers, restores); of
-    hosts that tell such things, or send signals, it goes before the others': somebody waits for what they do next.
-    Bounded by the number of what is kept for its own sake, and by bytes in all, those with signals and the others
-    each; both also for each host, so that none takes the room of the others. Thread-safe."""
+    """Signals are first in, first out, and queued once, though hosts send them again while they wait. Hosts take turns
+    with a report each, so a host with many signals delays the others by one report.
+
+    Of a host's state only the newest report waits, and older ones with contents that are reported once (marks of
+    workers, restores). Hosts with such contents or with signals go first: somebody waits for their next move.
+
+    Bounded by the number of reports that must not be replaced, and by bytes, separately for reports with signals; both
+    also per host, so that no host takes the room of the others. Thread-safe."""
 
     def __init__(
         self,
@@ -63,11 +65,11 @@ class ReportQueue:
         self._max_size_bytes = max_size_bytes
         self._max_host_items = max_host_items
         self._max_host_bytes = max_host_bytes
-        self._signals: dict[str, deque[Received]] = {}  # by host, '' the sensor's own; whose turn it is comes first
+        self._signals: dict[str, deque[Received]] = {}  # by host, '' for the sensor itself; the next one comes first
         self._n_signals = 0  # items in it
-        self._signal_bytes = 0  # of the reports in it, whose state may have been taken
-        self._waiting: set[tuple[str, str, int]] = set()  # the signals in it
-        self._newest: dict[str, Received] = {}  # by host, the one that waits for longest first
+        self._signal_bytes = 0  # of the reports in it, even if their state was taken already
+        self._waiting: set[tuple[str, str, int]] = set()  # keys of the signals in it
+        self._newest: dict[str, Received] = {}  # by host, the one that has waited longest first
         self._older: dict[str, list[Received]] = {}
         self._urgent: dict[str, None] = {}  # hosts in `_newest` that go first
         self._kept = 0  # in `_older`
@@ -76,12 +78,12 @@ class ReportQueue:
         self._is_released = False
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        # Apart: who waits for signals is not to wake up for every report.
+        # Separate, so that the thread for signals does not wake up for every report.
         self._signals_came = threading.Condition(self._lock)
 
     def offer(self, item: Received) -> bool:
-        """Take it unless full. The sensor's own signals are always taken: there is one per host or generation in
-        trouble, and nobody would send them again."""
+        """Add it unless the queue is full. The sensor's own signals are always added: there is one per host or
+        generation in trouble, and nobody would send them again."""
         report = item.report
         with self._lock:
             if item.signals and not self._waiting.isdisjoint(map(_KEY, item.signals)):
@@ -93,17 +95,17 @@ class ReportQueue:
                 return True
             host_id = report.facts.host_id
             before = self._newest.get(host_id)
-            tells_once = before is not None and before.report is not None and _told_once(before.report)
-            freed_bytes = 0 if before is None or tells_once else before.size_bytes
+            has_unique = before is not None and before.report is not None and _has_unique(before.report)
+            freed_bytes = 0 if before is None or has_unique else before.size_bytes
             if self._size_bytes + item.size_bytes - freed_bytes > self._max_size_bytes:
                 return False
-            if (item.signals or tells_once) and not self._has_room(item, host_id):
+            if (item.signals or has_unique) and not self._has_room(item, host_id):
                 return False
-            if before is not None and tells_once:
+            if before is not None and has_unique:
                 self._older.setdefault(host_id, []).append(before)
                 self._kept += 1
-            self._newest[host_id] = item  # in the place of the one before
-            if report.signals or _told_once(report):
+            self._newest[host_id] = item  # replaces the one before
+            if report.signals or _has_unique(report):
                 self._urgent[host_id] = None
             self._size_bytes += item.size_bytes - freed_bytes
             if item.signals:
@@ -113,7 +115,7 @@ class ReportQueue:
             return True
 
     def _has_room(self, item: Received, host_id: str) -> bool:
-        """For what is kept for its own sake."""
+        """Whether there is room for a report that must not be replaced."""
         if self._n_signals + self._kept >= self._max_items:
             return False
         signals, older = self._signals.get(host_id, ()), self._older.get(host_id, ())
@@ -134,7 +136,7 @@ class ReportQueue:
         self._changed.notify()
 
     def offer_steps(self, steps: Sequence[StepSummary]) -> None:
-        """For who has seen that there is room."""
+        """Add summaries, after a look at `has_room_for_steps`."""
         with self._changed:
             self._steps.extend(steps)
             self._changed.notify()
@@ -144,8 +146,8 @@ class ReportQueue:
         return len(self._steps) < self._max_items
 
     def take(self, *, max_hosts: int, timeout_s: float, with_signals: bool = True) -> Batch:
-        """As many signals as are published at once, unless they are to go on waiting, and the state of up to
-        `max_hosts` hosts; waits up to `timeout_s` for the first of what is asked for."""
+        """Take out as many signals as are published at once, if `with_signals`, and the state of up to `max_hosts`
+        hosts. Waits up to `timeout_s` for something to take."""
         with self._changed:
             if timeout_s > 0.0:
                 changed = self._changed if max_hosts > 0 else self._signals_came
@@ -163,7 +165,7 @@ class ReportQueue:
             if max_hosts <= 0:
                 return Batch(signals)
             reports: list[Received] = []
-            # At most half of them: were all urgent again before they are stored, nobody else's state ever would be.
+            # Urgent hosts get at most half of the places. Otherwise others might wait forever.
             first = dict.fromkeys(islice(self._urgent, (max_hosts + 1) // 2))
             others = (host_id for host_id in self._newest if host_id not in first)
             for host_id in list(islice(chain(first, others), max_hosts)):
@@ -187,7 +189,7 @@ class ReportQueue:
                 break
             taken.append(waiting.popleft())
             del self._signals[host_id]
-            if waiting:  # the others' turn comes first
+            if waiting:  # it is the others' turn first
                 self._signals[host_id] = waiting
             self._waiting.difference_update(map(_KEY, item.signals))
             self._signal_bytes -= item.size_bytes
@@ -195,7 +197,7 @@ class ReportQueue:
         return tuple(taken)
 
     def release(self) -> None:
-        """Let nobody wait in `take` any more: the threads that do are about to end."""
+        """Wake up everybody in `take`, and let nobody wait there any more: the threads are about to end."""
         with self._lock:
             self._is_released = True
             self._changed.notify_all()
@@ -205,5 +207,6 @@ class ReportQueue:
         return self._n_signals + len(self._newest)
 
 
-def _told_once(report: Report) -> bool:
+def _has_unique(report: Report) -> bool:
+    """Whether it has contents that are reported only once."""
     return bool(report.marks or report.restores)

@@ -1,8 +1,8 @@
-"""Stores received reports: signals go to the bus, as they are urgent, the state that came with them to the database,
-each in a thread of its own: a signal waits for no transaction that stores state.
+"""Stores received reports. Signals are urgent, and go to the bus; the state that came with them goes to the database.
 
-The controller reads the bus before the state, and so may see either first in any case. While the bus is away the state
-goes on being stored: else jobs would seem to stand still, and what is judged by their steps would wait or fail.
+Each has its own thread, so that a signal waits for no transaction that stores state. The controller reads the bus
+before the state, so it may see either first in any case. During an outage of the bus, state is stored all the same:
+otherwise jobs would seem to stand still, and whatever is judged by their steps would wait or fail.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from services.sensor.reports.step_log import StepSummary
 
 log = structlog.get_logger()
 
-MAX_HOSTS = 128  # whose state is stored at once
+MAX_HOSTS = 128  # per transaction
 IDLE_WAIT_S = 0.5
-LONGEST_END_S = 10.0  # of the thread that stores state
+LONGEST_END_S = 10.0  # for the thread that stores state to end
 
 T = TypeVar("T", Received, StepSummary)
 
@@ -37,11 +37,12 @@ class StatusStore(Protocol):
     """The sensor's side of the database."""
 
     def record_reports(self, reports: Sequence[tuple[Report, float]], steps: Sequence[StepSummary] = ()) -> None:
-        """Store what (report, received_at) pairs and summaries of steps say, in one transaction."""
+        """Store (report, received_at) pairs and step summaries in one transaction."""
         ...
 
     def vouch(self, *, sensor: str, at: float, ages_ms: Sequence[int], hosts: Sequence[str] | None) -> None:
-        """Store how long before `at` (wall clock) a sensor heard of each host; `hosts` None: those of the last time."""
+        """Store how long before `at` (wall clock) each host reported to a sensor. `hosts` None: the same as last
+        time."""
         ...
 
     def committed(self, senders: Sequence[Sender]) -> dict[Sender, int]:
@@ -49,15 +50,15 @@ class StatusStore(Protocol):
         ...
 
     def hosts_with_placement(self) -> dict[str, float]:
-        """Hosts on which workers should be -> when any sensor last heard of each."""
+        """Hosts that should have workers -> when each last reported to any sensor."""
         ...
 
 
 class ReportWriter:
-    """Drains the queue: signals at once, the state of hosts in its share of the time; of more hosts than that is enough
-    for, each one's newest state waits its turn. While the database is away the queue fills, and the sensor answers 429:
-    the reports stay with the daemons. A report that the database will not take for its own sake is dropped alone, and
-    counted."""
+    """Drains the queue: signals at once, the state of hosts within a share of the processor time. If that is too
+    little for all hosts, they take turns with their newest state. During an outage of the database the queue fills up,
+    and the sensor answers 429: the reports stay with the daemons. If the database rejects one report itself, that
+    report alone is dropped, and counted."""
 
     def __init__(
         self,
@@ -77,17 +78,17 @@ class ReportWriter:
         self._metrics = metrics
         self._outage = Outage("report-writer", clock)
         self._bus_outage = Outage("report-writer-bus", clock)
-        self._unpublished: deque[list[Received]] = deque()  # taken; while some are, no more are taken until the end
+        self._unpublished: deque[list[Received]] = deque()  # taken; no more are taken while there are some
         self._publish_at_s = 0.0
 
     def run(self, stop: threading.Event) -> None:
-        """Until stopped; then one attempt at what is left."""
+        """Run until stopped; then try once to store the rest."""
         states = LoopThread("state-writer", self._run_states, self._clock)
         states.start()
         try:
             while not stop.is_set():
                 if states.failed:
-                    raise RuntimeError("the state of hosts cannot be stored")
+                    raise RuntimeError("the thread that stores the state of hosts failed")
                 wait_s = IDLE_WAIT_S
                 if self._unpublished:
                     wait_s = min(wait_s, max(0.0, self._publish_at_s - self._clock.monotonic_s()))
@@ -97,19 +98,19 @@ class ReportWriter:
             states.request_stop()
             has_ended = states.join(LONGEST_END_S)
             if not has_ended:
-                log.warning("the state of hosts is still being stored; no more of it will be")
+                log.warning("storing the state of hosts took too long; the rest is not stored")
         self._publish_at_s = 0.0
-        # What stores state is for one thread at a time.
+        # Only one thread at a time may store state.
         while batch := self._queue.take(max_hosts=MAX_HOSTS if has_ended else 0, timeout_s=0.0):
             self._publish_batch(batch)
             self._store_batch(batch, stop)
         self._publish_what_waits()
         if self._unpublished:
-            log.warning("stopped with signals not published; their hosts keep them", parts=len(self._unpublished))
+            log.warning("stopped with unpublished signals; their hosts keep them", parts=len(self._unpublished))
 
     def _run_states(self, stop: threading.Event) -> None:
-        """Until stopped: a thread of its own, so that a signal waits for no transaction of these. It leaves the
-        interpreter to the loop that takes reports, if that needs it."""
+        """Run the thread that stores state until stopped. It leaves the interpreter to the event loop when that needs
+        it."""
         spare = SpareTime(monotonic_s=self._clock.monotonic_s)
         while not stop.is_set():
             batch = self._queue.take(max_hosts=MAX_HOSTS, timeout_s=IDLE_WAIT_S, with_signals=False)
@@ -131,7 +132,7 @@ class ReportWriter:
         self._metrics.report_queue_length.set(len(self._queue))
 
     def _publish_what_waits(self) -> None:
-        """Until the bus is away or full; then later."""
+        """Publish until the bus is unreachable or full; then try again later."""
         while self._unpublished and self._clock.monotonic_s() >= self._publish_at_s:
             reach("sensor.before_publish")
             try:
@@ -143,17 +144,17 @@ class ReportWriter:
             self._bus_outage.ended()
 
     def _publish_each(self, items: list[Received]) -> None:
-        """What the bus will not take for its own sake is dropped alone. Raises what an outage raises."""
+        """Publish all. If the bus rejects one host's signals themselves, drop these alone. Raises on an outage."""
         try:
             self._publish(items)
         except OUTAGES:
             raise
-        except Exception:  # one host's signals must not keep those of all others from the controller
+        except Exception:  # one host's signals must not hold up those of all others
             if len(items) > 1:
                 for item in items:
                     self._publish_each([item])
                 return
-            log.exception("signals cannot be published and are dropped", host_id=_sender(items[0]))
+            log.exception("cannot publish signals; they are dropped", host_id=_sender(items[0]))
             self._metrics.reports_dropped.inc()
 
     def _publish(self, items: list[Received]) -> None:
@@ -179,23 +180,23 @@ class ReportWriter:
     ) -> None:
         try:
             self._insist(lambda: write(items), len(items), stop)
-        except Exception:  # what one host or job tells must not keep that of all others out of the database
+        except Exception:  # one host's or job's report must not hold up those of all others
             if len(items) > 1:
                 half = len(items) // 2
                 for part in (items[:half], items[half:]):
                     self._store(write, part, stop, of)
                 return
-            log.exception("what a report told cannot be stored and is dropped", of=of(items[0]))
+            log.exception("cannot store a report; it is dropped", of=of(items[0]))
             self._metrics.reports_dropped.inc()
 
     def _insist(self, write: Callable[[], None], count: int, stop: threading.Event) -> None:
-        """Repeat while the database is away or full; after `stop` only once more."""
+        """Retry while the database is unreachable or full; after `stop` only once more."""
         while True:
             try:
                 write()
             except OUTAGES as error:
                 if stop.wait(self._outage.pause_s(error)):
-                    log.warning("stopped with reports not stored; their hosts keep the signals", reports=count)
+                    log.warning("stopped with unstored reports; their hosts keep the signals", reports=count)
                     return
             else:
                 self._outage.ended()
@@ -213,13 +214,12 @@ def _sender(item: Received) -> str:
 # --- spare time ------------------------------------------------------------------------------------------------------
 
 MAX_SHARE = 1 / 8  # of a core
-MIN_SHARE = 1 / 32  # however busy the others are: what waits for ever is lost
+MIN_SHARE = 1 / 32  # however busy the others are, so that nothing waits forever
 
 
 class SpareTime:
-    """For one thread, in turns of work and rest: it takes a half of what the process's other threads leave of the one
-    core that the interpreter's lock gives them all, within bounds. As the others grow into what it leaves, it takes the
-    least when they are at their limit, and the most when they are at ease."""
+    """Paces one thread with rests between its work. All threads of the process share one core, by the interpreter lock.
+    This thread takes half of what the others leave, between MIN_SHARE and MAX_SHARE."""
 
     def __init__(
         self,
@@ -228,18 +228,18 @@ class SpareTime:
         process_s: Callable[[], float] = time.process_time,
         thread_s: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`process_s`, `thread_s`: processor time of the process and of the calling thread. A turn begins now."""
+        """`process_s`, `thread_s`: processor time of the process and of the calling thread."""
         self._monotonic_s = monotonic_s
         self._process_s = process_s
         self._thread_s = thread_s
         self._rested_from = self._began = self._now()
 
     def begin(self) -> None:
-        """The thread has rested, or waited for something to do, and works now."""
+        """The thread starts to work, after a rest or a wait."""
         self._began = self._now()
 
     def rest_s(self) -> float:
-        """The work is done: how long to rest."""
+        """How long to rest, after the work is done."""
         wall_s, process_s, thread_s = self._now()
         elapsed_s = wall_s - self._rested_from[0]
         others_s = process_s - self._rested_from[1] - (thread_s - self._rested_from[2])

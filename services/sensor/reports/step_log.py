@@ -1,7 +1,7 @@
-"""Sums up what ranks go on reporting: one summary per job and interval, however many ranks it has. Pure.
+"""Sums up the steps that ranks report: one summary per job and interval, however many ranks there are. Pure.
 
-A summary says when each step was completed by the last of the ranks that this sensor hears of, and which step all of
-them have completed. A step that slower ranks complete later comes again, with the later time.
+A summary has the time at which the last rank that reports to this sensor completed each step, and the step that all of
+them have completed. A step that slower ranks complete later is summed up again, with the later time.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ import msgspec
 from flyball.contracts.reports.rank_columns import CompletedSteps
 from flyball.contracts.reports.signals import LossValue, RankLoss, RankMarks
 
-INTERVAL_S = 1.0  # at the latest so long after a step; at once when all ranks have completed it
-MAX_STEPS = 10_000  # per generation, that wait to be stored: the oldest are let go
-MAX_GENERATIONS = 2_000  # the one not heard of for longest makes room
+INTERVAL_S = 1.0  # from a step to its summary, at most; without delay once all ranks have completed it
+MAX_STEPS = 10_000  # waiting per generation; the oldest are dropped
+MAX_GENERATIONS = 2_000  # the one with the oldest report makes room
 
 
 class StepSummary(msgspec.Struct, frozen=True):
-    """Steps of one generation: completed_at[i] is when the last rank so far completed first_step + i. Without steps it
-    tells of the waits alone."""
+    """Steps of one generation: completed_at[i] is when the last rank so far completed first_step + i. Without steps,
+    the summary is about waits only."""
 
     job: str
     generation: int
-    at: float  # wall clock, of the newest that it tells of
+    at: float  # wall clock, of its newest event
     first_step: int
     completed_at: tuple[float, ...]
-    slowest_step: int  # completed by all ranks that this sensor heard steps of
-    ranks: int  # how many those are
+    slowest_step: int  # completed by all ranks that report steps to this sensor
+    ranks: int  # how many of those there are
     sensor: str
-    save_blocked_s: float = 0.0  # in all, of the rank that waited longest inside save
-    data_wait_s: float = 0.0  # the same, for data
+    save_blocked_s: float = 0.0  # total of the rank that waited longest in save
+    data_wait_s: float = 0.0  # likewise, for data
     loss: LossValue | None = None  # the newest, if it is new
     loss_step: int = -1
     loss_rank: int = -1
 
 
 class _HostSteps:
-    """The newest step of each rank of a generation on one host. Ranks that go on together have one in common."""
+    """The newest step of each rank of a generation on one host; one number while it is the same for all."""
 
     __slots__ = ("last", "newest", "ranks")
 
     def __init__(self, ranks: tuple[int, ...], last: int) -> None:
-        self.ranks = ranks  # all that are known, while `newest` is None
+        self.ranks = ranks  # all known ranks, while `newest` is None
         self.last = last
         self.newest: dict[int, int] | None = None  # rank -> newest step, while they differ
 
@@ -55,7 +55,7 @@ class _HostSteps:
         return self.newest
 
     def join(self, ranks: tuple[int, ...], last: int) -> None:
-        """These ranks completed `last`; if they are all, and none is further, they go on together from here."""
+        """These ranks completed `last`. Keep one number again if these are all ranks, and none is further."""
         newest = self.apart()
         if len(newest) == len(ranks) and all(step == last for step in newest.values()):
             self.ranks, self.last, self.newest = ranks, last, None
@@ -65,7 +65,7 @@ class _HostSteps:
         return self.last if self.newest is None else min(self.newest.values())
 
     def count(self, step: int | None = None) -> int:
-        """How many they are: all, or those whose newest step this is."""
+        """How many ranks there are, or how many have this as their newest step."""
         if self.newest is None:
             return len(self.ranks) if step in (None, self.last) else 0
         return len(self.newest) if step is None else sum(newest == step for newest in self.newest.values())
@@ -91,20 +91,20 @@ class _Generation:
     def __init__(self, key: tuple[str, int]) -> None:
         self.key = key
         self.hosts: dict[str, _HostSteps] = {}
-        self.ranks = 0  # how many there are on these hosts
+        self.ranks = 0  # on these hosts
         self.front = -1  # the newest step of any rank
         self.at_front = 0  # ranks that completed it
         self.times: dict[int, float] = {}  # step -> when the last rank completed it, since the last summary
-        self.moments: dict[int, int] = {}  # rank -> how many moments of its life are known
+        self.moments: dict[int, int] = {}  # rank -> how many moments in its marks are known
         self.blocked_s = 0.0
         self.data_wait_s = 0.0
-        self.loss: RankLoss | None = None  # of the lowest rank that tells of one
+        self.loss: RankLoss | None = None  # of the lowest rank that reports one
         self.loss_is_new = False
         self.at = 0.0
         self.waiting_since_s: float | None = None
 
     def advance(self, step: int, ranks: int) -> None:
-        """So many ranks have `step` as their newest now."""
+        """This many more ranks have `step` as their newest now."""
         if step > self.front:
             self.front, self.at_front = step, ranks
         elif step == self.front:
@@ -129,30 +129,30 @@ class StepEventLog:
             if generation.waiting_since_s is None:
                 self._wait(generation, now_s)
 
-    def observe_losses(self, losses: Sequence[RankLoss], told_at: float, now_s: float) -> None:
-        """Take in losses. The lowest rank speaks for its generation. `told_at`: the wall clock of the report."""
+    def observe_losses(self, losses: Sequence[RankLoss], reported_at: float, now_s: float) -> None:
+        """Take in losses. The lowest rank's counts for its generation. `reported_at`: wall clock of the report."""
         for loss in losses:
             generation = self._generation((loss.job, loss.generation))
             known = generation.loss
             if known is None or loss.rank < known.rank or (loss.rank == known.rank and loss != known):
                 generation.loss, generation.loss_is_new = loss, True
-                generation.at = max(generation.at, told_at)
+                generation.at = max(generation.at, reported_at)
                 self._wait(generation, now_s)
 
-    def has_heard(self, host_id: str, job: str, generation: int) -> bool:
-        """Whether ranks of this generation on this host told of steps."""
+    def knows(self, host_id: str, job: str, generation: int) -> bool:
+        """Whether ranks of this generation on this host have reported steps."""
         return (job, generation) in self._on_host.get(host_id, ())
 
-    def has_heard_ranks(self, host_id: str, steps: CompletedSteps) -> bool:
-        """Whether all of these ranks, on this host, told of steps before."""
-        if not self.has_heard(host_id, steps.job, steps.generation):
+    def knows_ranks(self, host_id: str, steps: CompletedSteps) -> bool:
+        """Whether all of these ranks, on this host, have reported steps before."""
+        if not self.knows(host_id, steps.job, steps.generation):
             return False
         known = self._generations[steps.job, steps.generation].hosts[host_id]
         return set(steps.ranks).issubset(known.ranks if known.newest is None else known.newest)
 
-    def new_marks(self, marks: Sequence[RankMarks], told_at: float, now_s: float) -> tuple[RankMarks, ...]:
+    def new_marks(self, marks: Sequence[RankMarks], reported_at: float, now_s: float) -> tuple[RankMarks, ...]:
         """The marks that tell of a moment that is new. Of the others only the time counts that saves blocked, and that
-        is summed up. `told_at`: the wall clock of the report that has them."""
+        is summed up. `reported_at`: the wall clock of the report that has them."""
         new = []
         for mark in marks:
             generation = self._generation((mark.job, mark.generation))
@@ -172,18 +172,18 @@ class StepEventLog:
             if mark.save_blocked_s > generation.blocked_s or mark.data_wait_s > generation.data_wait_s:
                 generation.blocked_s = max(generation.blocked_s, mark.save_blocked_s)
                 generation.data_wait_s = max(generation.data_wait_s, mark.data_wait_s)
-                generation.at = max(generation.at, told_at)
+                generation.at = max(generation.at, reported_at)
                 self._wait(generation, now_s)
         return tuple(new)
 
     def forget_marks(self, marks: Sequence[RankMarks]) -> None:
-        """They could not be handed on, and will come again."""
+        """These could not be queued, and will come again."""
         for mark in marks:
             if (generation := self._generations.get((mark.job, mark.generation))) is not None:
                 generation.moments.pop(mark.rank, None)
 
     def take(self, now_s: float, *, everything: bool = False) -> list[StepSummary]:
-        """What is due to be stored, and is then forgotten here."""
+        """Take out the summaries that are due to be stored."""
         summaries: list[StepSummary] = []
         for key in sorted(self._waiting):
             generation = self._generations[key]
@@ -195,7 +195,7 @@ class StepEventLog:
         return summaries
 
     def forget(self, host_id: str) -> None:
-        """Another sensor hears of this host's ranks from now on."""
+        """This host reports to another sensor from now on."""
         for key in self._on_host.pop(host_id, ()):
             generation = self._generations[key]
             gone = generation.hosts.pop(host_id)
@@ -241,7 +241,7 @@ class StepEventLog:
             generation.advance(last, len(ranks))
             self._on_host[host_id] = (*self._on_host.get(host_id, ()), generation.key)
         elif host.newest is None and host.ranks == ranks:
-            if last > host.last:  # else told before, or late
+            if last > host.last:  # otherwise a repeated or late report
                 host.last = last
                 generation.advance(last, len(ranks))
         else:
