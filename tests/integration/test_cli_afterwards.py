@@ -15,11 +15,13 @@ from typing import Any
 
 import psutil
 import pytest
+from own_commands import run_here
 from sqlalchemy import text
 
 from flyball.cli.reach.client import ApiClient
 from flyball.cli.reach.local_runs import find_run
 from flyball.cli.run.embedded import start_supervisor
+from flyball.contracts.errors import NotFound
 from services.store.sql.database import Database
 
 TIMEOUT_S = 300.0
@@ -50,8 +52,8 @@ def place() -> Iterator[Path]:
         place = Path(name)
         (place / "shm").mkdir()
         (place / "train.py").write_text(TRAIN)
-        done = cli(place, "run", "--job", "done", "train.py", "20", "killed-once")
-        assert done.returncode == 0, done.stderr
+        done = start(place, "done", 20, "killed-once")
+        assert done.wait(TIMEOUT_S) == 0, (place / "done.log").read_text()
         process = start(place, "cut-off", 100_000)
         wait_for(lambda: step_of(place, "cut-off") >= 3, "training")
         process.kill()
@@ -71,21 +73,13 @@ def environment(place: Path) -> dict[str, str]:
 
 
 def cli(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "flyball.cli.main", *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        cwd=place,
-        env=environment(place),
-    )
+    return run_here(*arguments, environment=environment(place))
 
 
-def start(place: Path, job: str, steps: int) -> subprocess.Popen[bytes]:
+def start(place: Path, job: str, steps: int, *more: str) -> subprocess.Popen[bytes]:
     log = (place / f"{job}.log").open("wb")
     return subprocess.Popen(
-        [sys.executable, "-m", "flyball.cli.main", "run", "--job", job, "train.py", str(steps)],
+        [sys.executable, "-m", "flyball.cli.main", "run", "--job", job, "train.py", str(steps), *more],
         stdout=log,
         stderr=log,
         cwd=place,
@@ -94,9 +88,11 @@ def start(place: Path, job: str, steps: int) -> subprocess.Popen[bytes]:
 
 
 def step_of(place: Path, job: str) -> int:
-    """The newest step that the run's own supervisor tells of, asked as a user asks."""
-    found = cli(place, "status", "--job", job, "-o", "json")
-    return int(json.loads(found.stdout)["jobs"][0]["newest_step"]) if not found.returncode else -1
+    """The newest step in the database of the run's own supervisor."""
+    try:
+        return find_run({"FLYBALL_STATE_DIR": str(place / "s")}, job).step
+    except NotFound:
+        return -1
 
 
 def wait_for(condition: Callable[[], object], what: str) -> None:
@@ -148,7 +144,7 @@ def test_a_killed_run_does_not_pass_for_running(place: Path) -> None:
 def test_without_a_job_the_newest_run_is_shown_and_named(place: Path) -> None:
     found = cli(place, "status")
     assert "cut-off: was running when its supervisor ended at" in found.stdout and "done" not in found.stdout
-    assert "the newest run left, cut-off (--job NAME: another)" in found.stderr
+    assert "showing the newest finished run, cut-off (--job NAME shows another)" in found.stderr
     gone = cli(place, "stop", "cut-off")
     assert gone.returncode == 0 and "has already ended" in gone.stderr and "interrupted" in gone.stdout
     wrong = cli(place, "stop", "dome")

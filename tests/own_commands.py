@@ -1,0 +1,23 @@
+"""Commands of `flyball` that are run in the tests' own process: to start another one costs more than most commands."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from subprocess import CompletedProcess
+from unittest.mock import patch
+
+from flyball.cli.main import run_cli
+
+
+def run_here(*arguments: str, environment: Mapping[str, str]) -> CompletedProcess[str]:
+    """Run a command line with this environment, and no terminal. Not for commands that start processes."""
+    with (
+        patch.dict(os.environ, environment, clear=True),
+        redirect_stdout(io.StringIO()) as out,
+        redirect_stderr(io.StringIO()) as err,
+    ):
+        code = run_cli(list(arguments))
+    return CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
