@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from own_commands import run_here
 from own_processes import processes_of
 
 TIMEOUT_S = 300.0
@@ -59,11 +60,15 @@ def place() -> Iterator[Path]:
         assert left == []
 
 
+def environment(place: Path) -> dict[str, str]:
+    base = {k: v for k, v in os.environ.items() if not k.startswith(("FLYBALL_", "PET_", "TORCHELASTIC_", "OMP_"))}
+    return base | {"FLYBALL_STATE_DIR": str(place / "s"), "FLYBALL_SHM_DIR": str(place / "shm")}
+
+
 class Run:
     """One `flyball run` of the trainer, with its output."""
 
     def __init__(self, place: Path, *arguments: str, cwd: Path | None = None, job: str = JOB) -> None:
-        base = {k: v for k, v in os.environ.items() if not k.startswith(("FLYBALL_", "PET_", "TORCHELASTIC_", "OMP_"))}
         self.place = place
         self.log = place / f"out{time.monotonic_ns()}"
         self.words = arguments or ("--job", job, "--nproc-per-node", "2", "train.py")
@@ -73,7 +78,7 @@ class Run:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 cwd=cwd or place,
-                env=base | {"FLYBALL_STATE_DIR": str(place / "s"), "FLYBALL_SHM_DIR": str(place / "shm")},
+                env=environment(place),
             )
 
     @property
@@ -155,6 +160,11 @@ def said_step(text: str, pattern: str) -> int:
     return int(found[1])
 
 
+def saved_step(run: Run) -> int:
+    """What a run says at its end to have on disk."""
+    return said_step(run.text, ON_DISK)
+
+
 def slots(place: Path) -> list[Path]:
     return list((place / "shm").iterdir())
 
@@ -162,12 +172,11 @@ def slots(place: Path) -> list[Path]:
 ON_DISK = rf"step (\d+) of job {JOB} is in .*checkpoints \(verified\); resume with: flyball run --resume {JOB}\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_job_goes_on_from_disk(place: Path, number: signal.Signals) -> None:
+def test_a_stopped_job_goes_on_from_disk_and_begins_anew_after_its_success(place: Path) -> None:
     run = Run(place)
     run.steps_on()
-    assert run.send(number) == 128 + number, run.text
-    saved = said_step(run.text, ON_DISK)
+    assert run.send(signal.SIGTERM) == 143, run.text
+    saved = saved_step(run)
     assert f"checkpoints go to {place / 's' / 'jobs' / JOB / 'checkpoints'} every 10 minutes" in run.text
     assert saved >= 8
     assert slots(place) == [], "the memory is free again"
@@ -182,8 +191,42 @@ def test_a_stopped_job_goes_on_from_disk(place: Path, number: signal.Signals) ->
     anew = Run(place)
     anew.steps_on(1)
     anew.succeed()
-    assert "going on" not in anew.text
+    assert "resuming" not in anew.text
     assert first_step_of_the_last_generation(place) == 0
+
+
+def test_an_earlier_run_is_resumed_by_its_name_from_anywhere_and_begun_anew_on_demand(place: Path) -> None:
+    elsewhere = place / "elsewhere"
+    elsewhere.mkdir()
+    unknown = run_here("run", "--resume", "nobody", environment=environment(place))
+    assert unknown.returncode != 0 and "There is no earlier run of job nobody" in unknown.stderr
+    run = Run(place)
+    run.steps_on()
+    busy = Run(place, "--resume", JOB, cwd=elsewhere)
+    assert busy.end() != 0
+    assert f"Job {JOB} is still running" in busy.text
+    same = Run(place)
+    same.wait_for(lambda: "status page" in same.text, "the start of the same command at the same time")
+    assert f"job {JOB} is running already; this is another one, {JOB}-2" in same.text
+    same.send(signal.SIGINT)
+    run.steps_on(2)
+    assert run.send(signal.SIGINT) == 130, run.text
+    saved = saved_step(run)
+    again = Run(place, "--resume", JOB, cwd=elsewhere)
+    again.steps_on(3)
+    again.send(signal.SIGINT)
+    assert f"resuming from step {saved} " in again.text
+    saved = saved_step(again)
+    fresh = Run(place, "--fresh", *run.words)
+    fresh.steps_on(3)
+    assert f"starting over; step {saved} of the run before is removed" in fresh.text
+    assert first_step_of_the_last_generation(place) == 0
+    fresh.send(signal.SIGINT)
+    newest = Run(place, "--resume", cwd=elsewhere)
+    newest.steps_on(3)
+    newest.succeed()
+    assert f"resuming from step {saved_step(fresh)} " in newest.text
+    check_values(place)
 
 
 def test_a_job_that_failed_leaves_its_newest_step_on_disk(place: Path) -> None:
@@ -192,7 +235,7 @@ def test_a_job_that_failed_leaves_its_newest_step_on_disk(place: Path) -> None:
     run.steps_on()
     (place / "bug").touch()
     assert run.end() == 1, run.text
-    saved = said_step(run.text, ON_DISK)
+    saved = saved_step(run)
     assert saved >= 8
     assert slots(place) == []
     (place / "bug").unlink()
@@ -204,20 +247,6 @@ def test_a_job_that_failed_leaves_its_newest_step_on_disk(place: Path) -> None:
     check_values(place)
 
 
-def test_after_a_kill_of_everything_the_memory_serves(place: Path) -> None:
-    run = Run(place)
-    run.steps_on()
-    run.kill_everything()
-    seen = min(steps(place, rank)[-1][1] for rank in (0, 1))
-    again = Run(place)
-    again.steps_on(5)
-    said = said_step(again.text, r"resuming from step (\d+) \(memory, verified\), saved by a run that was killed")
-    assert said >= seen - 2, "the step whose save was under way, and the one before it"
-    assert first_step_of_the_last_generation(place) >= said + 1
-    again.succeed()
-    check_values(place)
-
-
 DISK = ("--job", JOB, "--nproc-per-node", "2", "--local-ckpt-dir", "disk", "--local-ckpt-interval", "5", "train.py")
 
 
@@ -226,73 +255,47 @@ def complete_on_disk(place: Path) -> list[int]:
     return sorted(found[0] & found[1])
 
 
-@pytest.mark.parametrize("torn", [False, True])
-def test_after_a_reboot_the_disk_serves_and_a_torn_step_does_not(place: Path, torn: bool) -> None:
-    run = Run(place, *DISK)
-    run.wait_for(lambda: len(complete_on_disk(place)) >= 2, "two steps on the disk")
+def reboot(run: Run) -> tuple[int, int]:
+    """Two complete steps or more are on the disk, and nothing else is left. Returns the newest two."""
+    before = complete_on_disk(run.place)
+    run.wait_for(lambda: len({*complete_on_disk(run.place)} - {*before}) >= 2, "two more steps on the disk")
     run.kill_everything()
-    for segment in slots(place):
+    for segment in slots(run.place):
         segment.unlink()
-    older, newest = complete_on_disk(place)[-2:]
-    if torn:
-        (shard,) = (place / "disk").rglob(f"step{newest}/rank1.safetensors")
-        with shard.open("r+b") as file:
-            file.seek(-100, os.SEEK_END)
-            file.write(b"\xff" * 50)
+    older, newest = complete_on_disk(run.place)[-2:]
+    return older, newest
+
+
+def test_after_a_kill_the_memory_serves_after_a_reboot_the_disk_and_a_torn_step_never(place: Path) -> None:
+    run = Run(place, *DISK)
+    run.steps_on()
+    run.kill_everything()
+    seen = min(steps(place, rank)[-1][1] for rank in (0, 1))
+
     again = Run(place, *DISK)
     again.steps_on(5)
-    expected = older if torn else newest
-    assert f"resuming from step {expected} (disk, verified)" in again.text
-    assert first_step_of_the_last_generation(place) == expected + 1
+    said = said_step(again.text, r"resuming from step (\d+) \(memory, verified\), saved by a run that was killed")
+    assert said >= seen - 2, "the step whose save was under way, and the one before it"
+    assert first_step_of_the_last_generation(place) >= said + 1
+    _, newest = reboot(again)
+
+    again = Run(place, *DISK)
+    again.steps_on(5)
+    assert f"resuming from step {newest} (disk, verified)" in again.text
+    assert first_step_of_the_last_generation(place) == newest + 1
+    older, newest = reboot(again)
+    (shard,) = (place / "disk").rglob(f"step{newest}/rank1.safetensors")
+    with shard.open("r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        file.write(b"\xff" * 50)
+
+    again = Run(place, *DISK)
+    again.steps_on(5)
+    assert f"resuming from step {older} (disk, verified)" in again.text
+    assert first_step_of_the_last_generation(place) == older + 1
     again.succeed()
     check_values(place)
     assert complete_on_disk(place), "a folder that the user named is kept"
-
-
-def test_fresh_begins_anew_and_says_what_goes(place: Path) -> None:
-    run = Run(place)
-    run.steps_on()
-    run.send(signal.SIGINT)
-    saved = said_step(run.text, ON_DISK)
-    fresh = Run(place, "--fresh", *run.words)
-    fresh.steps_on(3)
-    assert f"starting over; step {saved} of the previous run is removed" in fresh.text
-    assert first_step_of_the_last_generation(place) == 0
-    fresh.succeed()
-    check_values(place)
-
-
-def test_an_earlier_run_is_resumed_by_its_name_from_anywhere(place: Path) -> None:
-    elsewhere = place / "elsewhere"
-    elsewhere.mkdir()
-    unknown = Run(place, "--resume", "nobody", cwd=elsewhere)
-    assert unknown.end() == 16 or "There is no earlier run of job nobody" in unknown.text
-    run = Run(place)
-    run.steps_on()
-    busy = Run(place, "--resume", JOB, cwd=elsewhere)
-    assert busy.end() != 0
-    assert f"Job {JOB} is still running" in busy.text
-    run.send(signal.SIGINT)
-    saved = said_step(run.text, ON_DISK)
-    again = Run(place, "--resume", JOB, cwd=elsewhere)
-    again.steps_on(3)
-    again.send(signal.SIGINT)
-    assert f"resuming from step {saved} " in again.text
-    newest = Run(place, "--resume", cwd=elsewhere)
-    newest.steps_on(3)
-    newest.succeed()
-    check_values(place)
-
-
-def test_the_same_command_twice_at_once_is_two_jobs(place: Path) -> None:
-    run = Run(place)
-    run.steps_on(2)
-    other = Run(place)
-    other.wait_for(lambda: "status page" in other.text, "the start of the other one")
-    assert f"job {JOB} is already running; this is another one, {JOB}-2" in other.text
-    other.send(signal.SIGINT)
-    run.steps_on(2)
-    run.succeed()
 
 
 def test_what_the_disk_cannot_take_stays_in_memory(place: Path) -> None:
@@ -309,7 +312,9 @@ def test_what_the_disk_cannot_take_stays_in_memory(place: Path) -> None:
         assert run.send(signal.SIGINT) == 130
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
-    saved = said_step(run.text, rf"step (\d+) of job {JOB} stays in this machine's memory and could not be written")
+    saved = said_step(
+        run.text, rf"step (\d+) of job {JOB} stays in the memory of this machine, and could not be written"
+    )
     assert slots(place) != []
     again = Run(place)
     again.steps_on(3)
@@ -326,10 +331,10 @@ def test_a_second_ctrl_c_ends_at_once_and_keeps_the_memory(place: Path) -> None:
         if "ckpt_engine" in " ".join(process.cmdline()) or "engine" in process.name():
             process.suspend()
     run.process.send_signal(signal.SIGINT)
-    run.wait_for(lambda: "(Ctrl-C again: stop at once)" in run.text, "the first signal is heard")
+    run.wait_for(lambda: "(again: at once)" in run.text, "the first signal is heard")
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 130, run.text
-    assert "stays in this machine's memory" in run.text
+    assert "stays in the memory of this machine" in run.text
     again = Run(place)
     again.steps_on(3)
     assert re.search(r"resuming from step \d+ \(memory, verified\)", again.text), again.text

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from own_commands import run_here
 from own_processes import processes_of
 
 TIMEOUT_S = 300.0
@@ -99,41 +100,30 @@ def test_a_plain_script_has_torchruns_environment(place: Path) -> None:
         assert a == b
 
 
-def test_output_is_shown_as_it_is_and_kept(place: Path) -> None:
-    done = run(place, "--job", "hello", script(place, "import sys\nprint('out')\nprint('err', file=sys.stderr)\n"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "out\n"
-    assert "err\n" in done.stderr
-    assert "job hello succeeded" in done.stderr
-    assert "logs: flyball logs hello" in done.stderr
-    logs = list((place / "s" / "jobs").glob("hello*/host/logs/hello/g*/rank0.log"))
-    assert len(logs) == 1
-    assert str(logs[0].parents[1]) in done.stderr
-    assert sorted(logs[0].read_text().splitlines()) == ["err", "out"]
-
-
-def test_json_keeps_stdout_for_the_result(place: Path) -> None:
-    done = run(place, "-o", "json", script(place, "print('hi')\n"))
-    job = json.loads(done.stdout)
-    assert (job["state"], done.returncode) == ("succeeded", 0)
-    assert "hi" in done.stderr
-
-
-def test_a_module_and_packages_of_our_names_beside_it(place: Path) -> None:
+def test_json_keeps_stdout_for_the_result_and_a_module_has_packages_of_our_names_beside_it(place: Path) -> None:
     for package in ("services", "goodput", "simulator"):
         (place / package).mkdir()
         (place / package / "__init__.py").write_text(f"name = 'mine: {package}'\n")
     (place / "pkg").mkdir()
     (place / "pkg" / "__init__.py").write_text("")
     (place / "pkg" / "train.py").write_text("import services, goodput\nprint(services.name, goodput.name)\n")
-    done = run(place, "-m", "pkg.train", PYTHONPATH=str(place))
+    done = run(place, "-o", "json", "-m", "pkg.train", PYTHONPATH=str(place))
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "mine: services mine: goodput\n"
+    assert json.loads(done.stdout)["state"] == "succeeded"
+    assert "mine: services mine: goodput\n" in done.stderr
 
 
-def test_a_failing_script_fails_the_job_with_its_message(place: Path) -> None:
-    done = run(place, "--max-restarts", "1", script(place, "raise ValueError('no such layer')\n"))
+FAILS = """
+import os
+open("tries", "a").write(os.environ["TORCHELASTIC_RESTART_COUNT"])
+raise ValueError("no such layer")
+"""
+
+
+def test_a_failing_script_is_restarted_up_to_the_limit_and_fails_the_job_with_its_message(place: Path) -> None:
+    done = run(place, "--max-restarts", "1", script(place, FAILS))
     assert done.returncode == 1
+    assert (place / "tries").read_text() == "01"
     assert "no such layer" in done.stderr
     assert "Next step: " in done.stderr
     ours = done.stderr.partition("error: ")[2]
@@ -177,8 +167,8 @@ echo "rank $RANK of $WORLD_SIZE says [$1] [$2] on $LOCAL_RANK, device $CUDA_VISI
 echo "ps: $(ps -ww -o args= $$)"
 grep -q '^SigIgn:.*0000$' /proc/self/status && echo nothing is ignored
 case "$1-$TORCHELASTIC_RESTART_COUNT" in
-  code-0) exit 7 ;;
-  signal-0) kill -USR1 $$ ;;
+  fails-0) exit 7 ;;
+  fails-1) kill -USR1 $$ ;;
 esac
 """
 
@@ -199,25 +189,22 @@ def test_a_program_is_a_rank_like_any_other(place: Path) -> None:
     assert done.stdout.count("nothing is ignored") == 2
 
 
-@pytest.mark.parametrize(("how", "says"), [("code", "exit code 7"), ("signal", "SIGUSR1")])
-def test_a_programs_end_is_told_as_it_was_and_restarted(place: Path, how: str, says: str) -> None:
-    line = ["--job", "j", "--no-python", program(place, PROGRAM), how, "x"]
-    done = run(place, "--max-restarts", "1", *line)
-    assert done.returncode == 0, done.stderr
-    assert f"says [{how}] [x] on 0, device , try 1" in done.stdout
-    failed = run(place, "--max-restarts", "0", *line)
+def test_a_programs_exit_code_and_signal_are_reported_and_it_is_restarted(place: Path) -> None:
+    failed = run(place, "--job", "j", "--max-restarts", "1", "--no-python", program(place, PROGRAM), "fails", "x")
     assert failed.returncode == 1
-    assert says in failed.stderr
+    assert "says [fails] [x] on 0, device , try 1" in failed.stdout
+    assert re.search(r"exit code 7.*SIGUSR1", failed.stderr, re.DOTALL), failed.stderr
 
 
-def test_a_program_that_cannot_be_run(place: Path) -> None:
+def test_a_program_that_cannot_be_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
     (place / "train.sh").write_text("true\n")
     for name, says in (
         ("./train.sh", "not executable"),
         ("./none.sh", "does not exist"),
         ("train.sh", "the file in .*, write ./train.sh"),
     ):
-        done = run(place, "--no-python", name)
+        done = run_here("run", "--no-python", name, environment=environment(place))
         assert done.returncode == 2
         assert re.search(says, done.stderr), done.stderr
         assert "job " not in done.stderr, "before anything starts"
@@ -228,22 +215,18 @@ def test_a_program_that_cannot_be_run(place: Path) -> None:
 
 COUNTED = """
 import os, sys, pathlib
-tries = pathlib.Path(os.environ["OUT"])
-tries.open("a").write(os.environ["TORCHELASTIC_RESTART_COUNT"] + "\\n")
-count = len(tries.read_text().splitlines())
-sys.exit(0 if count > int(os.environ["GOOD_AFTER"]) else 10 + count)
+tries = pathlib.Path("tries")
+tries.open("a").write(os.environ["TORCHELASTIC_RESTART_COUNT"])
+count = len(tries.read_text())
+sys.exit(0 if count > 2 else 10 + count)
 """
 
 
-def test_restarts_are_counted_and_limited(place: Path) -> None:
-    name = script(place, COUNTED)
-    done = run(place, "--max-restarts", "2", name, OUT=str(place / "a"), GOOD_AFTER="2")
+def test_restarts_are_counted(place: Path) -> None:
+    done = run(place, "--max-restarts", "2", script(place, COUNTED))
     assert done.returncode == 0, done.stderr
-    assert (place / "a").read_text().split() == ["0", "1", "2"]
+    assert (place / "tries").read_text() == "012"
     assert "succeeded after 2 restarts" in done.stderr
-    done = run(place, "--max-restarts", "1", name, OUT=str(place / "b"), GOOD_AFTER="9")
-    assert done.returncode == 1
-    assert (place / "b").read_text().split() == ["0", "1"]
 
 
 SLEEPER = """
@@ -256,8 +239,8 @@ while True:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_stops_the_job_in_order(place: Path, number: signal.Signals) -> None:
+def test_a_signal_stops_the_job_in_order(place: Path) -> None:
+    """Ctrl-C: tests/integration/test_cli_terminal.py."""
     out = place / "pid"
     process = subprocess.Popen(
         [
@@ -276,18 +259,18 @@ def test_ctrl_c_stops_the_job_in_order(place: Path, number: signal.Signals) -> N
     )
     try:
         wait_for(lambda: all((place / f"pid.{r}").exists() for r in (0, 1)), "the start of both ranks")
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         stdout, stderr = process.communicate(timeout=TIMEOUT_S)
     finally:
         if process.poll() is None:
             process.kill()
             process.wait()
-    assert process.returncode == 128 + number, stderr
+    assert process.returncode == 128 + signal.SIGTERM, stderr
     assert stdout.count("saved") == 2, "workers were told by SIGTERM"
     assert "was stopped" in stderr
 
 
-def test_a_killed_run_leaves_nothing_behind(place: Path) -> None:
+def test_a_killed_run_leaves_nothing_behind_and_the_next_one_shows_and_keeps_its_output(place: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "flyball.cli.main", "run", script(place, SLEEPER)],
         stdout=subprocess.DEVNULL,
@@ -304,7 +287,17 @@ def test_a_killed_run_leaves_nothing_behind(place: Path) -> None:
     wait_for(lambda: not worker.is_running(), "the end of the worker")
     wait_for(lambda: not processes_of(place), "the end of daemon and engine")
     assert list((place / "shm").iterdir()) != [], "nobody was left to remove the beacon"
-    assert run(place, script(place, "print('next')\n", "next.py")).returncode == 0  # the next run does
+    text = "import sys\nprint('out')\nprint('err', file=sys.stderr)\n"
+    done = run(place, "--job", "hello", script(place, text, "next.py"))  # it removes what was left
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "out\n"
+    assert "err\n" in done.stderr
+    assert "job hello succeeded" in done.stderr
+    assert "logs: flyball logs hello" in done.stderr
+    logs = list((place / "s" / "jobs").glob("hello*/host/logs/hello/g*/rank0.log"))
+    assert len(logs) == 1
+    assert str(logs[0].parents[1]) in done.stderr
+    assert sorted(logs[0].read_text().splitlines()) == ["err", "out"]
 
 
 def test_a_port_in_use_and_a_folder_of_another_version(place: Path) -> None:

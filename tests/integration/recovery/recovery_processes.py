@@ -46,13 +46,14 @@ PATIENT = detector(stalled_s=120.0, silent_s=20.0)  # of a stack with which neit
 def until(what: str, condition: Callable[[], T | None], timeout_s: float = DEADLINE_S) -> T:
     """Wait for a condition, and return what made it true; fails the test at the deadline."""
     deadline_s = time.monotonic() + timeout_s
-    pause = threading.Event()
+    pause, pause_s = threading.Event(), 0.02
     while True:
         found = condition()
         if found:
             return found
         assert time.monotonic() < deadline_s, f"not within {timeout_s:.0f} s: {what}"
-        pause.wait(0.02)
+        pause.wait(pause_s)
+        pause_s = min(pause_s * 1.2, 0.1)  # many conditions ask the supervisor, and cost as much as its own work
 
 
 def clean_environment() -> dict[str, str]:
