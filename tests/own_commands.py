@@ -19,5 +19,8 @@ def run_here(*arguments: str, environment: Mapping[str, str]) -> CompletedProces
         redirect_stdout(io.StringIO()) as out,
         redirect_stderr(io.StringIO()) as err,
     ):
-        code = run_cli(list(arguments))
+        try:
+            code = run_cli(list(arguments))
+        except SystemExit as end:  # argparse has shown its help
+            code = int(end.code or 0)
     return CompletedProcess(arguments, code, out.getvalue(), err.getvalue())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -9,19 +10,27 @@ import sys
 from pathlib import Path
 
 import pytest
+from own_commands import run_here
 
 from flyball.cli.main import run_cli
 from flyball.cli.show.output import announce, print_error, print_fields, print_table
 from flyball.contracts import errors
 from flyball.contracts.errors import FlyballError, NotFound
 
-pytestmark = pytest.mark.real_time
-
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
 
 
-def flyball(*arguments: str, tmp_path: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+def environment(tmp_path: Path, **environ: str) -> dict[str, str]:
     base = {k: v for k, v in os.environ.items() if not k.startswith(("FLYBALL_", "PET_", "CKPT_ENGINE_"))}
+    return base | {"FLYBALL_STATE_DIR": str(tmp_path / "state")} | environ
+
+
+def flyball(*arguments: str, tmp_path: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    with contextlib.chdir(tmp_path):
+        return run_here(*arguments, environment=environment(tmp_path, **environ))
+
+
+def process(*arguments: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "flyball.cli.main", *arguments],
         check=False,
@@ -29,7 +38,7 @@ def flyball(*arguments: str, tmp_path: Path, **environ: str) -> subprocess.Compl
         text=True,
         timeout=60,
         cwd=tmp_path,
-        env=base | {"FLYBALL_STATE_DIR": str(tmp_path / "state")} | environ,
+        env=environment(tmp_path),
     )
 
 
@@ -92,11 +101,15 @@ def test_every_ckpt_command_has_help_with_examples(capsys: pytest.CaptureFixture
         assert f"flyball ckpt {command}" in capsys.readouterr().out.partition("Examples:")[2]
 
 
-def test_version_and_no_command(tmp_path: Path) -> None:
-    assert flyball("--version", tmp_path=tmp_path).stdout.startswith("flyball ")
-    done = flyball(tmp_path=tmp_path)
+@pytest.mark.real_time
+def test_version_no_command_and_an_error_as_a_process(tmp_path: Path) -> None:
+    assert process("--version", tmp_path=tmp_path).stdout.startswith("flyball ")
+    done = process(tmp_path=tmp_path)
     assert done.returncode == 2
     assert "run" in done.stdout + done.stderr
+    for line, code in (("run missing.py", 2), ("status", 8)):
+        done = process(*line.split(), tmp_path=tmp_path)
+        assert (done.returncode, done.stdout, "Next step: " in done.stderr) == (code, "", True), done
 
 
 def test_notices_are_on_stderr(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from services.sensor.detector.stances import Stance
 from simulator.inject.processes import own_processes
 
 DEADLINE_S = 300.0  # of every wait: generous, since nothing is won by an early end
-REPORT_INTERVAL_S = "0.2"
+REPORT_INTERVAL_S = "0.5"
 
 T = TypeVar("T")
 
