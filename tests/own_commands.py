@@ -16,11 +16,20 @@ def run_here(*arguments: str, environment: Mapping[str, str]) -> CompletedProces
     """Run a command line with this environment, and no terminal. Not for commands that start processes."""
     with (
         patch.dict(os.environ, environment, clear=True),
-        redirect_stdout(io.StringIO()) as out,
-        redirect_stderr(io.StringIO()) as err,
+        redirect_stdout(_stream()) as out,
+        redirect_stderr(_stream()) as err,
     ):
         try:
             code = run_cli(list(arguments))
         except SystemExit as end:  # argparse has shown its help
             code = int(end.code or 0)
-    return CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+    return CompletedProcess(arguments, code, _text(out), _text(err))
+
+
+def _stream() -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+
+
+def _text(stream: io.TextIOWrapper) -> str:
+    stream.seek(0)
+    return stream.read()

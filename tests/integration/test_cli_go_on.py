@@ -207,7 +207,7 @@ def test_an_earlier_run_is_resumed_by_its_name_from_anywhere_and_begun_anew_on_d
     assert f"Job {JOB} is still running" in busy.text
     same = Run(place)
     same.wait_for(lambda: "status page" in same.text, "the start of the same command at the same time")
-    assert f"job {JOB} is running already; this is another one, {JOB}-2" in same.text
+    assert f"job {JOB} is already running; this is another one, {JOB}-2" in same.text
     same.send(signal.SIGINT)
     run.steps_on(2)
     assert run.send(signal.SIGINT) == 130, run.text
@@ -219,7 +219,7 @@ def test_an_earlier_run_is_resumed_by_its_name_from_anywhere_and_begun_anew_on_d
     saved = saved_step(again)
     fresh = Run(place, "--fresh", *run.words)
     fresh.steps_on(3)
-    assert f"starting over; step {saved} of the run before is removed" in fresh.text
+    assert f"starting over; step {saved} of the previous run is removed" in fresh.text
     assert first_step_of_the_last_generation(place) == 0
     fresh.send(signal.SIGINT)
     newest = Run(place, "--resume", cwd=elsewhere)
@@ -312,9 +312,7 @@ def test_what_the_disk_cannot_take_stays_in_memory(place: Path) -> None:
         assert run.send(signal.SIGINT) == 130
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
-    saved = said_step(
-        run.text, rf"step (\d+) of job {JOB} stays in the memory of this machine, and could not be written"
-    )
+    saved = said_step(run.text, rf"step (\d+) of job {JOB} stays in this machine's memory and could not be written")
     assert slots(place) != []
     again = Run(place)
     again.steps_on(3)
@@ -331,10 +329,10 @@ def test_a_second_ctrl_c_ends_at_once_and_keeps_the_memory(place: Path) -> None:
         if "ckpt_engine" in " ".join(process.cmdline()) or "engine" in process.name():
             process.suspend()
     run.process.send_signal(signal.SIGINT)
-    run.wait_for(lambda: "(again: at once)" in run.text, "the first signal is heard")
+    run.wait_for(lambda: "(Ctrl-C again: stop at once)" in run.text, "the first signal is heard")
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 130, run.text
-    assert "stays in the memory of this machine" in run.text
+    assert "stays in this machine's memory" in run.text
     again = Run(place)
     again.steps_on(3)
     assert re.search(r"resuming from step \d+ \(memory, verified\)", again.text), again.text

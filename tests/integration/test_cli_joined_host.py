@@ -13,7 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from own_commands import run_here
 from user_terminal import UserTerminal
+
+from flyball.cli.reach.client import ApiClient
 
 TIMEOUT_S = 300.0
 TOKEN = "a-token-for-this-test-only"
@@ -56,25 +59,17 @@ def start(place: Path, *words: str) -> subprocess.Popen[str]:
 
 
 def logs(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "flyball.cli.main", "logs", *words],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=place,
-        env=environment(place),
-        timeout=TIMEOUT_S,
-    )
+    return run_here("logs", *words, environment=environment(place))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="fb-") as name:
         (Path(name) / "shm").mkdir()
         yield Path(name)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster(place: Path) -> Iterator[str]:
     """A supervisor and the daemon of host h1, which has a state folder that nothing but the daemon itself names."""
     up = start(place, "up", "--port", "0", "--state-dir", str(place / "sup"), "-o", "json")
@@ -86,6 +81,11 @@ def cluster(place: Path) -> Iterator[str]:
     url = str(json.loads("".join(lines))["url"])
     host = start(place, "host", "--host-id", "h1", "--supervisor", url, "--state-dir", str(place / "h"))
     try:
+        with ApiClient(url, TOKEN) as client:
+            deadline = time.monotonic() + TIMEOUT_S
+            while not client.items("/v1/hosts"):
+                assert time.monotonic() < deadline and host.poll() is None
+                time.sleep(0.1)
         yield url
     finally:
         for process in (host, up):
@@ -93,18 +93,7 @@ def cluster(place: Path) -> Iterator[str]:
             process.communicate(timeout=TIMEOUT_S)
 
 
-def wait_for_host(place: Path, url: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while True:
-        status = start(place, "status", "--supervisor", url, "-o", "json")
-        out, _ = status.communicate(timeout=TIMEOUT_S)
-        if status.returncode == 0 and json.loads(out)["hosts"]:
-            return
-        assert time.monotonic() < deadline, out
-
-
 def test_a_job_on_a_host_that_has_joined(place: Path, cluster: str) -> None:
-    wait_for_host(place, cluster)
     (place / "t.py").write_text(SCRIPT)
     words = ["run", "--supervisor", cluster, "--host-id", "h1", "--job", "t", "t.py"]
     user = UserTerminal(words, cwd=place, environ=environment(place) | {"TERM": "xterm-256color"})
@@ -139,11 +128,19 @@ def test_a_job_on_a_host_that_has_joined(place: Path, cluster: str) -> None:
 
 def test_rank_zero_of_a_job_elsewhere_is_shown(place: Path, cluster: str) -> None:
     """The command's own host h2 joins and stays a spare: it has no ranks."""
-    wait_for_host(place, cluster)
     (place / "t.py").write_text("import time\nprint('from afar', flush=True)\ntime.sleep(1.0)\nprint('last words')")
-    (place / "go").touch()
     run = start(
-        place, "run", "--supervisor", cluster, "--host-id", "h2", "--state-dir", str(place / "h2"), "--job", "t", "t.py"
+        place,
+        "run",
+        "--supervisor",
+        cluster,
+        "--host-id",
+        "h2",
+        "--state-dir",
+        str(place / "h2"),
+        "--job",
+        "far",
+        "t.py",
     )
     out, err = run.communicate(timeout=TIMEOUT_S)
     assert run.returncode == 0, err

@@ -137,12 +137,9 @@ class Cluster:
         (self.place / "enough").touch()
         self.expect_ends(**dict.fromkeys(hosts, 0))
 
-    def start_two_and_a_spare(self) -> None:
-        self.start("h0", nnodes="2:3", rank=0)
-        self.start("h1", nnodes="2:3")
-        self.trains()
-        self.start("h2", nnodes="2:3")
-        self.until("a spare", lambda: {"h2"} & {h["host_id"] for h in self.api.items("/v1/hosts")})
+    def start_spare(self, host: str) -> None:
+        self.start(host, nnodes="2:3")
+        self.until("a spare", lambda: {host} & {h["host_id"] for h in self.api.items("/v1/hosts")})
 
     def close(self) -> None:
         for process in self.runs.values():
@@ -167,8 +164,11 @@ def cluster() -> Iterator[Cluster]:
             cluster.close()
 
 
-def test_one_host_with_a_spare_is_left_and_the_job_goes_on(cluster: Cluster) -> None:
-    cluster.start_two_and_a_spare()
+def test_hosts_with_a_spare_are_left_one_after_the_other_and_the_job_goes_on(cluster: Cluster) -> None:
+    cluster.start("h0", nnodes="2:3", rank=0)
+    cluster.start("h1", nnodes="2:3")
+    cluster.trains()
+    cluster.start_spare("h2")
     assert cluster.hosts() == {"h0", "h1"}
     cluster.terminate("h1")
     cluster.expect_ends(h1=143)
@@ -178,10 +178,28 @@ def test_one_host_with_a_spare_is_left_and_the_job_goes_on(cluster: Cluster) -> 
     incident = cluster.until("the end of the incident", cluster.left_incident)
     assert incident["lost_steps"] == 0, (incident, cluster.said("h0"))
     assert cluster.job()["restarts_used"] == 0
-    cluster.finish("h0", "h2")
+
+    # That of the supervisor, which says what it leaves behind.
+    cluster.start_spare("h3")
+    cluster.terminate("h0")
+    cluster.expect_ends(h0=143)
+    said = cluster.said("h0")
+    assert "host h0 left job pair. Its ranks are now on h2, h3" in said
+    again = re.search(r"up again: (flyball up [^(]*) \(with the same FLYBALL_TOKEN\)", said)
+    assert again, said
+    assert cluster.runs["h2"].poll() is None
+    environment = dict(os.environ) | {"FLYBALL_TOKEN": TOKEN}
+    with (cluster.place / "up.out").open("wb") as out:
+        cluster.runs["up"] = subprocess.Popen(
+            [sys.executable, "-m", "flyball.cli.main", *again[1].split()[1:]], stdout=out, stderr=out, env=environment
+        )
+    cluster.until("the supervisor again", lambda: cluster.job()["state"] == "running")
+    cluster.finish("h2", "h3")
 
 
-def test_one_host_without_a_spare_leaves_a_job_that_holds_for_one(cluster: Cluster) -> None:
+def test_one_host_without_a_spare_leaves_a_job_that_holds_for_one_and_a_persons_wish_ends_it_for_all(
+    cluster: Cluster,
+) -> None:
     cluster.start("h0", rank=0)
     cluster.start("h1")
     cluster.trains()
@@ -199,7 +217,9 @@ def test_one_host_without_a_spare_leaves_a_job_that_holds_for_one(cluster: Clust
     was_saved = any(kind == "emergency_checkpoint" and state == "succeeded" for kind, state, _ in decided)
     lost = saved + 1 - starts[-1] if starts else None
     assert lost == 0 or (lost == 1 and not was_saved), (lost, decided)  # a busy machine may not save it in time
-    cluster.finish("h0", "h2")
+    cluster.terminate("h2", number=signal.SIGINT)
+    cluster.expect_ends(h2=130, h0=1)
+    assert "was stopped by an operator" in cluster.said("h0")
 
 
 def test_all_hosts_at_once_end_the_job_soon(cluster: Cluster) -> None:
@@ -212,30 +232,3 @@ def test_all_hosts_at_once_end_the_job_soon(cluster: Cluster) -> None:
     assert "stopping the job" in cluster.said("h0") + cluster.said("h1") + cluster.said("h2")
     assert "job pair was stopped" in cluster.said("h0")
     assert list((cluster.place / "shm").iterdir()) == []
-
-
-def test_the_host_of_the_supervisor_says_what_it_leaves_behind(cluster: Cluster) -> None:
-    cluster.start_two_and_a_spare()
-    cluster.terminate("h0")
-    cluster.expect_ends(h0=143)
-    said = cluster.said("h0")
-    assert "host h0 left job pair. Its ranks are now on h1, h2" in said
-    again = re.search(r"up again: (flyball up [^(]*) \(with the same FLYBALL_TOKEN\)", said)
-    assert again, said
-    assert cluster.runs["h1"].poll() is None
-    environment = dict(os.environ) | {"FLYBALL_TOKEN": TOKEN}
-    with (cluster.place / "up.out").open("wb") as out:
-        cluster.runs["up"] = subprocess.Popen(
-            [sys.executable, "-m", "flyball.cli.main", *again[1].split()[1:]], stdout=out, stderr=out, env=environment
-        )
-    cluster.until("the supervisor again", lambda: cluster.job()["state"] == "running")
-    cluster.finish("h1", "h2")
-
-
-def test_a_persons_wish_ends_the_job_for_all(cluster: Cluster) -> None:
-    cluster.start("h0", rank=0)
-    cluster.start("h1")
-    cluster.trains()
-    cluster.terminate("h1", number=signal.SIGINT)
-    cluster.expect_ends(h1=130, h0=1)
-    assert "was stopped by an operator" in cluster.said("h0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
@@ -133,7 +134,10 @@ class Stack:
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
-    reference = Reference(tmp_path_factory.mktemp("reference"))
+    own = tmp_path_factory.getbasetemp()
+    root = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "reference"
+    root.mkdir(exist_ok=True)
+    reference = Reference(root)
     yield reference
     reference.end()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -41,27 +42,40 @@ def is_closed(incident: Mapping[str, Any]) -> bool:
 
 
 class Reference:
-    """The uninterrupted runs: plain torchrun, the same seed, one per world size, each only as far as it is needed."""
+    """The uninterrupted runs: plain torchrun, the same seed, one per world size, each only as far as it is needed. All
+    processes of one test session share them: with what one has waited for, another goes on."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._torchruns: dict[int, subprocess.Popen[bytes]] = {}
+        self._torchruns: dict[int, subprocess.Popen[bytes]] = {}  # that were started here
 
     def losses(self, world_size: int, steps: int) -> Losses:
         """Those of at least so many steps."""
-        folder = self._root / f"{world_size}-ranks"
-        if world_size not in self._torchruns:
-            self._torchruns[world_size] = self._start(world_size, folder)
+        folder = self._folder(world_size)
 
         def has_steps() -> Losses | None:
-            assert self._torchruns[world_size].poll() is None, folder.with_suffix(".log").read_text()
             losses = read_losses(folder)
-            return losses if all((rank, steps - 1) in losses for rank in range(world_size)) else None
+            if all((rank, steps - 1) in losses for rank in range(world_size)):
+                return losses
+            assert self._processes(folder), folder.with_suffix(".log").read_text()
+            return None
 
-        self._send(folder, signal.SIGCONT)
-        losses = until(f"step {steps} of the uninterrupted run", has_steps)
-        self._send(folder, signal.SIGSTOP)
+        with self._alone(folder):
+            if not self._processes(folder):
+                self._torchruns[world_size] = self._start(world_size, folder)
+            self._send(folder, signal.SIGCONT)
+            losses = until(f"step {steps} of the uninterrupted run", has_steps)
+            self._send(folder, signal.SIGSTOP)
         return losses
+
+    def _folder(self, world_size: int) -> Path:
+        return self._root / f"{world_size}-ranks"
+
+    @contextmanager
+    def _alone(self, folder: Path) -> Iterator[None]:
+        with folder.with_suffix(".lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def _start(self, world_size: int, folder: Path) -> subprocess.Popen[bytes]:
         torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size))
@@ -75,14 +89,20 @@ class Reference:
                 start_new_session=True,
             )
 
+    def _processes(self, folder: Path) -> list[int]:
+        return processes_with(f"RECOVERY_REFERENCE={folder}")
+
     def _send(self, folder: Path, number: signal.Signals) -> None:
-        for process in processes_with(f"RECOVERY_REFERENCE={folder}"):
+        for process in self._processes(folder):
             os.kill(process, number)
 
     def end(self) -> None:
+        """Of what was started here; another process that needs more steps begins again."""
         for world_size, torchrun in self._torchruns.items():
-            kill_all_with(f"RECOVERY_REFERENCE={self._root / f'{world_size}-ranks'}")
-            torchrun.wait(DEADLINE_S)
+            folder = self._folder(world_size)
+            with self._alone(folder):
+                kill_all_with(f"RECOVERY_REFERENCE={folder}")
+                torchrun.wait(DEADLINE_S)
 
 
 class Job:
