@@ -9,7 +9,8 @@ import typer
 
 from flyball.cli.reach.options import JobOption, command_help, with_supervisor
 from flyball.cli.reach.sources import SupervisorChoice
-from flyball.cli.show.output import Format, OutputOption, moment, print_fields, print_json, print_table
+from flyball.cli.show.output import Format, OutputOption, print_fields, print_json, print_table
+from flyball.cli.show.times import exact_clock
 from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import UsageError
 
@@ -48,7 +49,7 @@ def _print(found: dict[str, Any]) -> None:
         {
             "decision": found["decision_id"],
             "job": found.get("job"),
-            "at": moment(found.get("at")),
+            "at": exact_clock(found.get("at")),
             "kind": found.get("kind"),
             "reason": found.get("reason"),
             "rule": found.get("rule"),
@@ -64,7 +65,7 @@ def _print(found: dict[str, Any]) -> None:
     print_table(
         "Signals before it",
         ("at", "source", "kind", "details"),
-        ([moment(s.get("at")), s.get("source"), s.get("kind"), _details(s)] for s in found.get("signals") or ()),
+        ([exact_clock(s.get("at")), s.get("source"), s.get("kind"), _details(s)] for s in found.get("signals") or ()),
     )
     commands = action.get("commands") or ()
     print_table(

@@ -11,7 +11,8 @@ import typer
 from flyball.cli.reach.client import ApiClient
 from flyball.cli.reach.options import SupervisorOption, TokenFileOption, command_help, expand
 from flyball.cli.reach.sources import SupervisorChoice
-from flyball.cli.show.output import Format, OutputOption, moment, print_fields, print_json
+from flyball.cli.show.output import Format, OutputOption, print_fields, print_json
+from flyball.cli.show.times import exact_clock
 from flyball.contracts.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class _Injector(NamedTuple):
             {
                 "fault": done.fault,
                 "target": done.target,
-                "at": moment(done.at),
+                "at": exact_clock(done.at),
                 "jobs": done.jobs,
                 "processes": done.pids,
                 "segments removed": done.removed_segments,

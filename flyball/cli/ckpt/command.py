@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +22,6 @@ from flyball.cli.ckpt.options import (
 )
 from flyball.cli.reach.options import command_help, examples
 from flyball.cli.show.output import Format, OutputOption, announce, print_json
-from flyball.contracts.checkpoints import Tier
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import NotFound, RestoreFailed
 
@@ -140,70 +139,60 @@ app.command("rm", **ckpt_rm.COMMAND)(ckpt_rm.command)
 app.command("plan", **ckpt_plan.COMMAND)(ckpt_plan.command)
 
 
-@app.command("pin", epilog=examples("flyball ckpt pin 120", "flyball ckpt unpin 120"))
-@with_selection
-def pin(
-    *,
-    step: StepName,
-    tier: TierName = None,
-    generation: Generation = None,
-    selection: Selection,
-    output: OutputOption = Format.TABLE,
-) -> None:
-    """Keep a step on disks and in stores, whatever the job's retention says."""
-    _change_pin(parse_step(step), storage_tiers(tier), generation, selection, output, pinned=True)
+def _pin_command(*, pinned: bool) -> Callable[..., None]:
+    """The command that pins, or unpins, a step in every folder and store that has any of it."""
 
+    @with_selection
+    def command(
+        *,
+        step: StepName,
+        tier: TierName = None,
+        generation: Generation = None,
+        selection: Selection,
+        output: OutputOption = Format.TABLE,
+    ) -> None:
+        from ckpt_engine.inspect.copy_places import StoragePlace
+        from ckpt_engine.inspect.remove_steps import durable_point
 
-@app.command("unpin", epilog=examples("flyball ckpt unpin 120"))
-@with_selection
-def unpin(
-    *,
-    step: StepName,
-    tier: TierName = None,
-    generation: Generation = None,
-    selection: Selection,
-    output: OutputOption = Format.TABLE,
-) -> None:
-    """Let the job's retention remove a pinned step again."""
-    _change_pin(parse_step(step), storage_tiers(tier), generation, selection, output, pinned=False)
-
-
-def _change_pin(
-    step: int | None,
-    tiers: Collection[Tier],
-    generation: int | None,
-    selection: Selection,
-    output: Format,
-    *,
-    pinned: bool,
-) -> None:
-    """Pin or unpin a step in every folder and store that has any of it. Raises NotFound if none has."""
-    from ckpt_engine.inspect.copy_places import StoragePlace
-    from ckpt_engine.inspect.remove_steps import durable_point
-
-    inventory = selection.find().inventory
-    newest = durable_point(inventory) if step is None else None
-    listing = newest or inventory.find(step, generation)
-    in_tiers = (held.place for held in inventory.copies_of(listing) if held.place.tier in tiers)
-    places = list(dict.fromkeys(place for place in in_tiers if isinstance(place, StoragePlace)))
-    if not places:
-        raise NotFound(
-            f"Step {listing.step} of {inventory.job} is on no disk and in no store.",
-            hint="`flyball ckpt ls` lists the steps that are",
+        wanted, tiers = parse_step(step), storage_tiers(tier)
+        inventory = selection.find().inventory
+        newest = durable_point(inventory) if wanted is None else None
+        listing = newest or inventory.find(wanted, generation)
+        in_tiers = (held.place for held in inventory.copies_of(listing) if held.place.tier in tiers)
+        places = list(dict.fromkeys(place for place in in_tiers if isinstance(place, StoragePlace)))
+        if not places:
+            raise NotFound(
+                f"Step {listing.step} of {inventory.job} is on no disk and in no store.",
+                hint="`flyball ckpt ls` lists the steps that are",
+            )
+        for place in places:
+            change = place.store.pin if pinned else place.store.unpin
+            change(listing.generation, listing.step)
+        where = [place.where for place in places]
+        if output is Format.TABLE:
+            announce(f"{'pinned' if pinned else 'unpinned'} step {listing.step} in {', '.join(where)}")
+            return
+        print_json(
+            {
+                "job": inventory.job,
+                "step": listing.step,
+                "generation": listing.generation,
+                "pinned": pinned,
+                "places": where,
+            }
         )
-    for place in places:
-        change = place.store.pin if pinned else place.store.unpin
-        change(listing.generation, listing.step)
-    where = [place.where for place in places]
-    if output is Format.TABLE:
-        announce(f"{'pinned' if pinned else 'unpinned'} step {listing.step} in {', '.join(where)}")
-        return
-    print_json(
-        {
-            "job": inventory.job,
-            "step": listing.step,
-            "generation": listing.generation,
-            "pinned": pinned,
-            "places": where,
-        }
-    )
+
+    return command
+
+
+app.command(
+    "pin",
+    **command_help(
+        "Keep a step on disks and in stores, whatever the job's retention says.",
+        "flyball ckpt pin 120",
+        "flyball ckpt unpin 120",
+    ),
+)(_pin_command(pinned=True))
+app.command("unpin", **command_help("Let the job's retention remove a pinned step again.", "flyball ckpt unpin 120"))(
+    _pin_command(pinned=False)
+)

@@ -18,7 +18,8 @@ from flyball.cli.goodput.query import with_query
 from flyball.cli.goodput.sources import Query, find
 from flyball.cli.goodput.times import parse_duration
 from flyball.cli.reach.options import command_help
-from flyball.cli.show.output import Format, OutputOption, announce, moment, printable
+from flyball.cli.show.output import Format, OutputOption, announce, printable
+from flyball.cli.show.times import exact_clock
 from flyball.cli.signals import EndSignals
 from flyball.contracts.errors import TooBusy, Unreachable
 
@@ -123,7 +124,7 @@ def _line(report: GoodputReport) -> str:
     windowed = report.ettr_window
     rolling = f" ({percent(windowed.last)} in the last {seconds(windowed.window_s)})" if windowed else ""
     return printable(
-        f"{moment(report.ended_at)}  {report.job or 'run'}: goodput {percent(report.goodput)}, "
+        f"{exact_clock(report.ended_at)}  {report.job or 'run'}: goodput {percent(report.goodput)}, "
         f"ETTR {percent(report.ettr)}{rolling} of {seconds(report.elapsed_s)}, newest step {report.steps.newest}, "
         f"{counted(report.interruptions, 'interruption')} ({report.outcome or 'running'})"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated
 
@@ -20,7 +19,6 @@ __all__ = [
     "Format",
     "OutputOption",
     "cell",
-    "moment",
     "print_fields",
     "print_json",
     "print_table",
@@ -90,8 +88,3 @@ def cell(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{k}={cell(v)}" for k, v in value.items()) or "-"
     return printable(str(value))
-
-
-def moment(at: float | None) -> str:
-    """Format a wall-clock time for people. The date is left out: it is usually today, and JSON has it."""
-    return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S.%f")[:-3] + " UTC" if at else "-"

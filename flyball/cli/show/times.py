@@ -56,6 +56,11 @@ def clock(at: float | None, now: float) -> str:
     return f"{then:%b} {then.day} {then:%H:%M}" if then.year == today.year else f"{then:%Y-%m-%d %H:%M}"
 
 
+def exact_clock(at: float | None) -> str:
+    """06:05:01.250 UTC; '-' if unknown. Without the date: it is usually today, and JSON has it."""
+    return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S.%f")[:-3] + " UTC" if at else "-"
+
+
 def iso(at: float | None) -> str | None:
     """2026-11-23T06:05:01.250Z, for programs; None if unknown."""
     return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z") if at else None
