@@ -1,4 +1,4 @@
-"""Tests of a user's first hour: each is marked, and has the user's machine."""
+"""Tests of a user's first hour, with a marker and a simulated user's machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent))  # tests are no packages: the modules beside this one are found by path
+sys.path.append(str(Path(__file__).parent))  # tests are not packages: find the modules next to this one by path
 pytest.register_assert_rewrite("users_machine")
 
 from users_machine import Installation, User, install_once, new_home  # noqa: E402 - found by the path above
@@ -22,14 +22,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def installation(tmp_path_factory: pytest.TempPathFactory) -> Installation:
-    """The user's environment with the wheel in it; made once, however many processes run the tests."""
+    """The user's environment with the wheel in it, made once for all test processes."""
     root = tmp_path_factory.getbasetemp()
     return install_once(root.parent if root.name.startswith("popen-") else root)
 
 
 @pytest.fixture
 def user(installation: Installation) -> Iterator[User]:
-    """A user with a home of his own. Nothing of his may be left running, and no shared memory."""
+    """A user with an own home folder. Nothing may be left running, and no shared memory."""
     with new_home() as home:
         somebody = User(installation, home)
         try:

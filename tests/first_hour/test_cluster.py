@@ -1,4 +1,4 @@
-"""A supervisor, a host and a launching command, each in a terminal of its own; and hosts that meet at an address."""
+"""A supervisor, a host and a launching command, each in its own terminal; and hosts that meet at an address."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAYS_DATA_DIR = "import os\nprint('DATA_DIR is', os.environ.get('DATA_DIR'), flu
 @pytest.fixture
 def supervisor(user: User) -> Iterator[str]:
     command = user.start("flyball up --port 0")
-    yield command.until_said(r"http://127\.0\.0\.1:\d+")[0]
+    yield command.until_printed(r"http://127\.0\.0\.1:\d+")[0]
     command.interrupt()
     command.wait()
 
@@ -43,7 +43,7 @@ def test_a_supervisor_a_host_and_a_job_with_the_users_environment(user: User, su
         " train.py --steps 100000"
     )
     job.until(lambda: steps.newest() >= 10, "10 steps")
-    job.until_said("DATA_DIR is /data/of/the/user")
+    job.until_printed("DATA_DIR is /data/of/the/user")
     address, headers = f"{supervisor}/v1/jobs/tiny", {"Authorization": f"Bearer {token_file.read_text().strip()}"}
     shown = lambda: httpx.get(address, headers=headers, timeout=60.0)  # noqa: E731
     job.until(lambda: shown().json().get("loss"), "a loss in the API")
@@ -57,8 +57,8 @@ def test_a_supervisor_a_host_and_a_job_with_the_users_environment(user: User, su
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
 
 
-def test_a_host_that_is_taken_away_is_replaced(user: User) -> None:
-    """Three hosts for a job of two meet at an address. SIGTERM, as a preemption sends, makes one leave in order."""
+def test_a_preempted_host_is_replaced(user: User) -> None:
+    """Three hosts meet for a job of two. SIGTERM, as in a preemption, makes one leave in order."""
     user.more["FLYBALL_TOKEN"] = TOKEN
     user.script("train.py", TRAIN)
     steps, port = Steps(user.work / "steps.txt"), free_port()
@@ -81,17 +81,17 @@ def test_a_host_that_is_taken_away_is_replaced(user: User) -> None:
     assert steps.missing() == set()
     [before, after] = steps.starts()
     assert before == 0
-    assert after > 20, "it went on from the step that all saved"
+    assert after > 20, "it resumed from the step that all had saved"
 
 
 def test_the_shell_completes_commands_and_flags(user: User) -> None:
     script = user.work / "completion.bash"
     user.run(f"flyball --show-completion bash > {script}")
     ask = f"source {script}; COMP_WORDS=(flyball stat); COMP_CWORD=1; complete -p flyball"
-    told = subprocess.run(
+    printed = subprocess.run(
         ["bash", "-c", ask], env=user.environment(), capture_output=True, text=True, timeout=60, check=True
     ).stdout
-    function = told.split("-F ")[1].split()[0]
+    function = printed.split("-F ")[1].split()[0]
     done = subprocess.run(
         ["bash", "-c", f"{ask} >/dev/null; {function} flyball stat flyball; printf '%s\\n' \"${{COMPREPLY[@]}}\""],
         env=user.environment(),

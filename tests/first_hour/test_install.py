@@ -1,4 +1,4 @@
-"""pip install: the wheel has all that it needs, and leaves the user's environment as it was."""
+"""pip install: the wheel is complete, and leaves the user's environment unchanged."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def test_the_wheel_has_every_file_of_the_packages(installation: Installation) ->
 
 def test_a_job_runs_from_the_wheel_in_another_folder(user: User) -> None:
     user.script("train.py", TRAIN)
-    said = user.run("flyball run --nproc-per-node 2 train.py")
+    output = user.run("flyball run --nproc-per-node 2 train.py")
     place = user.installation.site_packages / "flyball" / "__init__.py"
-    assert f"flyball from {place} in {user.work}" in said
-    assert "succeeded" in said
+    assert f"flyball from {place} in {user.work}" in output
+    assert "succeeded" in output
 
 
-def test_every_package_is_the_wheels(user: User) -> None:
+def test_every_package_comes_from_the_wheel(user: User) -> None:
     code = f"import json; print(json.dumps([__import__(name).__file__ for name in {PACKAGES}]))"
     done = subprocess.run(
         [user.installation.python, "-c", code], cwd=user.work, env=user.environment(), capture_output=True, check=True
@@ -60,7 +60,7 @@ def test_every_package_is_the_wheels(user: User) -> None:
     assert json.loads(done.stdout) == [str(site_packages / name / "__init__.py") for name in PACKAGES]
 
 
-def test_torch_stays_and_no_developers_tool_comes(installation: Installation) -> None:
+def test_torch_is_unchanged_and_no_developer_tool_is_installed(installation: Installation) -> None:
     if not installation.full:
         pytest.skip("only an installation of everything shows it: make first-hour")
     listed = subprocess.run(
@@ -73,8 +73,8 @@ def test_torch_stays_and_no_developers_tool_comes(installation: Installation) ->
     assert checked.returncode == 0, checked.stdout
 
 
-def test_a_set_up_that_fails_says_why(tmp_path: Path) -> None:
-    """What `make demo` does first, where pip can reach nothing."""
+def test_a_failed_set_up_prints_the_reason(tmp_path: Path) -> None:
+    """The first step of `make demo`, without network access."""
     nowhere = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
     done = subprocess.run(
         [sys.executable, str(ROOT / "deploy" / "set_up_venv.py"), str(tmp_path / "venv")],

@@ -1,4 +1,4 @@
-"""Workers are killed, everything is killed, Ctrl-C: the job goes on, and so does the same command."""
+"""After killed workers the job goes on; after a kill of everything, or Ctrl-C, the same command resumes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KILLS = 5
 STEPS_BETWEEN = 15  # enough to refill the restart budget
 
 
-def test_five_kills_with_progress_between_and_what_is_shown_afterwards(user: User) -> None:
+def test_five_kills_with_progress_in_between_and_the_reports_afterwards(user: User) -> None:
     user.script("train.py", TRAIN)
     steps = Steps(user.work / "steps.txt")
     job = user.start(
@@ -33,7 +33,7 @@ def test_five_kills_with_progress_between_and_what_is_shown_afterwards(user: Use
     assert steps.missing() == set()
     assert steps.starts()[0] == 0
     assert len(steps.starts()) == KILLS + 1
-    assert all(later > 0 for later in steps.starts()[1:]), "each went on from a checkpoint"
+    assert all(later > 0 for later in steps.starts()[1:]), "each start resumed from a checkpoint"
 
     runs = json.loads(user.run("flyball ls -o json"))["runs"]
     assert [(run["job"], run["state"], run["step"]) for run in runs] == [("tiny", "succeeded", 159)]
@@ -47,7 +47,7 @@ def test_five_kills_with_progress_between_and_what_is_shown_afterwards(user: Use
     assert "options x True n h" in user.run("flyball logs tiny --rank 0 --generation all")
 
 
-def test_everything_is_killed_and_the_same_command_goes_on(user: User) -> None:
+def test_everything_is_killed_and_the_same_command_resumes(user: User) -> None:
     user.script("train.py", TRAIN)
     steps = Steps(user.work / "steps.txt")
     command = "flyball run --nproc-per-node 2 --job tiny train.py --steps 120"
@@ -67,13 +67,13 @@ def test_everything_is_killed_and_the_same_command_goes_on(user: User) -> None:
     assert steps.starts()[1] >= reached - 1, "memory outlives kill -9, and has the newest step or the one before"
     assert steps.newest() == 119
     assert steps.missing() == set()
-    said = re.search(r"resuming from step (\d+) \(memory, verified\)", second.text())
-    assert said, second.text()
-    # the step that was captured and not yet hashed when everything was killed is verified by the new engine
-    assert steps.starts()[1] - 1 in (int(said[1]), int(said[1]) + 1)
+    output = re.search(r"resuming from step (\d+) \(memory, verified\)", second.text())
+    assert output, second.text()
+    # the new engine verifies the step that was captured but not yet hashed
+    assert steps.starts()[1] - 1 in (int(output[1]), int(output[1]) + 1)
 
 
-def test_ctrl_c_writes_the_recovery_point_and_the_same_command_goes_on(user: User) -> None:
+def test_ctrl_c_writes_the_recovery_point_and_the_same_command_resumes(user: User) -> None:
     user.script("train.py", TRAIN)
     steps = Steps(user.work / "steps.txt")
     command = "flyball run --nproc-per-node 2 --job tiny train.py --steps 120"
@@ -92,7 +92,7 @@ def test_ctrl_c_writes_the_recovery_point_and_the_same_command_goes_on(user: Use
     assert steps.missing() == set()
 
 
-def test_fresh_starts_anew(user: User) -> None:
+def test_fresh_starts_over(user: User) -> None:
     user.script("train.py", TRAIN)
     steps = Steps(user.work / "steps.txt")
     first = user.start("flyball run --nproc-per-node 2 --job tiny train.py --steps 100000")

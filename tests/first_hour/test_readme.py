@@ -1,4 +1,4 @@
-"""The README's snippet, as it stands there, with an evaluation of 8 s."""
+"""The README's snippet, unchanged, with an evaluation of 8 s."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def decisions(user: User) -> list[str]:
 
 def test_the_snippet_with_an_evaluation_of_eight_seconds(user: User) -> None:
     user.script("train.py", readme_script())
-    said = user.run("flyball run train.py")
-    assert "trained 610" in said
-    assert said.count("evaluated") == 2
-    assert "succeeded" in said
+    output = user.run("flyball run train.py")
+    assert "trained 610" in output
+    assert output.count("evaluated") == 2
+    assert "succeeded" in output
     assert set(decisions(user)) == EXPECTED
 
 
-def test_nobody_needs_to_name_the_evaluation(user: User) -> None:
+def test_the_evaluation_need_not_be_announced(user: User) -> None:
     unnamed = readme_script().replace('with job.phase("eval"):', "if True:")
     assert "if True:" in unnamed
     user.script("train.py", unnamed)
-    said = user.run("flyball run train.py")
-    assert said.count("evaluated") == 2
-    assert "succeeded" in said
+    output = user.run("flyball run train.py")
+    assert output.count("evaluated") == 2
+    assert "succeeded" in output
     assert set(decisions(user)) == EXPECTED

@@ -20,7 +20,7 @@ sys.stderr.write("\\n")
 """
 
 
-def test_output_in_files_is_the_scripts_alone(user: User) -> None:
+def test_redirected_output_is_only_the_scripts(user: User) -> None:
     user.script("train.py", SHOWS)
     user.run("flyball run train.py > out.txt 2> messages.txt")
     out, messages = ((user.work / name).read_bytes().decode() for name in ("out.txt", "messages.txt"))
@@ -31,8 +31,8 @@ def test_output_in_files_is_the_scripts_alone(user: User) -> None:
     assert "\r  0%\r 50%\r100%\n" in out + messages
 
 
-def test_a_terminal_is_a_terminal_for_one_rank(user: User) -> None:
-    """As under torchrun: the script can ask for it, and its progress bar is drawn as it draws it."""
+def test_one_rank_gets_a_terminal(user: User) -> None:
+    """As under torchrun: the script finds a terminal, and its progress bar is shown unchanged."""
     user.script("train.py", SHOWS)
     leader, follower = pty.openpty()
     try:
@@ -42,7 +42,7 @@ def test_a_terminal_is_a_terminal_for_one_rank(user: User) -> None:
         while True:
             try:
                 part = os.read(leader, 65536)
-            except OSError:  # nobody has the other end any more
+            except OSError:  # the other end was closed
                 break
             if not part:
                 break
@@ -56,16 +56,16 @@ def test_a_terminal_is_a_terminal_for_one_rank(user: User) -> None:
     assert "succeeded" in text
 
 
-def test_two_ranks_say_which_of_them_wrote_a_line_if_asked(user: User) -> None:
+def test_tee_shows_which_rank_wrote_a_line(user: User) -> None:
     user.script("train.py", SHOWS)
-    said = user.run("flyball run --nproc-per-node 2 --tee 3 train.py")
+    output = user.run("flyball run --nproc-per-node 2 --tee 3 train.py")
     for rank in (0, 1):
-        assert f"[default{rank}]:out of rank {rank}" in said
+        assert f"[default{rank}]:out of rank {rank}" in output
 
 
-def test_help_and_mistakes(user: User) -> None:
+def test_help_and_error_messages(user: User) -> None:
     assert "examples:" in user.run("flyball run --help").lower()
-    said = user.run("flyball run --nproc-per-node 2 trian.py", code=None)
-    assert "trian.py" in said
-    assert "Next step: " in said
-    assert "Traceback" not in said
+    output = user.run("flyball run --nproc-per-node 2 trian.py", code=None)
+    assert "trian.py" in output
+    assert "Next step: " in output
+    assert "Traceback" not in output

@@ -33,12 +33,12 @@ NOT_A_USERS = ("FLYBALL_", "PET_", "TORCHELASTIC_", "OMP_", "PYTEST_", "PYTHON",
 
 @dataclass(frozen=True)
 class Installation:
-    """An environment, the wheel that was installed into it, and whether pip installed everything else too."""
+    """An environment, the wheel installed into it, and whether pip installed everything else too."""
 
     folder: Path
     wheel: Path
     full: bool
-    torch_untouched: bool  # by the installation of Flyball
+    torch_untouched: bool  # by installing Flyball
 
     @property
     def bin(self) -> Path:
@@ -54,7 +54,7 @@ class Installation:
 
 
 def install_once(shared: Path) -> Installation:
-    """Build the wheel and install it below `shared`, unless another process of these tests has done so."""
+    """Build the wheel and install it below `shared`, unless another test process has done so."""
     shared = Path(os.environ.get("FLYBALL_FIRST_HOUR_FOLDER") or shared)
     done, full = shared / "first-hour" / "done", os.environ.get("FLYBALL_FIRST_HOUR_INSTALL") == "full"
     done.parent.mkdir(exist_ok=True)
@@ -101,14 +101,14 @@ def _checked(command: list[str]) -> None:
 
 @contextmanager
 def new_home() -> Iterator[Path]:
-    """An empty folder with a short path: sockets lie in it."""
+    """An empty folder whose path is short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="fh-", dir="/tmp", ignore_cleanup_errors=True) as name:
         yield Path(name)
 
 
 @dataclass
 class User:
-    """Somebody at a terminal, with `flyball` on the PATH and a folder with scripts."""
+    """A user at a terminal, with `flyball` on the PATH and a folder with scripts."""
 
     installation: Installation
     home: Path
@@ -133,11 +133,11 @@ class User:
         return mine | own | self.more
 
     def start(self, command: str, *, stdout: int | None = None, stderr: int | None = None) -> Command:
-        """Start what he types, as a command of a shell that he has."""
+        """Start a command line in the user's shell."""
         return Command(self, command, stdout, stderr)
 
     def run(self, command: str, *, code: int | None = 0, timeout_s: float = COMMAND_DEADLINE_S) -> str:
-        """What he types, to its end: its output, both streams of it. `code` is what it must end with."""
+        """Run a command line and return its output, both streams. `code` is the expected exit code, None for any."""
         started = self.start(command)
         started.wait(timeout_s)
         assert code is None or started.process.returncode == code, f"$ {command}\n{started.text()}"
@@ -149,7 +149,7 @@ class User:
         return path
 
     def processes(self) -> list[psutil.Process]:
-        """Everything that runs with his home in its environment, its folder or its command line, whatever its title."""
+        """All processes with the user's home in their environment, working folder or command line."""
         home, found = str(self.home), []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -159,7 +159,7 @@ class User:
         return found
 
     def end_all(self) -> list[str]:
-        """End what still runs a moment after his last command; the command lines of what had to be ended."""
+        """End whatever still runs shortly after the last command, and return its command lines."""
         deadline = time.monotonic() + END_DEADLINE_S
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(LOOK_INTERVAL_S)
@@ -176,7 +176,7 @@ class User:
 
 
 class Command:
-    """One command that was typed, and its output so far."""
+    """A running command, and its output so far."""
 
     def __init__(self, user: User, command: str, stdout: int | None, stderr: int | None) -> None:
         self.user, self.command = user, command
@@ -209,13 +209,13 @@ class Command:
             assert alive and time.monotonic() < deadline, f"{what} did not happen: $ {self.command}\n{self.text()}"
             time.sleep(LOOK_INTERVAL_S)
 
-    def until_said(self, pattern: str, timeout_s: float = COMMAND_DEADLINE_S) -> re.Match[str]:
+    def until_printed(self, pattern: str, timeout_s: float = COMMAND_DEADLINE_S) -> re.Match[str]:
         self.until(lambda: re.search(pattern, self.text()), f"output like {pattern!r}", timeout_s)
         found = re.search(pattern, self.text())
         assert found
         return found
 
     def interrupt(self) -> None:
-        """Ctrl-C: every process of the terminal's foreground gets it."""
+        """Press Ctrl-C: send SIGINT to every foreground process."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGINT)

@@ -1,4 +1,4 @@
-"""What the user trains, and the README's snippet made whole."""
+"""The user's training scripts: a small one, and the README's snippet made complete."""
 
 from __future__ import annotations
 
@@ -86,16 +86,16 @@ THE_STEP = """
 
 
 def readme_script() -> str:
-    """The README's snippet: its `...` is a training step, its names are defined, and it says when it is done."""
+    """The README's snippet with a training step for its `...`, its names defined, and a message at the end."""
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     [snippet] = [block for block in blocks if "flyball.attach()" in block]
-    assert snippet.count("\n    ...\n") == 1, "the README's snippet has one line that stands for the step"
+    assert snippet.count("\n    ...\n") == 1, "the README's snippet has one line in place of the step"
     assert "evaluate(model)" in snippet
     return BEFORE_THE_SNIPPET + snippet.replace("\n    ...\n", THE_STEP) + "print('trained', total)\njob.close()\n"
 
 
 class Steps:
-    """What TRAIN wrote into steps.txt, by generation in the order of the file."""
+    """The contents of TRAIN's steps.txt, by generation in the order of the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -107,17 +107,17 @@ class Steps:
         return [(word, int(step), int(generation), int(pid)) for word, step, generation, pid in found]
 
     def newest(self) -> int:
-        """The newest step that was done; -1 before the first."""
+        """The newest completed step; -1 if none."""
         return max((step for word, step, _, _ in self.lines() if word == "step"), default=-1)
 
     def starts(self) -> list[int]:
-        """The step at which each start of the script began."""
+        """The first step of each start of the script."""
         return [step for word, step, _, _ in self.lines() if word == "start"]
 
     def missing(self) -> set[int]:
-        """Steps up to the newest that no start did."""
+        """Steps up to the newest that no start completed."""
         return set(range(self.newest() + 1)) - {step for word, step, _, _ in self.lines() if word == "step"}
 
     def pid(self) -> int:
-        """Of the process that wrote last."""
+        """The process id of the last writer."""
         return self.lines()[-1][3]

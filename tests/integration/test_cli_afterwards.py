@@ -1,4 +1,4 @@
-"""What can be asked after the end: of real runs that ended, were killed, or run beside each other."""
+"""Commands on finished runs: runs that ended, were killed, or ran at the same time. With real processes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ for step in range(job.restore(state), int(sys.argv[1])):
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
-    """With a run that ended after a restart, and one that was killed while it ran."""
+    """Has one run that ended after a restart, and one that was killed."""
     with tempfile.TemporaryDirectory(prefix="fb-") as name:
         place = Path(name)
         (place / "shm").mkdir()
@@ -58,7 +58,7 @@ def place() -> Iterator[Path]:
         wait_for(lambda: step_of(place, "cut-off") >= 3, "training")
         process.kill()
         process.wait(TIMEOUT_S)
-        wait_for(lambda: not processes_of(place), "the end of what the run started")
+        wait_for(lambda: not processes_of(place), "the end of the run's processes")
         yield place
         assert processes_of(place) == []
 
@@ -108,7 +108,7 @@ def answer(place: Path, *arguments: str) -> Any:  # noqa: ANN401 - JSON
     return json.loads(found.stdout)
 
 
-def test_every_answer_is_the_one_that_a_supervisor_gives(place: Path) -> None:
+def test_answers_equal_those_of_a_supervisor(place: Path) -> None:
     run = find_run({"FLYBALL_STATE_DIR": str(place / "s")}, "done")
     status = answer(place, "status", "--job", "done")
     decision = answer(place, "explain", "dec-2", "--job", "done")
@@ -127,21 +127,21 @@ def test_every_answer_is_the_one_that_a_supervisor_gives(place: Path) -> None:
         supervisor.stop()
 
 
-def test_a_killed_run_does_not_pass_for_running(place: Path) -> None:
+def test_a_killed_run_is_not_shown_as_running(place: Path) -> None:
     (job,) = answer(place, "status", "--job", "cut-off")["jobs"]
     assert (job["state"], job["recorded_state"]) == ("interrupted", "running")
     assert job["newest_step"] >= 3
     assert "was running when its supervisor ended at" in job["message"]
     assert answer(place, "goodput", "--job", "cut-off")["ended_at"] == job["supervisor_ended_at"]
     watched = cli(place, "goodput", "watch", "--job", "cut-off")
-    assert (watched.returncode, len(watched.stdout.splitlines())) == (0, 1), "nothing more will come"
+    assert (watched.returncode, len(watched.stdout.splitlines())) == (0, 1), "a finished run gives one update"
     runs = {run["job"]: run for run in answer(place, "ls")["runs"]}
     assert {name: run["state"] for name, run in runs.items()} == {"done": "succeeded", "cut-off": "interrupted"}
     assert runs["done"]["restarts"] >= 1
     assert abs(runs["cut-off"]["supervisor_ended_at"] - job["supervisor_ended_at"]) < 0.001
 
 
-def test_without_a_job_the_newest_run_is_shown_and_named(place: Path) -> None:
+def test_without_a_job_the_newest_run_is_shown(place: Path) -> None:
     found = cli(place, "status")
     assert "cut-off: was running when its supervisor ended at" in found.stdout and "done" not in found.stdout
     assert "showing the newest finished run, cut-off (--job NAME shows another)" in found.stderr
@@ -151,7 +151,7 @@ def test_without_a_job_the_newest_run_is_shown_and_named(place: Path) -> None:
     assert wrong.returncode == 8 and "did you mean done?" in wrong.stderr
 
 
-def test_looking_changes_nothing(place: Path) -> None:
+def test_reading_changes_nothing(place: Path) -> None:
     folder = find_run({"FLYBALL_STATE_DIR": str(place / "s")}, "done").supervisor_dir
     before = {file.name: (file.stat().st_mtime_ns, file.read_bytes()) for file in folder.iterdir()}
     answer(place, "status", "--job", "done")
@@ -159,7 +159,7 @@ def test_looking_changes_nothing(place: Path) -> None:
     assert {file.name: (file.stat().st_mtime_ns, file.read_bytes()) for file in folder.iterdir()} == before
 
 
-def test_another_releases_state_is_refused_and_left_alone(place: Path, tmp_path: Path) -> None:
+def test_another_releases_state_is_refused_and_unchanged(place: Path, tmp_path: Path) -> None:
     run = find_run({"FLYBALL_STATE_DIR": str(place / "s")}, "done")
     copy = tmp_path / "flyball.sqlite"
     copy.write_bytes((run.supervisor_dir / "flyball.sqlite").read_bytes())
@@ -174,7 +174,7 @@ def test_another_releases_state_is_refused_and_left_alone(place: Path, tmp_path:
     assert missing.returncode == 8 and not (tmp_path / "none.sqlite").exists()
 
 
-def test_of_several_that_run_one_is_chosen_by_its_job(place: Path) -> None:
+def test_a_job_chooses_one_of_several_supervisors(place: Path) -> None:
     processes = [start(place, name, 100_000) for name in ("left", "right")]
     try:
         wait_for(lambda: all(step_of(place, name) >= 1 for name in ("left", "right")), "training of both")
@@ -184,7 +184,9 @@ def test_of_several_that_run_one_is_chosen_by_its_job(place: Path) -> None:
         (job,) = answer(place, "status", "--job", "right")["jobs"]
         assert (job["job"], job["state"]) == ("right", "running")
         assert cli(place, "explain", "dec-1", "--job", "left").returncode == 0
-        assert answer(place, "status", "--job", "done")["jobs"][0]["state"] == "succeeded", "ended, beside live ones"
+        assert answer(place, "status", "--job", "done")["jobs"][0]["state"] == "succeeded", (
+            "a finished run, while others run"
+        )
         stopped = answer(place, "stop", "left")
         assert (stopped["job"], stopped["state"], bool(stopped["ended_at"])) == ("left", "stopped", True)
         assert processes[0].wait(TIMEOUT_S) == 1

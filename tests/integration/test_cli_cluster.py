@@ -103,7 +103,7 @@ def test_two_hosts_join_a_supervisor_and_submit_one_job(place: Path, supervisor:
 
 @pytest.fixture
 def host(place: Path, supervisor: str) -> Iterator[str]:
-    """A host daemon that was started long before, in another shell."""
+    """A host daemon started long before, in another shell."""
     process = start(
         place,
         *("host", "--supervisor", supervisor, "--host-id", "node-7", "--state-dir", str(place / "node-7")),
@@ -159,7 +159,7 @@ def test_the_users_variables_reach_workers_of_a_running_host_and_secrets_nothing
         "HTTPS_PROXY": hashlib.sha256(proxy.encode()).hexdigest(),
     }
     assert ast.literal_eval((place / "seen0").read_text()) == expected
-    assert ast.literal_eval((place / "seen1").read_text()) == expected, "a restart has them too"
+    assert ast.literal_eval((place / "seen1").read_text()) == expected, "after a restart, too"
     answers = [out, err]
     with ApiClient(supervisor, TOKEN) as client:
         job = client.get("/v1/jobs/env")
@@ -175,13 +175,13 @@ def test_the_users_variables_reach_workers_of_a_running_host_and_secrets_nothing
     assert len(answers) > 6
     files = [path for path in place.rglob("*") if path.is_file()]
     assert {"daemon.sqlite", "supervisor.log", "spawner.log", "engine.log"} <= {path.name for path in files}
-    assert any(b'"MINE":"a=b"' in path.read_bytes() for path in files), "the search would find what is stored in clear"
+    assert any(b'"MINE":"a=b"' in path.read_bytes() for path in files), "the search does find plain values"
     for secret in (HF_SECRET, PROXY_SECRET, KEPT_SECRET):
         assert [str(path) for path in files if secret.encode() in path.read_bytes()] == []
         assert not any(secret in answer for answer in answers)
 
 
-def test_two_hosts_meet_at_an_address_with_the_secret_that_one_line_says_to_type(place: Path) -> None:
+def test_two_hosts_meet_at_a_rendezvous_address_with_the_secret_that_one_line_says_to_type(place: Path) -> None:
     (place / "train.py").write_text(SCRIPT)
     address = f"127.0.0.1:{free_port()}"
     line = ["run", "--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", address, "--rdzv-id", "pair"]
@@ -198,7 +198,7 @@ def test_two_hosts_meet_at_an_address_with_the_secret_that_one_line_says_to_type
         assert code == 0, err
     assert sum(out.count("total 1.0") for _, out, _ in ended) == 2
     assert not any("running already" in err for _, _, err in ended)
-    assert [folder.name for folder in (place / "s" / "jobs").iterdir()] == ["pair"], "the one that came second has none"
+    assert [folder.name for folder in (place / "s" / "jobs").iterdir()] == ["pair"], "the second node has none"
     assert list((place / "shm").iterdir()) == []
 
 
@@ -217,7 +217,7 @@ job.close()
 """
 
 
-def test_what_a_failed_job_of_two_hosts_has_in_memory_is_gone_on_from(place: Path) -> None:
+def test_a_failed_job_of_two_hosts_resumes_from_memory(place: Path) -> None:
     (place / "train.py").write_text(FAILS_ONCE)
     line = [
         "run",
@@ -258,7 +258,7 @@ job.close()
 
 
 @pytest.mark.parametrize("over", ["rendezvous", "supervisor"])
-def test_a_job_of_two_hosts_that_a_person_stops_is_on_their_disks_and_goes_on(
+def test_a_stopped_job_of_two_hosts_resumes_from_their_disks(
     place: Path, over: str, request: pytest.FixtureRequest
 ) -> None:
     (place / "train.py").write_text(TRAINS_ON)
@@ -278,14 +278,14 @@ def test_a_job_of_two_hosts_that_a_person_stops_is_on_their_disks_and_goes_on(
     finally:
         ended = finish(*running)
     assert [code for code, _, _ in ended] == [1, 130], ended
-    assert list((place / "shm").iterdir()) == [], "memory is freed, since the disks have it"
+    assert list((place / "shm").iterdir()) == [], "memory is freed once the step is on the disks"
     newest = set()
     for (_, _, err), folder, node in zip(ended, hosts, nodes, strict=True):
         assert f"checkpoints go to {folder / 'checkpoints'}" in err
-        said = re.search(r"step (\d+) of job pair is in (\S+); resume, on each host, with: (.*)", err)
-        assert said, err
-        assert said[2] == str(folder / "checkpoints") and said[3] == shlex.join(["flyball", *node])
-        newest.add(int(said[1]))
+        output = re.search(r"step (\d+) of job pair is in (\S+); resume, on each host, with: (.*)", err)
+        assert output, err
+        assert output[2] == str(folder / "checkpoints") and output[3] == shlex.join(["flyball", *node])
+        newest.add(int(output[1]))
     (step,) = newest
     assert step >= 18
     (place / "enough").touch()
@@ -293,12 +293,12 @@ def test_a_job_of_two_hosts_that_a_person_stops_is_on_their_disks_and_goes_on(
     assert [code for code, _, _ in ended] == [0, 0], ended
     begun = {int(text.split()[-1]) for _, out, _ in ended for text in out.splitlines() if "begins at" in text}
     assert begun == {step + 1}, ended
-    assert not any(list((folder / "checkpoints").rglob("*.manifest")) for folder in hosts), "it goes at success"
+    assert not any(list((folder / "checkpoints").rglob("*.manifest")) for folder in hosts), "removed after a success"
     assert list((place / "shm").iterdir()) == []
 
 
-def test_torchruns_static_line_in_a_trusted_network(place: Path) -> None:
-    """No name of the job or of the hosts, no secret: two nodes on one machine, as people try it first."""
+def test_torchruns_static_rendezvous_in_a_trusted_network(place: Path) -> None:
+    """Without names and without a secret: two nodes on one machine, as new users try it."""
     (place / "train.py").write_text(SCRIPT)
     line = ["run", "--nnodes=2", "--nproc_per_node=1", "--master_addr=localhost", f"--master_port={free_port()}"]
     nodes = [
@@ -317,13 +317,13 @@ def test_torchruns_static_line_in_a_trusted_network(place: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_a_node_that_waits_for_the_first(place: Path, number: signal.Signals, code: int) -> None:
+def test_a_signal_ends_a_node_that_waits_for_node_0(place: Path, number: signal.Signals, code: int) -> None:
     (place / "train.py").write_text(SCRIPT)
     line = ["run", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}", "--node-rank=1", "train.py"]
     node = start(place, *line)
     assert node.stderr
-    while "waiting for the supervisor" not in (said := node.stderr.readline()):
-        assert said, "it ended"
+    while "waiting for the supervisor" not in (output := node.stderr.readline()):
+        assert output, "it ended"
     node.send_signal(number)
     ((ended, out, err),) = finish(node)
     assert (ended, out, err) == (code, "", "")

@@ -1,4 +1,4 @@
-"""`flyball demo`: the main promise, whole, and its end at a bad moment."""
+"""`flyball demo`: the whole demo, and Ctrl-C in the middle of it."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_four_faults_are_recovered_and_every_loss_is_the_uninterrupted_runs(plac
     assert list(faults) == ["kill", "hang", "host-down", "preempt"]
     for fault in faults.values():
         assert 0.0 <= fault["detected_s"] <= fault["decided_s"] <= fault["resumed_s"]
-        # A step that was done is lost, and with it the one before, if that was not captured whole, or not at the peer.
-        assert 0 <= fault["lost_steps"] <= 2, "with two slots a save waits until the step before the last one is safe"
+        # The last step is lost, and the one before it too if it was not completely captured or not yet at the peer.
+        assert 0 <= fault["lost_steps"] <= 2, "with two slots, a save waits until the step before the last one is safe"
     assert [f["decision"] for f in result["faults"]] == [
         "restart_in_place",
         "restart_in_place",
@@ -65,13 +65,13 @@ def test_four_faults_are_recovered_and_every_loss_is_the_uninterrupted_runs(plac
     assert [r["rank"] for r in moved] == [2, 3]
     assert all(r["socket_bytes"] >= r["size_bytes"] > 0 for r in moved), "the bytes came over the network"
     assert result["loss_matches_uninterrupted"] is True
-    # A stop may find ranks in the newest step; none is further behind, since its gradients are in the others' step.
+    # Ranks may be stopped in the newest step. None is further behind, because the others need its gradients.
     complete = result["losses_compared"] - result["losses_of_repeated_steps"]
     assert 4 * (result["steps"] - 1) < complete <= 4 * result["steps"]
-    # All ranks had done what is lost and did it again; a lost host's may not have come to write down the last of it.
+    # All ranks repeated the lost steps. Ranks of a lost host may not have recorded the last one.
     assert result["losses_of_repeated_steps"] >= 4 * sum(f["lost_steps"] for f in result["faults"]) - 2
     assert 0.0 < result["goodput"] < 1.0
-    assert list(place.glob("flyball-demo-*")) == [], "files of a demo that went well are removed"
+    assert list(place.glob("flyball-demo-*")) == [], "a successful demo removes its files"
 
 
 def test_ctrl_c_in_the_middle_leaves_nothing_behind(place: Path) -> None:

@@ -1,4 +1,4 @@
-"""The demo's uninterrupted run, ended early."""
+"""The demo's uninterrupted run is ended early."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ time.sleep(600)
 """
 
 
-def test_workers_that_do_not_hear_sigterm_do_not_outlive_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_ignore_sigterm_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_reference, "STOP_TIMEOUT_S", 2.0)
     script = tmp_path / "deaf.py"
     script.write_text(DEAF)

@@ -1,4 +1,4 @@
-"""The same command goes on from where it was, however it ended: real processes, real signals, real disks."""
+"""The same command resumes, however the run before ended: real processes, real signals, real disks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from own_processes import processes_of
 
 TIMEOUT_S = 300.0
 JOB = "gpt"
-NUMBERS = 50_000  # of a rank's state: 400 kB
+NUMBERS = 50_000  # in a rank's state: 400 kB
 TRAINER = f"""
 import itertools, os, pathlib, time
 import torch
@@ -86,7 +86,7 @@ class Run:
         return self.log.read_text()
 
     def steps_on(self, more: int = 10) -> None:
-        """Wait until every rank made that many steps more."""
+        """Wait until every rank has made `more` further steps."""
         begun = {rank: len(steps(self.place, rank)) for rank in (0, 1)}
         self.wait_for(lambda: all(len(steps(self.place, r)) >= n + more for r, n in begun.items()), "steps")
 
@@ -114,7 +114,7 @@ class Run:
         (self.place / "enough").unlink()
 
     def kill_everything(self) -> None:
-        """kill -9 to the command, then to all else, until nothing of it is left."""
+        """Send SIGKILL to the command, then to everything else, until nothing is left."""
         self.process.kill()
         self.process.wait()
         deadline = time.monotonic() + TIMEOUT_S
@@ -129,14 +129,14 @@ class Run:
 
 
 def steps(place: Path, rank: int) -> list[tuple[int, int, str]]:
-    """(generation, step, value) of every step that the rank made, in order."""
+    """(generation, step, value) of every step of the rank, in order."""
     file = place / f"rank{rank}.txt"
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     return [(int(g), int(s), value) for g, s, value in (line.split() for line in lines)]
 
 
 def check_values(place: Path) -> None:
-    """Every step had the value that it has without an interruption, to the last bit."""
+    """Check that every step has the same value as without an interruption, bit for bit."""
     import torch
 
     for rank in (0, 1):
@@ -154,7 +154,7 @@ def first_step_of_the_last_generation(place: Path, rank: int = 0) -> int:
     return next(step for generation, step, _ in steps(place, rank) if generation == last)
 
 
-def said_step(text: str, pattern: str) -> int:
+def announced_step(text: str, pattern: str) -> int:
     found = re.search(pattern, text)
     assert found, text
     return int(found[1])
@@ -162,7 +162,7 @@ def said_step(text: str, pattern: str) -> int:
 
 def saved_step(run: Run) -> int:
     """What a run says at its end to have on disk."""
-    return said_step(run.text, ON_DISK)
+    return announced_step(run.text, ON_DISK)
 
 
 def slots(place: Path) -> list[Path]:
@@ -172,14 +172,14 @@ def slots(place: Path) -> list[Path]:
 ON_DISK = rf"step (\d+) of job {JOB} is in .*checkpoints \(verified\); resume with: flyball run --resume {JOB}\n"
 
 
-def test_a_stopped_job_goes_on_from_disk_and_begins_anew_after_its_success(place: Path) -> None:
+def test_a_stopped_job_resumes_from_disk_and_begins_anew_after_its_success(place: Path) -> None:
     run = Run(place)
     run.steps_on()
     assert run.send(signal.SIGTERM) == 143, run.text
     saved = saved_step(run)
     assert f"checkpoints go to {place / 's' / 'jobs' / JOB / 'checkpoints'} every 10 minutes" in run.text
     assert saved >= 8
-    assert slots(place) == [], "the memory is free again"
+    assert slots(place) == [], "the memory is freed"
     again = Run(place)
     again.steps_on()
     again.succeed()
@@ -187,7 +187,7 @@ def test_a_stopped_job_goes_on_from_disk_and_begins_anew_after_its_success(place
     assert first_step_of_the_last_generation(place) == saved + 1
     check_values(place)
     assert slots(place) == []
-    assert not (place / "s" / "jobs" / JOB / "checkpoints").exists(), "what nobody asked for goes at success"
+    assert not (place / "s" / "jobs" / JOB / "checkpoints").exists(), "default checkpoints are removed after a success"
     anew = Run(place)
     anew.steps_on(1)
     anew.succeed()
@@ -195,7 +195,7 @@ def test_a_stopped_job_goes_on_from_disk_and_begins_anew_after_its_success(place
     assert first_step_of_the_last_generation(place) == 0
 
 
-def test_an_earlier_run_is_resumed_by_its_name_from_anywhere_and_begun_anew_on_demand(place: Path) -> None:
+def test_an_earlier_run_is_resumed_by_name_from_anywhere_and_begun_anew_on_demand(place: Path) -> None:
     elsewhere = place / "elsewhere"
     elsewhere.mkdir()
     unknown = run_here("run", "--resume", "nobody", environment=environment(place))
@@ -274,9 +274,11 @@ def test_after_a_kill_the_memory_serves_after_a_reboot_the_disk_and_a_torn_step_
 
     again = Run(place, *DISK)
     again.steps_on(5)
-    said = said_step(again.text, r"resuming from step (\d+) \(memory, verified\), saved by a run that was killed")
-    assert said >= seen - 2, "the step whose save was under way, and the one before it"
-    assert first_step_of_the_last_generation(place) >= said + 1
+    output = announced_step(
+        again.text, r"resuming from step (\d+) \(memory, verified\), saved by a run that was killed"
+    )
+    assert output >= seen - 2, "at most the step being saved and the one before it are lost"
+    assert first_step_of_the_last_generation(place) >= output + 1
     _, newest = reboot(again)
 
     again = Run(place, *DISK)
@@ -298,7 +300,7 @@ def test_after_a_kill_the_memory_serves_after_a_reboot_the_disk_and_a_torn_step_
     assert complete_on_disk(place), "a folder that the user named is kept"
 
 
-def test_what_the_disk_cannot_take_stays_in_memory(place: Path) -> None:
+def test_a_step_that_the_disk_cannot_take_stays_in_memory(place: Path) -> None:
     disk = place / "s" / "jobs" / JOB / "checkpoints"
     disk.mkdir(parents=True)
     mounted = subprocess.run(
@@ -312,7 +314,9 @@ def test_what_the_disk_cannot_take_stays_in_memory(place: Path) -> None:
         assert run.send(signal.SIGINT) == 130
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
-    saved = said_step(run.text, rf"step (\d+) of job {JOB} stays in this machine's memory and could not be written")
+    saved = announced_step(
+        run.text, rf"step (\d+) of job {JOB} stays in this machine's memory and could not be written"
+    )
     assert slots(place) != []
     again = Run(place)
     again.steps_on(3)
@@ -322,14 +326,14 @@ def test_what_the_disk_cannot_take_stays_in_memory(place: Path) -> None:
     check_values(place)
 
 
-def test_a_second_ctrl_c_ends_at_once_and_keeps_the_memory(place: Path) -> None:
+def test_a_second_ctrl_c_ends_at_once_and_keeps_memory(place: Path) -> None:
     run = Run(place)
     run.steps_on()
-    for process in processes_of(place):  # an engine that hangs: the end in order would take long
+    for process in processes_of(place):  # with a hung engine, an orderly end would take long
         if "ckpt_engine" in " ".join(process.cmdline()) or "engine" in process.name():
             process.suspend()
     run.process.send_signal(signal.SIGINT)
-    run.wait_for(lambda: "(Ctrl-C again: stop at once)" in run.text, "the first signal is heard")
+    run.wait_for(lambda: "(Ctrl-C again: stop at once)" in run.text, "the reaction to the first signal")
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 130, run.text
     assert "stays in this machine's memory" in run.text
@@ -340,13 +344,13 @@ def test_a_second_ctrl_c_ends_at_once_and_keeps_the_memory(place: Path) -> None:
     check_values(place)
 
 
-def test_another_state_folder_goes_on_from_what_the_store_has(place: Path) -> None:
+def test_another_state_folder_resumes_from_the_store(place: Path) -> None:
     words = ("--job", JOB, "--nproc-per-node", "2", "--persistent-ckpt-dir", "store")
     words = (*words, "--persistent-ckpt-interval", "5", "train.py")
     run = Run(place, *words)
     run.steps_on(20)
     run.send(signal.SIGINT)
-    saved = said_step(run.text, rf"step (\d+) of job {JOB} is in .*store \(verified\)")
+    saved = announced_step(run.text, rf"step (\d+) of job {JOB} is in .*store \(verified\)")
     shutil.rmtree(place / "s")
     again = Run(place, *words)
     again.steps_on(3)

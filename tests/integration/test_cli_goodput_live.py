@@ -1,4 +1,4 @@
-"""`flyball goodput` of a live supervisor, and of a log that grows while it is watched."""
+"""`flyball goodput` with a live supervisor, and with a growing log."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EVENTS = interrupted_run(job="llama")
 
 @pytest.fixture(scope="module")
 def supervisor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
-    """With two jobs whose events lie in its database, as a long run would have left them."""
+    """Has two jobs with the events of long runs in its database."""
     state_dir = tmp_path_factory.mktemp("supervisor") / "state"
     supervisor = Supervisor(load_settings(state_dir=state_dir, port=0))
     supervisor.start()
@@ -54,7 +54,7 @@ def supervisor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]
     db.transact(
         lambda connection: connection.execute(update(tables.jobs).where(tables.jobs.c.job == "llama").values(span))
     )
-    log.append(interrupted_run(job="other", seed=5, save_every=20, start=EVENTS[-1].at + 1e6))  # faults are of no job
+    log.append(interrupted_run(job="other", seed=5, save_every=20, start=EVENTS[-1].at + 1e6))  # faults have no job
     db.close()
     yield supervisor
     supervisor.stop()
@@ -82,7 +82,7 @@ def test_the_whole_report_comes_from_a_live_supervisor(capsys: pytest.CaptureFix
     )
     options = AccountOptions(gpu_hour_price=2.5, window_s=600.0, from_at=start + 1800.0, to_at=end - 60.0)
     expected = to_json(calculate(EVENTS, options=options))
-    # The job that was submitted over HTTP has events of its own, at the time of this test.
+    # The job submitted over HTTP has its own events, from the time of this test.
     assert found["seconds_by_category"] == expected["seconds_by_category"]
     assert (found["cost"], found["losses"], found["rolling"]) == (
         expected["cost"],
@@ -118,7 +118,7 @@ def test_one_of_several_jobs_must_be_chosen(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.usefixtures("at_supervisor")
-def test_every_command_of_the_documents_runs_on_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_documented_command_runs_on_a_job(capsys: pytest.CaptureFixture[str]) -> None:
     write_events("before.jsonl", EVENTS)
     page = (Path(__file__).parents[2] / "docs" / "goodput-cli.md").read_text()
     lines = [line.strip() for line in page.splitlines() if line.startswith("    flyball goodput ") and "llama" in line]
@@ -146,7 +146,7 @@ def grow(path: Path, events: list[Event]) -> None:
     write_events(path, events)
 
 
-def test_a_log_that_grows_is_followed_until_the_job_has_ended(tmp_path: Path) -> None:
+def test_a_growing_log_is_followed_until_the_job_ends(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     half = len(EVENTS) // 2
     grow(path, EVENTS[:half])
@@ -164,7 +164,7 @@ def test_a_log_that_grows_is_followed_until_the_job_has_ended(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM)])
-def test_it_is_left_with_ctrl_c(number: int, code: int, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_watch(number: int, code: int, tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     grow(path, EVENTS[:-1])
     watch = start_watch(str(path))
@@ -178,7 +178,7 @@ def test_it_is_left_with_ctrl_c(number: int, code: int, tmp_path: Path) -> None:
     assert (watch.returncode, errors) == (code, b"")
 
 
-def test_on_a_terminal_it_is_a_screen_that_gives_the_cursor_back(tmp_path: Path) -> None:
+def test_on_a_terminal_it_shows_a_screen_and_restores_the_cursor(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     grow(path, EVENTS[:-1])
     ours, theirs = pty.openpty()
@@ -202,15 +202,15 @@ def test_on_a_terminal_it_is_a_screen_that_gives_the_cursor_back(tmp_path: Path)
 
 
 def read_terminal(descriptor: int) -> bytes:
-    """What the terminal shows next, b"" when nobody writes to it any more."""
+    """The terminal's next output; b"" once it is closed."""
     try:
         return os.read(descriptor, 65536)
-    except OSError:  # EIO: the other end is closed
+    except OSError:  # EIO: the other end was closed
         return b""
 
 
 @pytest.mark.usefixtures("at_supervisor")
-def test_a_job_of_a_supervisor_is_watched_until_it_ended() -> None:
+def test_a_supervisors_job_is_watched_until_it_ends() -> None:
     watch = start_watch("--job", "llama", "--every", "0.1s")
     try:
         shown, errors = watch.communicate(timeout=DEADLINE_S)

@@ -71,7 +71,7 @@ def place() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def cluster(place: Path) -> Iterator[str]:
-    """A supervisor and the daemon of host h1, which has a state folder that nothing but the daemon itself names."""
+    """A supervisor and host h1's daemon, whose state folder can be found only through the daemon."""
     up = start(place, "up", "--port", "0", "--state-dir", str(place / "sup"), "-o", "json")
     assert up.stdout
     lines: list[str] = []
@@ -93,7 +93,7 @@ def cluster(place: Path) -> Iterator[str]:
             process.communicate(timeout=TIMEOUT_S)
 
 
-def test_a_job_on_a_host_that_has_joined(place: Path, cluster: str) -> None:
+def test_a_job_on_a_joined_host(place: Path, cluster: str) -> None:
     (place / "t.py").write_text(SCRIPT)
     words = ["run", "--supervisor", cluster, "--host-id", "h1", "--job", "t", "t.py"]
     user = UserTerminal(words, cwd=place, environ=environment(place) | {"TERM": "xterm-256color"})
@@ -126,8 +126,8 @@ def test_a_job_on_a_host_that_has_joined(place: Path, cluster: str) -> None:
     assert "Next step: " in none.stderr
 
 
-def test_rank_zero_of_a_job_elsewhere_is_shown(place: Path, cluster: str) -> None:
-    """The command's own host h2 joins and stays a spare: it has no ranks."""
+def test_rank_0_of_a_job_elsewhere_is_shown(place: Path, cluster: str) -> None:
+    """The command's own host h2 joins and remains a spare without ranks."""
     (place / "t.py").write_text("import time\nprint('from afar', flush=True)\ntime.sleep(1.0)\nprint('last words')")
     run = start(
         place,

@@ -1,4 +1,4 @@
-"""SIGTERM to `flyball run` on hosts of one job: a notice for that host, and the end of the job only for the last."""
+"""SIGTERM to `flyball run` on one of several hosts makes that host leave; on the last one it stops the job."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ state = {"step": -1}
 start = job.restore(state)
 print("starts", start, os.environ["RANK"], os.environ["FLYBALL_HOST_ID"], flush=True)
 for step in range(start, 100_000):
-    enough = torch.tensor([float(os.path.exists("enough"))])  # looked at by each, decided by all
+    enough = torch.tensor([float(os.path.exists("enough"))])  # each rank checks, all decide together
     dist.all_reduce(enough)
     time.sleep(0.02)
     state["step"] = step
@@ -78,7 +78,7 @@ class Cluster:
                 env=base | {"FLYBALL_SHM_DIR": str(self.place / "shm"), "FLYBALL_TOKEN": TOKEN},
             )
 
-    def said(self, host: str) -> str:
+    def output(self, host: str) -> str:
         return (self.place / f"{host}.out").read_text()
 
     def until(self, what: str, condition: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever it found
@@ -92,7 +92,7 @@ class Cluster:
                 return found
             failed = [h for h, run in self.runs.items() if run.poll() not in (None, 0, *ENDED_BY_SIGNAL)]
             assert time.monotonic() < deadline and not failed, "\n".join(
-                [what, *(f"--- {h}\n{self.said(h)}" for h in self.runs)]
+                [what, *(f"--- {h}\n{self.output(h)}" for h in self.runs)]
             )
             time.sleep(0.1)
 
@@ -103,7 +103,7 @@ class Cluster:
         return {rank["host_id"] for rank in self.job()["ranks"]}
 
     def steps(self, count: int = 10) -> int:
-        """Wait until every rank of the newest generation is this much further than the job is now."""
+        """Wait until every rank of the newest generation is a few steps further than the job is now."""
         past = int(self.job()["newest_step"]) + count
         self.until(f"step {past}", lambda: min((rank["step"] for rank in self.job()["ranks"]), default=-1) >= past)
         return past
@@ -113,7 +113,7 @@ class Cluster:
         self.steps()
 
     def left_incident(self) -> dict[str, Any] | None:
-        """That of the host that left, once it is over."""
+        """The incident of the host that left, once it is closed."""
         incidents = self.api.items("/v1/incidents")
         return next((i for i in incidents if (i["cause"], i["state"]) == ("preemption_notice", "resolved")), None)
 
@@ -125,14 +125,14 @@ class Cluster:
         try:
             return self.runs[host].wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{host} does not end:\n{self.said(host)}") from None
+            raise AssertionError(f"{host} does not end:\n{self.output(host)}") from None
 
     def expect_ends(self, **exit_codes: int) -> None:
         found = {host: self.end(host) for host in exit_codes}
-        assert found == exit_codes, "\n".join(f"--- {host}\n{self.said(host)}" for host in exit_codes)
+        assert found == exit_codes, "\n".join(f"--- {host}\n{self.output(host)}" for host in exit_codes)
 
     def finish(self, *hosts: str) -> None:
-        """The script has done enough, and the job succeeds on these."""
+        """Let the script finish, and wait until the job succeeds on these hosts."""
         self.steps()
         (self.place / "enough").touch()
         self.expect_ends(**dict.fromkeys(hosts, 0))
@@ -173,20 +173,22 @@ def test_hosts_with_a_spare_are_left_one_after_the_other_and_the_job_goes_on(clu
     cluster.terminate("h1")
     cluster.expect_ends(h1=143)
     assert cluster.hosts() == {"h0", "h2"}
-    said = cluster.said("h1")
-    assert "SIGTERM: host h1 leaves job pair" in said and "host h1 left job pair. Its ranks are now on h0, h2" in said
+    output = cluster.output("h1")
+    assert (
+        "SIGTERM: host h1 leaves job pair" in output and "host h1 left job pair. Its ranks are now on h0, h2" in output
+    )
     incident = cluster.until("the end of the incident", cluster.left_incident)
-    assert incident["lost_steps"] == 0, (incident, cluster.said("h0"))
+    assert incident["lost_steps"] == 0, (incident, cluster.output("h0"))
     assert cluster.job()["restarts_used"] == 0
 
     # That of the supervisor, which says what it leaves behind.
     cluster.start_spare("h3")
     cluster.terminate("h0")
     cluster.expect_ends(h0=143)
-    said = cluster.said("h0")
-    assert "host h0 left job pair. Its ranks are now on h2, h3" in said
-    again = re.search(r"up again: (flyball up [^(]*) \(with the same FLYBALL_TOKEN\)", said)
-    assert again, said
+    output = cluster.output("h0")
+    assert "host h0 left job pair. Its ranks are now on h2, h3" in output
+    again = re.search(r"up again: (flyball up [^(]*) \(with the same FLYBALL_TOKEN\)", output)
+    assert again, output
     assert cluster.runs["h2"].poll() is None
     environment = dict(os.environ) | {"FLYBALL_TOKEN": TOKEN}
     with (cluster.place / "up.out").open("wb") as out:
@@ -197,7 +199,7 @@ def test_hosts_with_a_spare_are_left_one_after_the_other_and_the_job_goes_on(clu
     cluster.finish("h2", "h3")
 
 
-def test_one_host_without_a_spare_leaves_a_job_that_holds_for_one_and_a_persons_wish_ends_it_for_all(
+def test_without_a_spare_the_job_holds_after_a_host_has_left_and_a_persons_wish_ends_it_for_all(
     cluster: Cluster,
 ) -> None:
     cluster.start("h0", rank=0)
@@ -205,30 +207,30 @@ def test_one_host_without_a_spare_leaves_a_job_that_holds_for_one_and_a_persons_
     cluster.trains()
     cluster.terminate("h1", number=signal.SIGHUP)
     cluster.expect_ends(h1=129)
-    assert "No host was free to take its ranks: the job holds after step" in cluster.said("h1")
+    assert "No host was free to take its ranks: the job holds after step" in cluster.output("h1")
     assert cluster.job()["state"] == "running" and cluster.runs["h0"].poll() is None
     saved = int(cluster.job()["newest_step"])
     cluster.until("the hold", lambda: any("spare" in i["holding_for"] for i in cluster.api.items("/v1/incidents")))
     cluster.start("h2")
     cluster.until("the return", lambda: cluster.hosts() == {"h0", "h2"})
     cluster.steps()
-    starts = [int(n) for n in re.findall(r"starts (\d+) \d h2", cluster.said("h2"))]
+    starts = [int(n) for n in re.findall(r"starts (\d+) \d h2", cluster.output("h2"))]
     decided = [(d["kind"], d.get("action_state"), d["reason"]) for d in cluster.api.items("/v1/decisions")]
     was_saved = any(kind == "emergency_checkpoint" and state == "succeeded" for kind, state, _ in decided)
     lost = saved + 1 - starts[-1] if starts else None
-    assert lost == 0 or (lost == 1 and not was_saved), (lost, decided)  # a busy machine may not save it in time
+    assert lost == 0 or (lost == 1 and not was_saved), (lost, decided)  # on a busy machine the save may be late
     cluster.terminate("h2", number=signal.SIGINT)
     cluster.expect_ends(h2=130, h0=1)
-    assert "was stopped by an operator" in cluster.said("h0")
+    assert "was stopped by an operator" in cluster.output("h0")
 
 
-def test_all_hosts_at_once_end_the_job_soon(cluster: Cluster) -> None:
+def test_a_notice_to_all_hosts_stops_the_job(cluster: Cluster) -> None:
     cluster.start("h0", nnodes="2:3", rank=0)
     cluster.start("h1", nnodes="2:3")
     cluster.start("h2", nnodes="2:3")
     cluster.trains()
     cluster.terminate("h0", "h1", "h2")
     cluster.expect_ends(h0=143, h1=143, h2=143)
-    assert "stopping the job" in cluster.said("h0") + cluster.said("h1") + cluster.said("h2")
-    assert "job pair was stopped" in cluster.said("h0")
+    assert "stopping the job" in cluster.output("h0") + cluster.output("h1") + cluster.output("h2")
+    assert "job pair was stopped" in cluster.output("h0")
     assert list((cluster.place / "shm").iterdir()) == []

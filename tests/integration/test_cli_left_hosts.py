@@ -1,4 +1,4 @@
-"""A host that ends in order is gone from the lists, and comes back: real supervisor, real daemons."""
+"""A host that ends in order is removed from the lists, and can come back: real supervisor, real daemons."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.05)
 
 
-def test_a_host_that_ends_is_gone_and_comes_back(
+def test_a_host_leaves_and_comes_back(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     up = start(place, "up", "--port", "0", "-o", "json")
@@ -67,7 +67,7 @@ def test_a_host_that_ends_is_gone_and_comes_back(
             if line.startswith("}"):
                 break
         facts = json.loads(text)
-        assert facts["token_file"] is None, "a token of the environment is in no file"
+        assert facts["token_file"] is None, "a token from the environment is in no file"
         assert not (place / "s" / "token").exists()
         monkeypatch.setenv("FLYBALL_SUPERVISOR", facts["url"])
         monkeypatch.setenv("FLYBALL_TOKEN", TOKEN)
@@ -82,10 +82,10 @@ def test_a_host_that_ends_is_gone_and_comes_back(
                 assert hosts()[0]["left_at"] is None
                 host.send_signal(signal.SIGTERM)
                 assert host.wait(TIMEOUT_S) == 0
-                assert hosts() == [], "it said goodbye"
+                assert hosts() == [], "its last report said that it leaves"
                 (left,) = hosts(all="true")
                 assert left["host_id"] == "node-7" and left["left_at"] >= left["joined_at"]
-            time.sleep(2.5)  # three of its intervals and more: by then a silent host was told of
+            time.sleep(2.5)  # over three report intervals, enough to detect a silent host
             assert client.items("/v1/incidents") == []
             assert client.get("/v1/hosts/node-7")["state"] == "healthy"
             capsys.readouterr()

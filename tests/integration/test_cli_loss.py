@@ -1,4 +1,4 @@
-"""The loss that a script gives to `job.step`, where a user looks for it."""
+"""The loss passed to `job.step` is visible to users."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def test_the_api_shows_the_loss_that_the_script_printed(place: Path) -> None:
         while "step 60 " not in (place / "out").read_text():
             assert time.monotonic() < deadline and process.poll() is None, (place / "err").read_text()
             time.sleep(0.05)
-        said = (place / "err").read_text()
-        url = re.findall(r"status page (http://[0-9.:]+)", said)[0]
-        token = Path(re.findall(r"state and logs in (\S+)", said)[0], "supervisor", "token").read_text().strip()
+        output = (place / "err").read_text()
+        url = re.findall(r"status page (http://[0-9.:]+)", output)[0]
+        token = Path(re.findall(r"state and logs in (\S+)", output)[0], "supervisor", "token").read_text().strip()
         loss = None
         while not loss or loss["step"] < 60:
             assert time.monotonic() < deadline, loss
@@ -95,7 +95,7 @@ def test_the_api_shows_the_loss_that_the_script_printed(place: Path) -> None:
             process.terminate()
             process.wait(60.0)
     printed = dict(re.findall(r"step (\d+) loss ([0-9.e-]+)", (place / "out").read_text()))
-    assert loss["value"] == float(printed[str(loss["step"])]), "as it was when it was given"
+    assert loss["value"] == float(printed[str(loss["step"])]), "unchanged since the call"
     ended = job_of(place)
     assert ended["loss"]["value"] == "nan" and loss["step"] < ended["loss"]["step"] <= ended["newest_step"]
     assert re.search(r"\bnan\b", status(place))

@@ -36,7 +36,7 @@ for step in range(job.restore({"a": 1}), 10**9):
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """With a path short enough for sockets; afterwards no process of it may be left."""
+    """A folder with a path short enough for sockets; afterwards no process of it may be left."""
     with tempfile.TemporaryDirectory(prefix="fb-") as name:
         folder = Path(name)
         (folder / "shm").mkdir()
@@ -52,7 +52,7 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.2)
 
 
-def test_the_job_trains_on_and_is_supervised_again(place: Path) -> None:
+def test_the_job_trains_on_and_is_taken_over_again(place: Path) -> None:
     base = {k: v for k, v in os.environ.items() if not k.startswith("FLYBALL_")}
     environ = base | {"FLYBALL_STATE_DIR": str(place / "s"), "FLYBALL_SHM_DIR": str(place / "shm")}
 
@@ -71,7 +71,7 @@ def test_the_job_trains_on_and_is_supervised_again(place: Path) -> None:
         worker = (place / "pid").read_text()
         for file in (place / "s" / "jobs" / "lost" / "supervisor").glob("flyball.sqlite*"):
             file.unlink()
-        wait_for(lambda: job()["newest_step"] >= 20, "the job to be taken over")
+        wait_for(lambda: job()["newest_step"] >= 20, "the job's adoption")
         assert (place / "pid").read_text() == worker, "it was never stopped"
         os.kill(int(worker), signal.SIGKILL)
         wait_for(lambda: job()["restart_count"] == 1, "a restart")

@@ -75,7 +75,7 @@ with open(f"{os.environ['OUT']}.{os.environ['RANK']}", "w") as f:
 """
 
 
-def test_a_plain_script_has_torchruns_environment(place: Path) -> None:
+def test_a_plain_script_gets_torchruns_environment(place: Path) -> None:
     name = script(place, VARIABLES)
     ours = run(place, "--nproc-per-node", "2", "--max-restarts", "1", name, "--lr", "3e-4", OUT=str(place / "ours"))
     assert ours.returncode == 0, ours.stderr
@@ -128,10 +128,10 @@ def test_a_failing_script_is_restarted_up_to_the_limit_and_fails_the_job_with_it
     assert "Next step: " in done.stderr
     ours = done.stderr.partition("error: ")[2]
     assert "no such layer" in ours
-    assert "Traceback" not in ours, "the script's own traceback is its output"
+    assert "Traceback" not in ours, "only the script itself prints a traceback"
 
 
-def test_ps_names_the_job_and_the_rank_of_every_process(place: Path) -> None:
+def test_ps_shows_job_and_rank_of_every_process(place: Path) -> None:
     name = script(
         place,
         """
@@ -199,15 +199,15 @@ def test_a_programs_exit_code_and_signal_are_reported_and_it_is_restarted(place:
 def test_a_program_that_cannot_be_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     (place / "train.sh").write_text("true\n")
-    for name, says in (
+    for name, expected in (
         ("./train.sh", "not executable"),
         ("./none.sh", "does not exist"),
         ("train.sh", "the file in .*, write ./train.sh"),
     ):
         done = run_here("run", "--no-python", name, environment=environment(place))
         assert done.returncode == 2
-        assert re.search(says, done.stderr), done.stderr
-        assert "job " not in done.stderr, "before anything starts"
+        assert re.search(expected, done.stderr), done.stderr
+        assert "job " not in done.stderr, "the error comes before anything starts"
     done = run(place, "--max-restarts", "0", "--no-python", program(place, "true\n"))
     assert done.returncode == 1
     assert "needs a first line such as #!/bin/sh" in done.stdout + done.stderr
@@ -235,7 +235,7 @@ if os.environ.get("ON_TERM"):
     signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), sys.exit(0)))
 pathlib.Path(os.environ["OUT"] + "." + os.environ["RANK"]).write_text(str(os.getpid()))
 while True:
-    time.sleep(0.1)  # signal.pause() would sleep on if the signal came just before it
+    time.sleep(0.1)  # signal.pause() would miss a signal that arrives just before it
 """
 
 
@@ -249,7 +249,7 @@ def test_a_signal_stops_the_job_in_order(place: Path) -> None:
                 "--shutdown-timeout",
                 "120",
                 script(place, SLEEPER),
-            ),  # workers may be held up: they are to end by SIGTERM
+            ),  # generous, because workers must end by SIGTERM even if slow
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -266,7 +266,7 @@ def test_a_signal_stops_the_job_in_order(place: Path) -> None:
             process.kill()
             process.wait()
     assert process.returncode == 128 + signal.SIGTERM, stderr
-    assert stdout.count("saved") == 2, "workers were told by SIGTERM"
+    assert stdout.count("saved") == 2, "the workers got SIGTERM"
     assert "was stopped" in stderr
 
 
@@ -286,7 +286,7 @@ def test_a_killed_run_leaves_nothing_behind_and_the_next_one_shows_and_keeps_its
         process.wait()
     wait_for(lambda: not worker.is_running(), "the end of the worker")
     wait_for(lambda: not processes_of(place), "the end of daemon and engine")
-    assert list((place / "shm").iterdir()) != [], "nobody was left to remove the beacon"
+    assert list((place / "shm").iterdir()) != [], "nobody could remove the beacon"
     text = "import sys\nprint('out')\nprint('err', file=sys.stderr)\n"
     done = run(place, "--job", "hello", script(place, text, "next.py"))  # it removes what was left
     assert done.returncode == 0, done.stderr
@@ -349,14 +349,14 @@ dist.destroy_process_group()
 """
 
 
-def test_pauses_of_eight_seconds_that_nobody_announced_are_no_stalls(place: Path) -> None:
-    """All ranks sleep, then rank 0 computes while the other waits: an evaluation each, in the middle of short steps."""
+def test_unannounced_pauses_of_eight_seconds_are_not_stalls(place: Path) -> None:
+    """Two kinds of evaluation between short steps: all ranks sleep, then rank 0 computes while the other waits."""
     done = run(place, "--nproc-per-node", "2", "--job", "evaluates", script(place, EVALUATES))
     assert done.returncode == 0, done.stderr
     assert "succeeded;" in done.stderr and "dec-" not in done.stderr and "stall" not in done.stderr
 
 
-def test_a_hang_timeout_ends_what_would_be_waited_for(place: Path) -> None:
+def test_a_hang_timeout_ends_a_long_pause(place: Path) -> None:
     text = EVALUATES.replace("time.sleep(8.0)", "time.sleep(600.0)")
     arguments = ("--nproc-per-node", "2", "--job", "hangs", "--max-restarts", "0", "--hang-timeout", "5")
     done = run(place, *arguments, script(place, text))

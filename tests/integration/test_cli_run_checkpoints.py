@@ -31,7 +31,7 @@ if job.rank == 0:
     with open("seen.json", "w") as file:
         json.dump({name: value for name, value in os.environ.items() if name.startswith("FLYBALL_CKPT_")}, file)
 for step in itertools.count():
-    if step >= int(sys.argv[1]) and job.latest_step() is not None:  # an engine may be late with the first save
+    if step >= int(sys.argv[1]) and job.latest_step() is not None:  # the engine may be late with the first save
         break
     x += 1
     job.step(step)
@@ -84,7 +84,7 @@ def start(place: Path, steps: int, step_s: float, *flags: str) -> subprocess.Pop
 
 
 def all_ranks_step(place: Path) -> bool:
-    """Whether the supervisor has heard so: only then can it name a step for all of them to save."""
+    """Whether the supervisor knows a step of both ranks: only then can it name a step for both to save."""
     found = find_supervisor({"FLYBALL_STATE_DIR": str(place / "s")})
     with ApiClient(found.url, found.token) as client:
         ranks = client.get("/v1/jobs/job")["ranks"]
@@ -92,7 +92,7 @@ def all_ranks_step(place: Path) -> bool:
 
 
 def sealed_steps(place: Path) -> list[int]:
-    """The steps that count in the store; each is what both ranks had after it."""
+    """The steps that count in the store, after checking that each has both ranks' state."""
     found = sorted(int(path.parent.name.removeprefix("step")) for path in (place / "store").rglob("world.manifest"))
     for step in found:
         for rank in (0, 1):
@@ -103,8 +103,8 @@ def sealed_steps(place: Path) -> list[int]:
     return found
 
 
-def test_a_job_that_is_stopped_leaves_its_last_step_in_the_store(place: Path) -> None:
-    # The ranks may be held up before they come to the step that is named, and be far apart.
+def test_a_stopped_job_leaves_its_last_step_in_the_store(place: Path) -> None:
+    # The ranks may be slow to reach the named step, and be far apart.
     process = start(place, 1_000_000, 0.1, "--ckpt-memory-limit", "2GiB", "--shutdown-timeout", "120")
     deadline_s = time.monotonic() + TIMEOUT_S
     while not (place / "step").exists() or int((place / "step").read_text()) < 15 or not all_ranks_step(place):
@@ -115,7 +115,7 @@ def test_a_job_that_is_stopped_leaves_its_last_step_in_the_store(place: Path) ->
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 128 + signal.SIGTERM, output
-    last = int((place / "step").read_text()) + 1  # the ranks parked in the save of the step that was named
+    last = int((place / "step").read_text()) + 1  # the ranks parked in the save of the named step
     assert sealed_steps(place) == [last], output
     seen = json.loads((place / "seen.json").read_text())
     assert seen["FLYBALL_CKPT_CONFIG"] == str((place / "ckpt.toml").resolve())

@@ -1,4 +1,4 @@
-"""What ranks write, on the terminal of `flyball run` as under torchrun: live, on terminals, streams apart."""
+"""The ranks' output on the terminal of `flyball run`, as under torchrun: live, on terminals, streams separate."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def terminal(place: Path) -> Iterator[Opened]:
 
 
 def find(place: Path, word: str) -> psutil.Process | None:
-    """The process with `word` and the place on its command line."""
+    """The process with `word` and the test's folder on its command line."""
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or ()
         if any(word in w for w in words) and any(str(place) in w for w in words):
@@ -100,7 +100,7 @@ except EOFError:
 """
 
 
-def test_one_rank_has_a_terminal_like_its_users(place: Path, terminal: Opened) -> None:
+def test_one_rank_gets_a_terminal_like_the_users(place: Path, terminal: Opened) -> None:
     user = terminal(ONE_RANK)
     user.until(b"terminal True True True 111 33 xterm-256color\r\n")
     user.until(b"\x1b[1;32mcoloured\x1b[0m")
@@ -117,9 +117,9 @@ def test_one_rank_has_a_terminal_like_its_users(place: Path, terminal: Opened) -
     user.type(b"\x04")
     user.until(b"end of input")
     assert user.end() == 0
-    assert user.shown.count(b"bob") == 2, "what is typed is shown once"
+    assert user.shown.count(b"bob") == 2, "typed text is shown once"
     assert b"succeeded; logs: flyball logs t" in user.shown
-    assert user.is_echoing(), "the terminal is as it was"
+    assert user.is_echoing(), "the terminal is restored"
     [log] = (place / "s" / "jobs").glob("*/host/logs/t/g*/rank0.log")
     kept = log.read_bytes()
     assert b"\r 10%\r 20%\nresized\n" in kept, "no \\r before \\n in the log"
@@ -155,7 +155,7 @@ for i in range(300):
 """
 
 
-def test_several_ranks_have_terminals_and_cut_no_line(place: Path, terminal: Opened) -> None:
+def test_several_ranks_get_terminals_and_cut_no_line(place: Path, terminal: Opened) -> None:
     pytest.importorskip("tqdm")
     user = terminal(TWO_RANKS, "--nproc-per-node", "2")
     for i in range(3):
@@ -174,7 +174,7 @@ def test_several_ranks_have_terminals_and_cut_no_line(place: Path, terminal: Ope
 
 
 def drawn(shown: bytes, rank: int) -> str:
-    """All that a rank's bar has shown."""
+    """Everything that a rank's progress bar has shown."""
     return "".join(part for part in shown.decode(errors="replace").split("\r") if part.startswith(f"bar {rank}"))
 
 
@@ -186,7 +186,7 @@ os.system("echo from a child"); print("four")
 """
 
 
-def test_killed_pumps_and_daemons_end_no_training(place: Path, terminal: Opened) -> None:
+def test_training_survives_killed_pumps_and_daemons(place: Path, terminal: Opened) -> None:
     user = terminal(KILLS)
     user.until(b"one\r\n")
     first = find(place, "pump.py")
@@ -198,10 +198,10 @@ def test_killed_pumps_and_daemons_end_no_training(place: Path, terminal: Opened)
     daemon, pump = find(place, "--host-id"), find(place, "pump.py")
     assert daemon
     assert pump
-    daemon.send_signal(signal.SIGSTOP)  # so that it starts no other pump
+    daemon.send_signal(signal.SIGSTOP)  # so that it does not start another pump
     pump.kill()
     daemon.kill()
-    for process in (daemon, pump):  # what is written while one of them still holds the far side is lost with it
+    for process in (daemon, pump):  # output is lost while one of them still holds the other end
         user.while_waiting_for(lambda process=process: is_gone(process), f"the end of {process}")
     (place / "go-2").touch()
     user.until(b"three\r\n")
@@ -210,11 +210,11 @@ def test_killed_pumps_and_daemons_end_no_training(place: Path, terminal: Opened)
     user.until(b"from a child\r\n")
     user.until(b"four\r\n")
     assert user.shown.partition(b"four")[0].count(b"one\r\n") == 1, "the first process did all of it"
-    assert user.end() == 0  # of a worker that ends while its daemon is away nobody can know how: it may run again
+    assert user.end() == 0  # how a worker ended while its daemon was away is unknown, so it may run again
 
 
 def is_gone(process: psutil.Process) -> bool:
-    """Whether it holds nothing open any more: a zombie whose other threads are still ending does."""
+    """Whether it has closed everything. A zombie whose other threads are still ending has not."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE and len([*Path(f"/proc/{process.pid}/task").iterdir()]) == 1
     except (psutil.NoSuchProcess, FileNotFoundError):
@@ -245,7 +245,7 @@ raise ValueError("ends here")
 """
 
 
-def test_stdout_and_stderr_stay_apart(place: Path) -> None:
+def test_stdout_and_stderr_stay_separate(place: Path) -> None:
     done = run(place, STREAMS, "--max-restarts", "0")
     assert done.returncode == 1
     out = [f"out {i}" for i in range(100)]
@@ -268,7 +268,7 @@ def test_a_stream_can_be_kept_off_the_terminal(place: Path) -> None:
 
 @contextmanager
 def piped(text: bytes) -> Iterator[int]:
-    """A pipe with the text in it, and no more to come."""
+    """A closed pipe with the text in it."""
     out, into = os.pipe()
     os.write(into, text)
     os.close(into)
@@ -284,7 +284,7 @@ print("then comes", sys.stdin.read().split())
 """
 
 
-def test_what_is_piped_in_is_read_and_read_on_after_a_restart(place: Path) -> None:
+def test_piped_input_is_read_on_after_a_restart(place: Path) -> None:
     with piped(b"yes\nand\nthe rest\n") as stdin:
         done = run(place, ASKS, "--max-restarts", "1", stdin=stdin)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Checkpoint settings: where they come from, what is reported for a mistake, and that the page lists all of them."""
+"""Checkpoint settings: their sources, their error messages, and that the documentation lists all of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(line: str, **environ: str) -> RunRequest:
     return parse_run([*line.split(), "train.py"], environ, read_config)
 
 
-def test_a_flag_comes_before_a_variable_before_the_file_before_the_default(file: str) -> None:
+def test_a_flag_beats_a_variable_beats_the_file_beats_the_default(file: str) -> None:
     spec = run("").checkpoint
     assert spec == CheckpointSpec()
     spec = run(f"--ckpt-config {file}").checkpoint
@@ -58,7 +58,7 @@ def test_a_flag_comes_before_a_variable_before_the_file_before_the_default(file:
     assert run(f"--ckpt-config {file} --ckpt-every-s 30", **variables).checkpoint.every_s == 30.0
 
 
-def test_what_is_the_hosts_own_is_handed_on_to_its_engine(file: str) -> None:
+def test_host_settings_are_passed_to_its_engine(file: str) -> None:
     given = run(f"--ckpt-config {file} --ckpt-memory-limit 3GiB --peer-bandwidth 1GB").engine_environment
     assert given["FLYBALL_CKPT_CONFIG"] == file
     settings = load_settings(given)
@@ -68,7 +68,7 @@ def test_what_is_the_hosts_own_is_handed_on_to_its_engine(file: str) -> None:
     assert run("").engine_environment == {}
 
 
-def test_settings_of_transom_are_taken_unless_ours_are_given() -> None:
+def test_transoms_settings_are_used_unless_ours_are_given() -> None:
     theirs = {"CKPT_ENGINE_MEM_LIMIT_GB": "10", "CKPT_ENGINE_SKIP_BOOTSTRAP": "on"}
     settings = load_settings(run("", **theirs).engine_environment)
     assert (settings.memory_limit_bytes, settings.refill) == (10 << 30, False)
@@ -95,7 +95,7 @@ def test_sizes_have_units(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "environ", "says"),
+    ("line", "environ", "expected"),
     [
         ("--ckpt-memory-limit lots", {}, "--ckpt-memory-limit lots"),
         ("--ckpt-capture sometimes", {}, "--ckpt-capture sometimes"),
@@ -111,16 +111,16 @@ def test_sizes_have_units(text: str, size: int) -> None:
         ("", {"FLYBALL_CKPT_DISK_EVERY_S": "9"}, "needs a folder"),
     ],
 )
-def test_a_mistake_names_its_place_and_the_next_step(line: str, environ: dict[str, str], says: str) -> None:
+def test_an_error_names_the_setting_and_the_next_step(line: str, environ: dict[str, str], expected: str) -> None:
     with pytest.raises(FlyballError) as caught:
         run(line, **environ)
     assert isinstance(caught.value, UsageError | ConfigurationError)
-    assert says in caught.value.message
+    assert expected in caught.value.message
     assert caught.value.hint
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "expected"),
     [
         ("[engine]\nmemory = 1", "memory"),
         ("[engine]\nhuge_pages = 3", "huge_pages"),
@@ -132,23 +132,23 @@ def test_a_mistake_names_its_place_and_the_next_step(line: str, environ: dict[st
         ("[engine]\nmemory_limit_bytes = 'much'", "memory_limit_bytes"),
     ],
 )
-def test_a_mistake_in_the_file_names_the_file(tmp_path: Path, text: str, says: str) -> None:
+def test_an_error_in_the_file_names_the_file(tmp_path: Path, text: str, expected: str) -> None:
     path = tmp_path / "ckpt.toml"
     path.write_text(text, encoding="latin-1")
     with pytest.raises(ConfigurationError) as caught:
         load_settings({"FLYBALL_CKPT_CONFIG": str(path)})
-    assert says in caught.value.message
+    assert expected in caught.value.message
     assert str(path) in caught.value.message
     assert caught.value.hint
 
 
-def test_a_misspelled_variable_gets_the_right_name_as_a_hint() -> None:
+def test_a_misspelt_variable_gets_a_suggestion() -> None:
     with pytest.raises(ConfigurationError) as caught:
         check_variables({"FLYBALL_CKPT_MEMORY_LIMIT_BYTE": "1"})
     assert "FLYBALL_CKPT_MEMORY_LIMIT_BYTES" in caught.value.hint
 
 
-def test_the_page_lists_every_setting_with_its_default_and_flag() -> None:
+def test_the_documentation_lists_every_setting_with_default_and_flag() -> None:
     rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \| .+ \|$", PAGE.read_text(), re.MULTILINE)
     flags = {flag.setting: f"`{flag.names[-1]}`" for flag in ALL_FLAGS if flag.setting}
     expected = []

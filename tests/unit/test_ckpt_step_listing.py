@@ -1,4 +1,4 @@
-"""Copies seen as steps: what is complete, what counts, which is the recovery point."""
+"""How copies add up to steps: which are complete, which count, and which is the recovery point."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_steps_that_a_restart_gave_up_are_dead_and_never_the_recovery_point() ->
     ]
 
 
-def test_a_lineage_that_nobody_recorded_is_inferred_from_the_first_steps_of_generations() -> None:
+def test_an_unrecorded_lineage_is_inferred_from_the_generations_first_steps() -> None:
     lineage = infer_lineage([(1, 2), (1, 9), (2, 6), (2, 11), (4, 8)])
     assert lineage == (LineageEntry(1, 5), LineageEntry(2, 7), LineageEntry(4, None))
     assert is_alive(1, 2, lineage)
@@ -62,13 +62,17 @@ def test_the_world_may_change_its_size_between_generations() -> None:
     assert [(s.step, s.world_size, s.complete) for s in steps] == [(5, 2, True), (3, 4, True)]
 
 
-def test_the_age_of_a_step_is_that_of_a_manifest_and_never_in_the_future() -> None:
+def test_a_steps_age_comes_from_a_manifest_and_is_never_negative() -> None:
     copies = [copy(step, 0) for step in (3, 4, 5)]
     steps = list_steps(
         copies,
         lineage=(LineageEntry(1),),
         world_sizes={(1, step): 1 for step in (3, 4, 5)},
-        committed_at={(1, 3): 900.0, (1, 4): 1_050.0, (1, 5): 0.0},  # of another clock; of a manifest without a time
+        committed_at={
+            (1, 3): 900.0,
+            (1, 4): 1_050.0,
+            (1, 5): 0.0,
+        },  # another clock; a manifest without a time
     )
     assert [(s.step, s.committed_at, age_s(s, 1_000.0)) for s in steps] == [
         (5, None, None),

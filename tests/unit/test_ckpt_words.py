@@ -1,4 +1,4 @@
-"""What `flyball ckpt` says of copies that are not good, of many ranks, and of steps."""
+"""The wording of `flyball ckpt` for bad copies, many ranks and steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_bad_copy_is_described_by_its_first_chunk() -> None:
     assert describe(verified(CopyVerdict.BAD)) == "The copy ends early."
 
 
-def test_advice_depends_on_what_else_there_is() -> None:
+def test_advice_depends_on_the_other_copies() -> None:
     bad = verified(CopyVerdict.BAD)
     assert "good copy in memory or peer" in advice(
         bad, [verified(CopyVerdict.GOOD, Tier.PEER), verified(CopyVerdict.GOOD, Tier.MEMORY)]
@@ -41,7 +41,7 @@ def test_many_ranks_are_counted() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "1.5", "٣", "9" * 19, "1 2"])
-def test_what_is_no_step_is_refused(text: str) -> None:
+def test_invalid_steps_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_step(text)
 
@@ -59,7 +59,7 @@ def test_a_step_without_a_good_copy_of_some_rank_is_not_whole() -> None:
     assert (step.is_whole, step.missing_ranks, step.problems) == (False, (0, 1), ())
 
 
-def test_folders_that_are_no_tiers_have_nothing(tmp_path) -> None:
+def test_folders_without_tiers_have_no_copies(tmp_path) -> None:
     (tmp_path / "UPPER" / "g1").mkdir(parents=True)
     (tmp_path / "notes" / "deep" / "deeper" / "g1").mkdir(parents=True)
     (tmp_path / "file").write_text("x")

@@ -15,7 +15,7 @@ from flyball.contracts.errors import Conflict, FlyballError, Forbidden, NotFound
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers as its path says."""
+    """Answers according to its path."""
 
     def do_GET(self) -> None:
         answers = {
@@ -78,7 +78,7 @@ def test_answers_and_bodies(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "kind", "says"),
+    ("path", "kind", "expected"),
     [
         ("/missing", NotFound, "No job x."),
         ("/conflict", Conflict, "Another."),
@@ -89,15 +89,15 @@ def test_answers_and_bodies(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("/html", Unreachable, "not like a Flyball supervisor"),
     ],
 )
-def test_problems_become_errors(url: str, path: str, kind: type[FlyballError], says: str) -> None:
+def test_problems_become_errors(url: str, path: str, kind: type[FlyballError], expected: str) -> None:
     with ApiClient(url, "t") as client, pytest.raises(kind) as caught:
         client.get(path)
-    assert says in caught.value.message
+    assert expected in caught.value.message
 
 
 def test_nobody_there() -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound, not listening: refused at once
+        taken.bind(("127.0.0.1", 0))  # bound but not listening, so connections are refused at once
         with (
             ApiClient(f"http://127.0.0.1:{taken.getsockname()[1]}", "t") as client,
             pytest.raises(Unreachable) as caught,

@@ -1,4 +1,4 @@
-"""What Tab offers; through real shells where they are installed."""
+"""Shell completion, through real shells if they are installed."""
 
 from __future__ import annotations
 
@@ -37,31 +37,31 @@ def offered(line: str) -> list[str]:
     return [word for word, _ in completion.candidates(words[:-1], words[-1], os.environ, as_click)]
 
 
-def test_commands_options_and_their_words() -> None:
+def test_commands_options_and_choices_are_offered() -> None:
     assert {"run", "status", "stop", "ls", "goodput"} <= set(offered(""))
     assert offered("st") == ["stop", "status"]
     assert "--job" in offered("status --") and "--no-wait" in offered("stop --n")
     assert offered("status -o ") == ["table", "json"]
     assert offered("goodput comp") == ["compare"]
-    assert "--gpu-hour-price" in offered("goodput --gp"), "goodput alone is its report"
+    assert "--gpu-hour-price" in offered("goodput --gp"), "goodput alone means goodput report"
 
 
 @pytest.mark.parametrize(
     "line", ["stop ", "logs ", "status --job ", "explain dec-1 --job ", "goodput --job ", "run --resume ", "run --job "]
 )
-def test_names_of_jobs_the_newest_first(line: str) -> None:
+def test_job_names_are_offered_newest_first(line: str) -> None:
     assert offered(line) == ["gpt", "llama"]
     assert offered(f"{line}l") == ["llama"]
 
 
-def test_flags_of_run_up_to_the_script() -> None:
+def test_run_offers_flags_only_before_the_script() -> None:
     assert set(offered("run -")) >= {name for f in ALL_FLAGS if f.use is not Use.REFUSED for name in f.names}
     assert offered("run --nproc-per-node 2 --ckpt-every-s") == ["--ckpt-every-s"]
-    assert offered("run --nproc-per-node 2 train.py --ck") == [], "what follows the script is the script's"
-    assert offered("run --nproc-per-node ") == offered("run tr") == offered("explain d") == [], "files, or anything"
+    assert offered("run --nproc-per-node 2 train.py --ck") == [], "words after the script belong to the script"
+    assert offered("run --nproc-per-node ") == offered("run tr") == offered("explain d") == [], "a file, or anything"
 
 
-def test_each_shells_way_of_asking() -> None:
+def test_answers_in_each_shells_format() -> None:
     bash = {VARIABLE: "complete_bash", "COMP_WORDS": "flyball status --job = g", "COMP_CWORD": "4"}
     assert answer(os.environ | bash) == ("gpt", 0)
     zsh = {VARIABLE: "complete_zsh", "_TYPER_COMPLETE_ARGS": "flyball stop "}
@@ -78,12 +78,12 @@ def test_each_shells_way_of_asking() -> None:
     assert answer(os.environ | fish | asks | {"_TYPER_COMPLETE_ARGS": "flyball run tr"})[1] == 1
 
 
-def test_a_quote_that_is_open_is_no_error() -> None:
+def test_an_unclosed_quote_is_accepted() -> None:
     line = {VARIABLE: "complete_bash", "COMP_WORDS": "flyball stop 'g", "COMP_CWORD": "2"}
     assert answer(os.environ | line)[1] == 0
 
 
-def test_no_command_is_imported_once_it_is_known(cache: Path) -> None:
+def test_commands_are_not_imported_once_cached(cache: Path) -> None:
     offered("status --")
     assert len(list((cache / "flyball").glob("completion-*.json"))) == 1
     look = (
@@ -100,14 +100,14 @@ def test_no_command_is_imported_once_it_is_known(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_of_each_shell(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prints_the_script_of_each_shell(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(["--show-completion", shell]) == 0
     script = capsys.readouterr().out
     assert VARIABLE in script and f"complete_{shell}" in script
     assert run_cli(["--show-completion", "cmd"]) == 2
 
 
-def test_bash_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_works_in_bash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bash = shutil.which("bash")
     assert bash
     assert run_cli(["--show-completion", "bash"]) == 0

@@ -24,7 +24,7 @@ def log(folder: Path, generation: int, rank: int, text: str | bytes) -> Path:
 
 
 def log_stderr(folder: Path, text: bytes) -> None:
-    """As the daemon's pump writes it: first the range, then the bytes."""
+    """Writes like the daemon's pump: first the range, then the bytes."""
     file = log(folder, 0, 0, b"")
     with file.with_suffix(".stderr-ranges").open("ab") as ranges:
         ranges.write(b"%d %d\n" % (file.stat().st_size, len(text)))
@@ -32,7 +32,7 @@ def log_stderr(folder: Path, text: bytes) -> None:
 
 
 class Shown:
-    """A follower and what it wrote."""
+    """A follower and its output."""
 
     def __init__(self, folder: Path, console: Console | None = None, nproc: int = 1) -> None:
         self.out, self.err = io.BytesIO(), io.BytesIO()
@@ -56,7 +56,7 @@ def test_one_rank_is_shown_byte_by_byte(tmp_path: Path) -> None:
     assert shown.err.getvalue() == b""
 
 
-def test_several_ranks_cut_no_line_of_each_other(tmp_path: Path) -> None:
+def test_ranks_do_not_cut_each_others_lines(tmp_path: Path) -> None:
     shown = Shown(tmp_path, nproc=2)
     log(tmp_path, 0, 2, "a: be")
     log(tmp_path, 0, 3, "b: whole\n")
@@ -66,12 +66,12 @@ def test_several_ranks_cut_no_line_of_each_other(tmp_path: Path) -> None:
     shown.until(b"a: begin\n")
     log(tmp_path, 1, 2, "new generation\n")
     log(tmp_path, 1, 3, "(Pdb) ")
-    shown.until(b"(Pdb) ")  # after a moment of quiet
+    shown.until(b"(Pdb) ")  # shown after a short pause
     shown.follower.close()
     assert shown.out.getvalue() == b"b: whole\na: begin\nnew generation\n(Pdb) "
 
 
-def test_tee_is_torchruns(tmp_path: Path) -> None:
+def test_tee_works_as_in_torchrun(tmp_path: Path) -> None:
     console = Console(only=(0, 1), redirects={1: 3}, tee={0: 3})
     shown = Shown(tmp_path, console, nproc=3)
     for rank in (3, 4, 5):
@@ -94,7 +94,7 @@ def test_stderr_goes_to_stderr(tmp_path: Path) -> None:
     assert shown.err.getvalue() == b"err 1\nerr 2\nerr 3\n"
 
 
-def test_a_redirected_stream_is_in_the_log_only(tmp_path: Path) -> None:
+def test_a_redirected_stream_is_only_in_the_log(tmp_path: Path) -> None:
     shown = Shown(tmp_path, Console(redirects={-1: 1}))
     log(tmp_path, 0, 0, "out\n")
     log_stderr(tmp_path, b"err\n")
@@ -102,23 +102,23 @@ def test_a_redirected_stream_is_in_the_log_only(tmp_path: Path) -> None:
     assert (shown.out.getvalue(), shown.err.getvalue()) == (b"", b"err\n")
 
 
-def test_a_reader_that_goes_away_is_told_once_and_no_error(tmp_path: Path) -> None:
+def test_a_reader_that_goes_away_is_announced_once_and_not_an_error(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    told = threading.Event()
+    printed = threading.Event()
     with os.fdopen(writer, "wb") as out:
-        follower = LogFollower(tmp_path, Console(), out=out, err=io.BytesIO(), on_broken_pipe=told.set)
+        follower = LogFollower(tmp_path, Console(), out=out, err=io.BytesIO(), on_broken_pipe=printed.set)
         log(tmp_path, 0, 0, "one\n")
         follower.pump()
-        assert told.is_set()
-        told.clear()
+        assert printed.is_set()
+        printed.clear()
         log(tmp_path, 0, 0, "two\n")
         follower.close()
-        assert not told.is_set()
+        assert not printed.is_set()
 
 
-def test_what_flyball_says_begins_a_line_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    del capfd  # keeps what is said off the terminal
+def test_messages_begin_on_a_new_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    del capfd  # keeps messages off the terminal
     main, terminal = os.openpty()
     with os.fdopen(terminal, "wb", buffering=0) as out:
         follower = LogFollower(tmp_path, Console(), out=out, err=out)
@@ -128,7 +128,7 @@ def test_what_flyball_says_begins_a_line_of_its_own(tmp_path: Path, capfd: pytes
             announce("a decision")
         follower.close()
     shown = b""
-    while not shown.endswith(b"\n"):  # what is written to a terminal may come in pieces
+    while not shown.endswith(b"\n"):  # a terminal may deliver output in pieces
         shown += os.read(main, 100)  # OSError at the end: every writer has closed
     os.close(main)
     assert shown == b"\r 10%\r\n"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from flyball.cli.demo.reference import compare, newest_step, read_losses
 
 
-def test_files_are_read_with_every_execution(tmp_path: Path) -> None:
+def test_all_executions_of_a_step_are_read(tmp_path: Path) -> None:
     (tmp_path / "rank0.txt").write_text("0 0x1.8p+1 0\n1 0x1.0p+0 0\n1 0x1.0p+0 1\n")
     (tmp_path / "rank1.txt").write_text("0 nan 0\n")
     losses = read_losses(tmp_path)
@@ -33,11 +33,11 @@ def test_one_differing_bit_in_a_repeat_is_found() -> None:
     assert "rank 0 step 1" in found.problems[0]
 
 
-def test_nothing_to_compare_is_no_match() -> None:
+def test_an_empty_comparison_does_not_match() -> None:
     assert not compare({}, {}).matches
 
 
-def test_a_torn_line_is_a_problem_not_a_pass(tmp_path: Path) -> None:
+def test_a_torn_line_is_a_mismatch(tmp_path: Path) -> None:
     (tmp_path / "rank0.txt").write_text("0 0x1.0p+0 0\n1 0x1.0")
     assert not compare(read_losses(tmp_path), {(0, 0): ["0x1.0p+0"], (0, 1): ["0x1.0p+0"]}).matches
 

@@ -1,4 +1,4 @@
-"""`flyball drain`: what it says while it waits, and how it ends."""
+"""`flyball drain`: its messages while it waits, and how it ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flyball.contracts.errors import Conflict, Unreachable
 
 
 class Api:
-    """Answers with one state of the host after the other; the last one stays."""
+    """Returns the host's states one after the other, then the last one again and again."""
 
     def __init__(self, *states: str | None) -> None:
         self._states = list(states)
@@ -38,39 +38,39 @@ def wait(*states: str | None, within_s: float = 60.0) -> dict[str, Any]:
     return drain._await_drain(api, "host-b", {"dec-1"}, within_s)
 
 
-def test_it_tells_each_decision_about_the_host_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_decision_about_the_host_is_announced_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert wait("requested", "requested", "drained")["host_id"] == "host-b"
-    told = capsys.readouterr().err.splitlines()
-    assert told == ["flyball: dec-3 hold: dec-3 says", "flyball: dec-4 hold: dec-4 says"]
+    printed = capsys.readouterr().err.splitlines()
+    assert printed == ["flyball: dec-3 hold: dec-3 says", "flyball: dec-4 hold: dec-4 says"]
 
 
 @pytest.mark.parametrize(
-    ("states", "says"),
+    ("states", "expected"),
     [
         (("requested", "refused"), "no spare"),
         (("cancelled",), "cancelled the drain"),
         (("requested", None), "cancelled the drain"),
     ],
 )
-def test_what_did_not_happen_is_an_error(states: tuple[str | None, ...], says: str) -> None:
-    with pytest.raises(Conflict, match=says):
+def test_a_refused_or_cancelled_drain_is_an_error(states: tuple[str | None, ...], expected: str) -> None:
+    with pytest.raises(Conflict, match=expected):
         wait(*states)
 
 
-def test_it_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drain, "MOVE_MARGIN_S", 0.0)
     with pytest.raises(Unreachable, match="not drained yet"):
         wait("requested", within_s=0.0)
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "expected"),
     [
         ("drain Not_A/Host", "not a usable name"),
         ("drain host-b --cancel --reason x", "takes no reason"),
         ("drain host-b --within 0", "--within"),
     ],
 )
-def test_wrong_usage(line: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage(line: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(line.split()) == 2
-    assert says in capsys.readouterr().err
+    assert expected in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The supervisor inside `flyball run`: a part that was given up is started anew, at the same address."""
+"""The supervisor inside `flyball run` is restarted at the same address when a part of it fails."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def kept(tmp_path: Path) -> Iterator[KeptSupervisor]:
     supervisor.stop()
 
 
-def test_a_supervisor_whose_loop_was_given_up_is_started_anew_where_it_was(kept: KeptSupervisor) -> None:
+def test_a_supervisor_whose_loop_failed_is_restarted_at_its_address(kept: KeptSupervisor) -> None:
     with ApiClient(kept.url, kept.token) as client:
         client.post("/v1/jobs", JobSpec(job="job", argv=("t.py",), workdir="/"))
         first = kept._running
@@ -36,14 +36,14 @@ def test_a_supervisor_whose_loop_was_given_up_is_started_anew_where_it_was(kept:
         assert kept._running is first is not None
         first._loops[0].failed = True
         deadline_s = time.monotonic() + 60.0
-        while kept._running is first or kept._running is None:  # its port was taken for a moment: it tries again
+        while kept._running is first or kept._running is None:  # its port is still in use for a moment, so it retries
             assert time.monotonic() < deadline_s
             kept.keep()
             time.sleep(0.01)
         assert client.get("/v1/jobs/job")["state"] == "submitted"
 
 
-def test_attempts_are_bounded_and_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarts_are_limited_and_spaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     time = SimpleNamespace(now_s=0.0, monotonic=lambda: time.now_s)
     monkeypatch.setattr(embedded, "time", time)
     monkeypatch.setattr(
@@ -71,7 +71,7 @@ def test_attempts_are_bounded_and_apart(tmp_path: Path, monkeypatch: pytest.Monk
     assert all(later - earlier >= 1.0 for earlier, later in pairwise(attempts))
 
 
-def test_workers_are_known_by_the_logs_that_they_write(tmp_path: Path) -> None:
+def test_workers_are_detected_by_the_logs_they_write(tmp_path: Path) -> None:
     logs = tmp_path / "logs" / "job"
     (logs / "g2").mkdir(parents=True)
     assert not is_written(logs)

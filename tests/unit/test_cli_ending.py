@@ -1,4 +1,4 @@
-"""Memory outlives whatever goes wrong at the two ends of a command, and a place that cannot be read is not empty."""
+"""Errors at the start or end of a command never free memory, and an unreadable place does not count as empty."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def daemon_of(home: RunFolder) -> HostProcess:
     return HostProcess(host_id="here", state_dir=home.host, supervisor_url="http://127.0.0.1:1", token_file=home.path)
 
 
-def test_a_daemon_that_cannot_start_takes_no_memory_with_it(
+def test_memory_is_kept_if_the_daemon_cannot_start(
     home: RunFolder, spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLYBALL_SHM_DIR", str(tmp_path))
@@ -61,7 +61,7 @@ def test_a_daemon_that_cannot_start_takes_no_memory_with_it(
     assert segment.exists()
 
 
-def test_a_disk_that_takes_no_record_does_not_keep_the_end_from_being_looked_at(
+def test_a_failed_write_of_the_record_does_not_prevent_the_rest_of_the_end(
     home: RunFolder, spec: JobSpec, capsys: pytest.CaptureFixture[str]
 ) -> None:
     daemon = daemon_of(home)
@@ -70,11 +70,11 @@ def test_a_disk_that_takes_no_record_does_not_keep_the_end_from_being_looked_at(
     with EndSignals(()) as signals:
         Ending(home, spec, record, daemon, signals, environ={}).run()
     assert "cannot record the job's end" in capsys.readouterr().err
-    assert not daemon.keeps_segments, "it has left nothing"
+    assert not daemon.keeps_segments, "there is nothing to keep"
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_a_store_that_cannot_be_read_is_no_reason_to_begin_anew(
+def test_an_unreadable_store_prevents_a_start_from_scratch(
     home: RunFolder, spec: JobSpec, tmp_path: Path, fresh: bool
 ) -> None:
     (home.path / "supervisor").mkdir()
@@ -88,7 +88,7 @@ def test_a_store_that_cannot_be_read_is_no_reason_to_begin_anew(
     assert past is not None
     place = tmp_path / "store" / JOB / past.run
     place.parent.mkdir(parents=True)
-    place.symlink_to(place.name)  # as a mount that is stuck: listing it fails
+    place.symlink_to(place.name)  # like a stuck mount: listing it fails
     request = RunRequest(ARGV, fresh=fresh)
     if fresh:
         assert prepare_locally(request, spec, home, host_id="here", environ={}, check=lambda: None).again is Again.FRESH
@@ -98,7 +98,7 @@ def test_a_store_that_cannot_be_read_is_no_reason_to_begin_anew(
     assert str(place) in caught.value.message
 
 
-def test_the_command_that_frees_a_hosts_memory_is_one_that_works(
+def test_the_printed_command_for_freeing_memory_works(
     home: RunFolder,
     spec: JobSpec,
     tmp_path: Path,

@@ -43,7 +43,7 @@ def process(*arguments: str, tmp_path: Path) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.parametrize(
-    ("line", "code", "says"),
+    ("line", "code", "expected"),
     [
         ("run", 2, "No script"),
         ("run missing.py", 2, "missing.py does not exist"),
@@ -72,10 +72,10 @@ def process(*arguments: str, tmp_path: Path) -> subprocess.CompletedProcess[str]
         ("host --host-id A", 8, "No supervisor runs"),
     ],
 )
-def test_wrong_input(line: str, code: int, says: str, tmp_path: Path) -> None:
+def test_wrong_input(line: str, code: int, expected: str, tmp_path: Path) -> None:
     done = flyball(*line.split(), tmp_path=tmp_path)
     assert done.returncode == code, done
-    assert says in done.stderr
+    assert expected in done.stderr
     assert "Next step: " in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
@@ -142,8 +142,8 @@ def test_goodput_of_an_event_log(tmp_path: Path) -> None:
     assert flyball("goodput", "events.jsonl", tmp_path=tmp_path).stdout
 
 
-def test_what_others_named_gives_no_orders_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    """Names of files and of tensors in manifests may be anybody's, and need not be text."""
+def test_control_characters_in_names_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names of files and of tensors in manifests may come from anybody, and need not be text."""
     name = "a\x1b[2Jb\r\udcffé"
     announce(name)
     print_error(NotFound(name, hint=name))
@@ -156,7 +156,7 @@ def test_what_others_named_gives_no_orders_to_the_terminal(capsys: pytest.Captur
     assert out.count("a\\x1b[2Jb\\r\\udcffé") == 3
 
 
-def test_short_words_are_not_broken_where_the_sentences_beside_them_can_give_way(
+def test_columns_of_single_words_do_not_wrap_if_sentences_can(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "50")
@@ -164,12 +164,12 @@ def test_short_words_are_not_broken_where_the_sentences_beside_them_can_give_way
     shown = capsys.readouterr().out
     assert "preemption_notice" in shown
     assert max(map(len, shown.splitlines())) <= 50
-    monkeypatch.setenv("COLUMNS", "12")  # no room: then they are, rather than cut off
+    monkeypatch.setenv("COLUMNS", "12")  # too narrow: then they wrap, too, instead of being cut off
     print_table("Incidents", ("cause",), [["preemption_notice"]])
     assert "".join(capsys.readouterr().out.split()).endswith("preemption_notice")
 
 
-def test_a_database_file_that_is_not_there_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_database_file_is_not_created(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "flyball.sqlite"
     assert run_cli(["replay", "--from-db", f"sqlite:///{file}"]) == 8
     assert str(file) in capsys.readouterr().err

@@ -62,7 +62,7 @@ def test_the_short_form_is_the_report(line: str, logs: Path, capsys: pytest.Capt
     assert json_of(line, capsys) == to_json(calculate(EVENTS))
 
 
-def test_options_are_those_of_the_calculator(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_reach_the_calculator(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = AccountOptions(
         gpu_hour_price=2.5,
         gpus=16,
@@ -89,7 +89,7 @@ def test_options_are_those_of_the_calculator(logs: Path, capsys: pytest.CaptureF
         ("--from 1795003200 --to 1795006800", 1_795_003_200.0, 1_795_006_800.0),
     ],
 )
-def test_a_report_on_part_of_the_time(
+def test_reports_on_part_of_a_run(
     flags: str, start: float, end: float, logs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = json_of(f"report a.jsonl -o json {flags}", capsys)
@@ -97,7 +97,7 @@ def test_a_report_on_part_of_the_time(
     assert sum(found["seconds_by_category"].values()) == pytest.approx(end - start)
 
 
-def test_every_format_goes_to_a_file_that_is_named_for_it(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_files_extension_chooses_the_format(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, begins in (
         ("r.json", "{"),
         ("r.csv", "section,item,field,value"),
@@ -108,10 +108,10 @@ def test_every_format_goes_to_a_file_that_is_named_for_it(logs: Path, capsys: py
         assert (logs / name).read_text().startswith(begins)
         assert (logs / name).stat().st_mode & 0o077 == 0o044 or (logs / name).stat().st_mode & 0o044
     assert output_of("report a.jsonl -o csv", capsys).startswith("section,item,field,value")
-    assert sorted(p.name for p in logs.iterdir() if p.name.startswith(".")) == [], "no temporary file is left"
+    assert sorted(p.name for p in logs.iterdir() if p.name.startswith(".")) == [], "no temporary file remains"
 
 
-def test_malformed_lines_are_counted_and_with_strict_an_error(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_malformed_lines_are_counted_or_refused_with_strict(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (logs / "a.jsonl").open("a") as file:
         file.write("nonsense\n")
     assert run_cli(["goodput", "a.jsonl", "-o", "json"]) == 0
@@ -122,7 +122,7 @@ def test_malformed_lines_are_counted_and_with_strict_an_error(logs: Path, capsys
     assert "a.jsonl:" in capsys.readouterr().err
 
 
-def test_googles_own_formula_with_its_own_keys(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_googles_formula_uses_googles_keys(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (logs / "google.log").write_text("".join(json.dumps(entry) + "\n" for entry in GOOGLE))
     found = json_of("report google.log --method google-resiliency --reference-step-time 1.0 -o json", capsys)
     assert found["goodput_percentage"] == 60.0
@@ -134,7 +134,7 @@ def test_googles_own_formula_with_its_own_keys(logs: Path, capsys: pytest.Captur
 # --- compare ---------------------------------------------------------------------------------------------------------
 
 
-def test_two_runs(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compares_two_runs(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json_of("compare a.jsonl b.jsonl -o json", capsys)
     assert found["a"]["report"]["goodput"] == calculate(EVENTS).goodput
     assert found["b"]["source"] == "b.jsonl"
@@ -144,7 +144,7 @@ def test_two_runs(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert output_of("compare a.jsonl b.jsonl -o csv", capsys).startswith("section,item,a,b,difference")
 
 
-def test_two_jobs_of_one_log(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compares_two_jobs_of_one_log(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_events("both.jsonl", [*short_run("one"), *short_run("two")])
     found = json_of("compare both.jsonl:one both.jsonl:two -o json", capsys)
     assert [found[run]["report"]["job"] for run in "ab"] == ["one", "two"]
@@ -156,10 +156,10 @@ def test_two_jobs_of_one_log(logs: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "both.jsonl: names no job." in capsys.readouterr().err
     write_events("both.jsonl:one", short_run("three"))
     found = json_of("compare both.jsonl:one both.jsonl:two -o json", capsys)
-    assert found["a"]["report"]["job"] == "three", "a file is a file"
+    assert found["a"]["report"]["job"] == "three", "the name of an existing file means that file"
 
 
-def test_colons_of_a_job_are_its_own(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_jobs_name_may_contain_colons(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_events("exp:1.jsonl", [*short_run("exp:1"), *short_run("exp:2")])
     found = json_of("compare exp:1.jsonl:exp:1 exp:1.jsonl:exp:2 -o json", capsys)
     assert [found[run]["report"]["job"] for run in "ab"] == ["exp:1", "exp:2"]
@@ -167,7 +167,7 @@ def test_colons_of_a_job_are_its_own(logs: Path, capsys: pytest.CaptureFixture[s
     assert "There is no event log :exp." in capsys.readouterr().err
 
 
-def test_a_price_is_for_both(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_price_applies_to_both_runs(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_events("short.jsonl", short_run("llama"))
     found = json_of("compare short.jsonl short.jsonl --gpu-hour-price 2.5 -o json", capsys)
     cost = next(row for row in found["measures"] if row["name"] == "cost")
@@ -187,19 +187,19 @@ def test_a_price_is_for_both(logs: Path, capsys: pytest.CaptureFixture[str]) -> 
         ("--nodes 12500 --failures-per-1000-node-days 2.34 --restart-s 120 --interval-s 120", 0.94),
     ],
 )
-def test_predictions_give_the_published_points(line: str, ettr: float, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predictions_match_published_values(line: str, ettr: float, capsys: pytest.CaptureFixture[str]) -> None:
     found = json_of(f"predict {line} -o json", capsys)
     assert round(found["ettr"], 2) == ettr
-    assert found["best_interval_s"] is None, "nothing is said of what a save costs"
+    assert found["best_interval_s"] is None, "the cost of a save is unknown"
 
 
-def test_a_prediction_goes_on_from_what_was_seen(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prediction_starts_from_the_measured_run(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seen = calculate(EVENTS)
     assert seen.recommendation
     found = json_of("predict a.jsonl -o json", capsys)
     assert found["best_interval_steps"] == seen.recommendation.save_every_steps
     assert found["assumptions"]["mtti_s"] == seen.mttf_s
-    assert found["goodput"] == pytest.approx(seen.goodput, abs=0.05), "the model is near to what was seen"
+    assert found["goodput"] == pytest.approx(seen.goodput, abs=0.05), "the model is close to the measured run"
     faster = json_of("predict a.jsonl --restart-s 2 -o json", capsys)
     assert faster["goodput"] > found["goodput"]
     assert "best interval" in output_of("predict a.jsonl", capsys)
@@ -220,7 +220,7 @@ def test_tiers(capsys: pytest.CaptureFixture[str]) -> None:
 # --- watch, export ---------------------------------------------------------------------------------------------------
 
 
-def test_watching_a_log_of_a_job_that_ended_ends_at_once(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_ends_at_once_for_an_ended_job(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = output_of("watch a.jsonl", capsys)
     assert line.count("\n") == 1
     assert "llama: goodput 90.63%" in line and "newest step 6138" in line and "(succeeded)" in line
@@ -238,7 +238,7 @@ def test_metrics_to_stdout_and_to_a_file(logs: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("line", "code", "says"),
+    ("line", "code", "expected"),
     [
         ("missing.jsonl", 8, "missing.jsonl"),
         ("report", 8, "No supervisor runs"),
@@ -280,13 +280,13 @@ def test_metrics_to_stdout_and_to_a_file(logs: Path, capsys: pytest.CaptureFixtu
         ("watch a.jsonl --every soon", 2, "--every"),
     ],
 )
-def test_wrong_input_is_told_with_the_next_step(
-    line: str, code: int, says: str, logs: Path, capsys: pytest.CaptureFixture[str]
+def test_wrong_input_gives_the_next_step(
+    line: str, code: int, expected: str, logs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_cli(["goodput", *line.split()]) == code
     out, err = capsys.readouterr()
     assert out == ""
-    assert says in err
+    assert expected in err
     assert "Next step: " in err and "Traceback" not in err
 
 
@@ -309,7 +309,7 @@ def test_every_command_has_help_with_examples_on_a_terminal_of_80_columns(
 def test_a_supervisor_that_goes_away_is_waited_for(
     logs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first look must succeed; after that training may go on while nobody answers."""
+    """The first update must succeed; later, training may go on while nobody answers."""
     answers = iter(
         [calculate(EVENTS[:-1]), Unreachable("Nobody is there.", hint="wait"), TooBusy("Busy.", retry_after_s=1.0)]
     )
@@ -329,7 +329,7 @@ def test_a_supervisor_that_goes_away_is_waited_for(
     assert run_cli(["goodput", "watch", "--job", "llama"]) == 10
 
 
-def test_every_command_of_the_documents_runs(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_documented_command_runs(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("events.jsonl", "before.jsonl", "after.jsonl"):
         write_events(name, EVENTS)
     docs = Path(__file__).parents[2] / "docs"

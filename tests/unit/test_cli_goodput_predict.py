@@ -1,4 +1,4 @@
-"""`flyball goodput predict`: from runs, with and without failures, and from numbers that cannot be."""
+"""`flyball goodput predict`: from runs with and without failures, and from impossible numbers."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ def json_of(line: str, capsys: pytest.CaptureFixture[str]) -> Any:  # noqa: ANN4
     return json.loads(output_of(f"{line} -o json", capsys))
 
 
-def test_the_restore_that_was_seen_is_not_counted_beside_those_of_the_tiers(
-    logs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tiers_restores_replace_the_measured_restore(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seen = calculate(EVENTS)
     restore_s = seen.repair["restore"].mean_s
     assert seen.mttf_s and seen.mttr_s and restore_s
@@ -53,10 +51,10 @@ def test_the_restore_that_was_seen_is_not_counted_beside_those_of_the_tiers(
     assert found["goodput"] == json_of("a.jsonl", capsys)["goodput"], "without tiers the whole restart counts"
     assert "16.0s of a restart" in output_of("a.jsonl --tier persistent:20:120:1", capsys)
     given = json_of("a.jsonl --tier persistent:20:120:1 --restart-s 30", capsys)
-    assert (given["assumptions"]["restore_s"], given["notes"]) == (0.0, []), "what is given is without the restore"
+    assert (given["assumptions"]["restore_s"], given["notes"]) == (0.0, []), "a given time is without the restore"
 
 
-def test_of_a_run_without_failures_it_says_what_can_be_said(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_failures_gives_a_lower_bound(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json_of("steady.jsonl", capsys)
     assert (found["assumptions"]["mtti_s"], found["goodput"], found["best_interval_s"]) == (None, None, None)
     seen = found["recommendation"]
@@ -70,7 +68,7 @@ def test_of_a_run_without_failures_it_says_what_can_be_said(logs: Path, capsys: 
     assert "give --restart-s" in capsys.readouterr().err
 
 
-def test_how_sure_it_is_is_told_with_it(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prediction_has_its_confidence(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seen = calculate(EVENTS).recommendation
     assert seen is not None
     found = json_of("a.jsonl", capsys)["recommendation"]
@@ -79,7 +77,7 @@ def test_how_sure_it_is_is_told_with_it(logs: Path, capsys: pytest.CaptureFixtur
     assert json_of("--mtti-s 6500 --restart-s 20", capsys)["recommendation"] is None
 
 
-def test_without_a_step_time_nothing_is_told_in_steps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_step_time_there_are_no_steps(capsys: pytest.CaptureFixture[str]) -> None:
     line = "--mtti-s 3600 --restart-s 20 --tier persistent:20:120:1"
     (tier,) = json_of(line, capsys)["tiers"]["tiers"]
     assert tier["interval_steps"] is None and tier["interval_s"] > 0
@@ -89,14 +87,14 @@ def test_without_a_step_time_nothing_is_told_in_steps(capsys: pytest.CaptureFixt
     assert "steps" in output_of(f"{line} --step-s 2", capsys)
 
 
-def test_saves_of_which_nobody_says_what_they_cost_are_said_to_be_free(capsys: pytest.CaptureFixture[str]) -> None:
+def test_saves_of_unknown_cost_are_reported_as_free(capsys: pytest.CaptureFixture[str]) -> None:
     line = "--mtti-s 6500 --restart-s 20 --interval-s 600"
     assert "saves count as free" in output_of(line, capsys)
     assert json_of(f"{line} --save-s 30", capsys)["notes"] == []
 
 
 @pytest.mark.parametrize(
-    ("numbers", "says"),
+    ("numbers", "expected"),
     [
         ("--mtti-s -5 --restart-s 1", "mtti_s cannot be -5"),
         ("--mtti-s nan --restart-s 1", "mtti_s cannot be nan"),
@@ -107,7 +105,7 @@ def test_saves_of_which_nobody_says_what_they_cost_are_said_to_be_free(capsys: p
         ("--mtti-s 100 --restart-s 1 --tier a:1:1:nan", "cannot survive nan"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(numbers: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_numbers_are_refused(numbers: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(["goodput", "predict", *numbers.split()]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and says in err and "Next step: " in err
+    assert out == "" and expected in err and "Next step: " in err

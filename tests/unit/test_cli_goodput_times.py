@@ -1,4 +1,4 @@
-"""Moments as people type them."""
+"""Times as users type them."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from flyball.contracts.errors import UsageError
         ("+1.5m", 590.0),
     ],
 )
-def test_a_moment(text: str, at: float) -> None:
+def test_parses_times(text: str, at: float) -> None:
     found = parse_moment("--from", text)
     assert found is not None
     assert found.resolve(500.0, 100_000.0) == at
 
 
-def test_no_moment() -> None:
+def test_no_time_is_none() -> None:
     assert parse_moment("--from", "") is None
 
 
 @pytest.mark.parametrize(
     "text", ["yesterday", "2 h", "h", "inf", "nan", "1e400", "2026-13-01", "--", "2y", "2026", "999", "-1"]
 )
-def test_what_is_no_moment_is_told_with_examples(text: str) -> None:
+def test_an_invalid_time_gives_examples(text: str) -> None:
     with pytest.raises(UsageError, match="is not a point in time") as caught:
         parse_moment("--from", text)
     assert "+30m" in caught.value.hint
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90.0), ("90s", 90.0), ("1h30m", 5_400.0), ("0.5", 0.5)])
-def test_a_length_of_time(text: str, seconds: float) -> None:
+def test_parses_durations(text: str, seconds: float) -> None:
     assert parse_duration("--window", text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "-5", "+5m", "soon", "nan", "inf"])
-def test_what_is_no_length_of_time(text: str) -> None:
+def test_an_invalid_duration_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--window"):
         parse_duration("--window", text)

@@ -48,7 +48,7 @@ def test_a_bar_is_not_cut_from_its_carriage_return() -> None:
     assert all(part.startswith(b"\rbar") and not part.endswith(b"\r") for part in shown if part)
 
 
-def test_bars_one_below_the_other_are_not_cut() -> None:
+def test_stacked_progress_bars_are_not_cut() -> None:
     lanes = Interleaver()
     bar = b"\n\r rank 1: 10%\x1b[A"
     for i in range(5):
@@ -59,7 +59,7 @@ def test_bars_one_below_the_other_are_not_cut() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.binary(max_size=6), st.floats(0.0, 0.2)), max_size=30))
-def test_nothing_is_lost_or_changes_its_order(writes: list[tuple[int, bytes, float]]) -> None:
+def test_output_is_complete_and_in_order(writes: list[tuple[int, bytes, float]]) -> None:
     lanes = Interleaver()
     shown: list[Piece] = []
     now = 0.0
@@ -76,7 +76,7 @@ def test_nothing_is_lost_or_changes_its_order(writes: list[tuple[int, bytes, flo
 
 
 @given(st.lists(st.sampled_from([b"a", b"\n", b"\r", b"\r\n", b"bc"]), max_size=12))
-def test_lines_are_those_of_pythons_text_files(parts: list[bytes]) -> None:
+def test_lines_split_like_pythons_text_files(parts: list[bytes]) -> None:
     lines = Lines(b"> ")
     shown = b"".join(lines.add(part) for part in parts) + lines.rest()
     plain = b"".join(parts).decode().replace("\r\n", "\n").replace("\r", "\n")

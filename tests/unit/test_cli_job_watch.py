@@ -1,4 +1,4 @@
-"""How `flyball run` waits for its job while supervisor or daemon are away."""
+"""How `flyball run` waits for its job while the supervisor or the daemon is away."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Time:
 
 
 class Supervisor:
-    """Out of reach until `back_s`, and by then the job has ended."""
+    """Out of reach until `back_s`; by then the job has ended."""
 
     def __init__(self, time: Time, back_s: float) -> None:
         self._time = time
@@ -51,7 +51,7 @@ class Supervisor:
 
 
 class Daemon:
-    """Dies whenever it is looked at, `deaths` times."""
+    """Dies whenever it is checked, `deaths` times."""
 
     def __init__(self, deaths: int) -> None:
         self.deaths = deaths
@@ -77,18 +77,18 @@ def watch(time: Time, back_s: float, **more: object) -> JobWatch:
     return JobWatch(Supervisor(time, back_s), SPEC, SimpleNamespace(count=0), **more)
 
 
-def test_the_outage_of_a_clusters_supervisor_does_not_end_training(time: Time) -> None:
+def test_an_outage_of_a_clusters_supervisor_does_not_end_training(time: Time) -> None:
     assert watch(time, 10_000.0, away_limit_s=math.inf).wait()["state"] == "succeeded"
 
 
-def test_a_supervisor_that_ends_with_the_job_is_waited_for_a_while(time: Time) -> None:
+def test_a_supervisor_that_ends_with_the_job_gets_a_limited_wait(time: Time) -> None:
     with pytest.raises(Unreachable):
         watch(time, 10_000.0).wait()
     assert 60.0 < time.now_s < 70.0
 
 
 @pytest.mark.parametrize("error", [StorageFull("The disk is full."), ConfigurationError("Refused."), FlyballError("?")])
-def test_no_outage_ends_training_and_its_end_is_waited_for(time: Time, error: FlyballError) -> None:
+def test_no_outage_ends_training(time: Time, error: FlyballError) -> None:
     supervisor = Supervisor(time, 10_000.0)
     supervisor.error = error
     watch = JobWatch(supervisor, SPEC, SimpleNamespace(count=0), trains=lambda: time.now_s < 5_000.0)
@@ -97,7 +97,7 @@ def test_no_outage_ends_training_and_its_end_is_waited_for(time: Time, error: Fl
     assert 5_050.0 < time.now_s < 5_080.0
 
 
-def test_an_answer_that_will_not_change_is_not_waited_for(time: Time) -> None:
+def test_a_final_answer_is_not_retried(time: Time) -> None:
     supervisor = Supervisor(time, 10_000.0)
     supervisor.error = NotFound("There is no such job.")
     with pytest.raises(NotFound):
@@ -106,13 +106,13 @@ def test_an_answer_that_will_not_change_is_not_waited_for(time: Time) -> None:
 
 
 class Given(SimpleNamespace):
-    """A supervisor of this process that cannot be kept."""
+    """A supervisor of this process that cannot be restarted."""
 
     def keep(self) -> None:
         raise FlyballError("The supervisor is given up.", hint="read its log")
 
 
-def test_training_goes_on_when_the_own_supervisor_is_given_up(time: Time, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_goes_on_without_the_own_supervisor(time: Time, capsys: pytest.CaptureFixture[str]) -> None:
     watch = JobWatch(
         Supervisor(time, 10_000.0),
         SPEC,
@@ -132,11 +132,11 @@ def test_a_stop_does_not_need_the_own_supervisor(time: Time) -> None:
     own = JobWatch(Supervisor(time, 10_000.0), SPEC, signals, supervisor=given)
     assert own.wait()["state"] == "running"
     assert time.now_s < 5.0
-    with pytest.raises(Unreachable):  # the hosts of a cluster's supervisor would go on
+    with pytest.raises(Unreachable):  # the hosts of a cluster's supervisor would train on
         JobWatch(Supervisor(time, 10_000.0), SPEC, signals).wait()
 
 
-def test_a_supervisor_that_ends_with_the_job_that_it_stops_is_not_waited_for(time: Time) -> None:
+def test_a_supervisor_that_ends_with_its_stopped_job_is_not_waited_for(time: Time) -> None:
     class EndsWithTheJob(Supervisor):
         def get(self, path: str) -> dict[str, Any]:
             return {"state": "running", "newest_step": 5} if time.now_s < 3.0 else super().get(path)
@@ -147,10 +147,10 @@ def test_a_supervisor_that_ends_with_the_job_that_it_stops_is_not_waited_for(tim
     signals = SimpleNamespace(count=1, first=None)
     watch = JobWatch(EndsWithTheJob(time, 10_000.0), SPEC, signals, trains=lambda: time.now_s < 20.0)
     assert watch.wait()["state"] == "running"
-    assert 20.0 < time.now_s < 35.0, "ten seconds after workers were last seen, and not the minute that others get"
+    assert 20.0 < time.now_s < 35.0, "ten seconds after workers were last seen, instead of the usual minute"
 
 
-def test_a_daemon_that_keeps_dying_is_given_up_and_a_rare_death_is_not(time: Time) -> None:
+def test_a_daemon_that_keeps_dying_is_given_up(time: Time) -> None:
     hasty = Daemon(MAX_DAEMON_RESTARTS + 1)
     with pytest.raises(Unreachable, match="daemon"):
         watch(time, 50.0, daemon=hasty).wait()
@@ -162,7 +162,7 @@ def test_a_daemon_that_keeps_dying_is_given_up_and_a_rare_death_is_not(time: Tim
 
 
 class Deciding:
-    """A supervisor whose job is held twice: the first time for a moment, the second time until `end_s`."""
+    """A supervisor whose job is held twice: briefly, then until `end_s`."""
 
     def __init__(self, time: Time, end_s: float) -> None:
         self._time = time
@@ -181,7 +181,7 @@ class Deciding:
         ]
 
 
-def test_a_hold_is_told_when_it_lasts(time: Time, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lasting_hold_is_announced(time: Time, capsys: pytest.CaptureFixture[str]) -> None:
     JobWatch(Deciding(time, 60.0), SPEC, SimpleNamespace(count=0)).wait()
     assert capsys.readouterr().err.splitlines() == [
         "flyball: dec-3 restart_in_place: why",
@@ -190,7 +190,7 @@ def test_a_hold_is_told_when_it_lasts(time: Time, capsys: pytest.CaptureFixture[
 
 
 class Restarting:
-    """A supervisor whose job is restarted twice, and ends at 30 s. It gives the decisions that it is asked for."""
+    """A supervisor whose job is restarted twice and ends at 30 s. It returns only the requested decisions."""
 
     made = ((1, "start_job", 0.0, 2.0), (2, "restart_in_place", 5.0, 9.0), (3, "restart_in_place", 15.0, 19.0))
 
@@ -218,17 +218,17 @@ class Restarting:
         return found
 
 
-def test_what_was_told_and_is_over_is_not_asked_for_again(time: Time, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settled_decisions_are_not_fetched_again(time: Time, capsys: pytest.CaptureFixture[str]) -> None:
     supervisor = Restarting(time)
     JobWatch(supervisor, SPEC, SimpleNamespace(count=0)).wait()
-    told = capsys.readouterr().err.splitlines()
-    assert told == ["flyball: dec-2 restart_in_place: job", "flyball: dec-3 restart_in_place: job"]
+    printed = capsys.readouterr().err.splitlines()
+    assert printed == ["flyball: dec-2 restart_in_place: job", "flyball: dec-3 restart_in_place: job"]
     assert max(map(len, supervisor.given)) == 2
     assert supervisor.given[-1] == ["dec-3"]
 
 
 class Stopping:
-    """A supervisor whose job is stopped from the decision on, and whose last step is saved at `saved_s`."""
+    """A supervisor whose job is stopped with the decision, and whose last step is saved at `saved_s`."""
 
     def __init__(self, time: Time, saved_s: float) -> None:
         self._time = time
@@ -242,7 +242,7 @@ class Stopping:
         return [{"decision_id": "dec-1", "kind": "stop_job", "at": 0.0, "reason": "why", "action_state": state}]
 
 
-def test_a_stopped_job_is_over_when_its_last_step_is_saved_but_not_awaited_for_ever(time: Time) -> None:
+def test_a_stopped_job_ends_when_its_last_step_is_saved_or_at_a_deadline(time: Time) -> None:
     assert JobWatch(Stopping(time, 12.0), SPEC, SimpleNamespace(count=0)).wait()["state"] == "stopped"
     assert 12.0 <= time.now_s < 14.0
     began_s = time.now_s
@@ -251,7 +251,7 @@ def test_a_stopped_job_is_over_when_its_last_step_is_saved_but_not_awaited_for_e
     assert limit_s <= time.now_s - began_s < limit_s + 3.0
 
 
-def test_a_job_that_was_seen_to_succeed_has_although_its_supervisor_ends_before_all_is_tidied_up(time: Time) -> None:
+def test_a_job_seen_to_succeed_has_even_if_its_supervisor_ends_first(time: Time) -> None:
     class Ends(Stopping):
         def get(self, path: str) -> dict[str, Any]:
             if self._time.now_s > 3.0:
@@ -262,9 +262,7 @@ def test_a_job_that_was_seen_to_succeed_has_although_its_supervisor_ends_before_
     assert time.now_s < 20.0
 
 
-def test_a_script_that_tells_no_steps_is_named_once_with_what_is_not_seen(
-    time: Time, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_that_reports_no_steps_gives_one_warning(time: Time, capsys: pytest.CaptureFixture[str]) -> None:
     class Starting(Supervisor):
         def get(self, path: str) -> dict[str, Any]:
             if self._time.now_s >= self._back_s:
@@ -275,12 +273,12 @@ def test_a_script_that_tells_no_steps_is_named_once_with_what_is_not_seen(
     assert "flyball.attach" not in capsys.readouterr().err
     time.now_s = 0.0
     JobWatch(Starting(time, 500.0), SPEC, SimpleNamespace(count=0)).wait()
-    told = capsys.readouterr().err
-    assert told.count("t.py has reported no steps so far (see flyball.attach)") == 1
-    assert "all ranks are idle for 1800 s (--hang-timeout changes that)" in told
+    printed = capsys.readouterr().err
+    assert printed.count("t.py has reported no steps so far (see flyball.attach)") == 1
+    assert "all ranks are idle for 1800 s (--hang-timeout changes that)" in printed
 
 
-def test_a_false_alarm_is_told_at_once(time: Time, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_false_alarm_is_announced_at_once(time: Time, capsys: pytest.CaptureFixture[str]) -> None:
     class Wrong(Supervisor):
         def items(self, _path: str, **_params: object) -> list[dict[str, Any]]:
             rule, reason = "withdraw_a_false_alarm", "The stall was a false alarm."

@@ -105,8 +105,8 @@ def test_a_rendezvous_address_is_where_the_supervisor_listens() -> None:
     assert any(n.startswith("--rdzv-endpoint localhost:0: not needed") for n in one.notices)
 
 
-def test_hosts_meet_as_torchruns_do() -> None:
-    """With the defaults for everything that torchrun's command lines leave out."""
+def test_hosts_meet_as_under_torchrun() -> None:
+    """With torchrun's defaults for everything left out."""
     static = parse("--nnodes 2 --node-rank 0 --master-addr h0 pkg/train_gpt.py --lr 1")
     assert (static.rendezvous, static.node_rank, static.job) == ("h0:29500", 0, "")
     assert parse("--nnodes 2 --node_rank 1 --master_port 1234 -m pkg.train").rendezvous == "127.0.0.1:1234"
@@ -129,7 +129,7 @@ def resolve(monkeypatch: pytest.MonkeyPatch, names: dict[str, str]) -> None:
     monkeypatch.setattr("flyball.cli.reach.this_host.socket.getaddrinfo", lookup)
 
 
-def test_a_host_listens_where_others_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_listens_where_others_can_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = next(
         a.address for found in psutil.net_if_addrs().values() for a in found if a.family == socket.AF_INET
         and not a.address.startswith("127.")
@@ -175,7 +175,7 @@ def test_min_and_max_hosts_make_spares() -> None:
     assert any("spares" in n for n in request.notices)
 
 
-def test_torchruns_variables_stand_in_for_flags() -> None:
+def test_torchruns_variables_replace_flags() -> None:
     request = parse("--nnodes 1 train.py", PET_NNODES="5", PET_NPROC_PER_NODE="4", PET_STANDALONE="1", PET_MODULE="0")
     assert (request.nnodes, request.nproc_per_node, request.module) == (1, "4", False)
     with pytest.raises(UsageError, match="PET_MAX_RESTARTS"):

@@ -1,4 +1,4 @@
-"""Runs of this machine, from the folders that they left."""
+"""Runs on this machine, found in their folders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flyball.contracts.cluster import JobState
 from flyball.contracts.errors import NotFound
 
 
-def test_runs_are_found_newest_first_and_what_was_killed_is_interrupted(tmp_path: Path) -> None:
+def test_runs_are_listed_newest_first_and_killed_ones_as_interrupted(tmp_path: Path) -> None:
     done = left(tmp_path, "done", at=1000.0, state=JobState.SUCCEEDED, ended_at=1060.0)
     killed = left(tmp_path, "killed", at=2000.0)
     live = left(tmp_path, "live", at=1500.0, pid=os.getpid())
@@ -32,14 +32,14 @@ def test_runs_are_found_newest_first_and_what_was_killed_is_interrupted(tmp_path
     assert [run.job for run in find_runs({}, state_dir=str(killed))] == ["killed"]
 
 
-def test_reading_a_run_changes_nothing_of_it(tmp_path: Path) -> None:
+def test_reading_a_run_changes_nothing(tmp_path: Path) -> None:
     folder = left(tmp_path, "train", at=1000.0) / "supervisor"
     before = {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in folder.iterdir()}
     find_runs({"FLYBALL_STATE_DIR": str(tmp_path)})
     assert {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in folder.iterdir()} == before
 
 
-def test_of_several_runs_of_a_job_the_live_one_then_the_newest(tmp_path: Path) -> None:
+def test_a_jobs_live_run_wins_then_its_newest(tmp_path: Path) -> None:
     environ = {"FLYBALL_STATE_DIR": str(tmp_path)}
     left(tmp_path, "train", at=3000.0, state=JobState.FAILED, ended_at=3001.0, folder="train-2")
     live = left(tmp_path, "train", at=1000.0, folder="train-1", pid=os.getpid())
@@ -51,13 +51,13 @@ def test_of_several_runs_of_a_job_the_live_one_then_the_newest(tmp_path: Path) -
     assert "did you mean train?" in caught.value.hint
 
 
-def test_a_record_of_a_process_that_began_after_it_is_not_live(tmp_path: Path) -> None:
+def test_a_record_older_than_its_process_is_not_live(tmp_path: Path) -> None:
     folder = left(tmp_path, "train", at=1000.0, pid=os.getpid())
     os.utime(folder / "supervisor" / "supervisor.json", (1.0, 1.0))
     assert not find_runs({"FLYBALL_STATE_DIR": str(tmp_path)})[0].is_live
 
 
-def test_a_broken_database_is_a_row_and_no_error(tmp_path: Path) -> None:
+def test_a_broken_database_is_listed_and_not_an_error(tmp_path: Path) -> None:
     left(tmp_path, "train", at=1000.0)
     broken = tmp_path / "jobs" / "broken" / "supervisor"
     broken.mkdir(parents=True)
@@ -66,7 +66,7 @@ def test_a_broken_database_is_a_row_and_no_error(tmp_path: Path) -> None:
     assert states == {"train": "interrupted", "broken": "unreadable"}
 
 
-def test_names_that_are_near_are_said_first() -> None:
+def test_similar_names_are_suggested_first() -> None:
     assert known_names("lama", ["llama", "gpt"]).startswith("did you mean llama?")
     assert known_names("x", ["llama", "gpt", "gpt"]).startswith("known jobs: llama, gpt")
     assert "no jobs yet" in known_names("x", [])

@@ -1,4 +1,4 @@
-"""`flyball logs` on the folders that runs leave."""
+"""`flyball logs` on the folders of finished runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write(state: Path, name: str, text: str, *, at: float = 1000.0, run: str = "
     return path
 
 
-def test_one_log_is_printed_as_it_is(state: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_one_log_is_printed_unchanged(state: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     write(state, "llama/g0/rank0.log", "\r 10%\r 20%\n\x1b[32mdone\x1b[0m")
     assert run_cli(["logs", "llama"]) == 0
     assert capfdbinary.readouterr().out == b"\r 10%\r 20%\n\x1b[32mdone\x1b[0m"
@@ -87,7 +87,7 @@ def test_json(state: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "expected"),
     [
         (["no-such-job"], "Jobs with logs here: j."),
         (["j", "--rank", "5"], "ranks 0 to 0"),
@@ -98,15 +98,15 @@ def test_json(state: Path, capfd: pytest.CaptureFixture[str]) -> None:
         (["../../no-such-job"], "Jobs with logs here: j."),
     ],
 )
-def test_what_is_not_there(state: Path, capfd: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
+def test_missing_logs(state: Path, capfd: pytest.CaptureFixture[str], words: list[str], expected: str) -> None:
     write(state, "j/g0/rank0.log", "x\n")
     assert run_cli(["logs", *words]) != 0
-    told = capfd.readouterr().err
-    assert says in told
-    assert "Next step: " in told
+    printed = capfd.readouterr().err
+    assert expected in printed
+    assert "Next step: " in printed
 
 
-def test_follow_shows_what_is_written_and_ends_with_the_writer(state: Path) -> None:
+def test_follow_shows_new_output_and_ends_with_the_writer(state: Path) -> None:
     path = write(state, "j/g0/rank0.log", "begin\n")
     writer = subprocess.Popen(
         [sys.executable, "-u", "-c", "input(); print('more'); input(); print('end')"],

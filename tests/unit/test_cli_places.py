@@ -29,7 +29,7 @@ def test_state_folders_follow_the_environment(tmp_path: Path) -> None:
     assert supervisor_dir({}) == Path.home() / ".local/state/flyball/supervisor"
 
 
-def test_a_state_folder_that_cannot_be_is_a_clear_error(tmp_path: Path) -> None:
+def test_an_unusable_state_folder_is_a_clear_error(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(ConfigurationError, match="Cannot use the state folder"):
@@ -50,7 +50,7 @@ def test_the_named_supervisor_wins(tmp_path: Path) -> None:
         find_supervisor(environ, url="http://b:2,c:3")
 
 
-def test_the_one_that_runs_here_is_found(tmp_path: Path) -> None:
+def test_the_local_supervisor_is_found(tmp_path: Path) -> None:
     environ = {"FLYBALL_STATE_DIR": str(tmp_path)}
     with pytest.raises(NotFound, match="No supervisor runs"):
         find_supervisor(environ)
@@ -80,7 +80,7 @@ def test_without_a_token_there_is_a_clear_error(tmp_path: Path) -> None:
         find_supervisor({}, url="a:1")
 
 
-def test_a_token_is_kept_for_its_owner_alone(tmp_path: Path) -> None:
+def test_only_the_owner_can_read_a_token(tmp_path: Path) -> None:
     file = tmp_path / "host" / "supervisor.token"
     file.parent.mkdir()
     file.touch(mode=0o644)

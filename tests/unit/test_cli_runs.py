@@ -1,4 +1,4 @@
-"""The folders of `flyball run`: one per job, kept as long as something can be gone on from."""
+"""The folders of `flyball run`: one per job, kept as long as it could be resumed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_job_finds_its_folder_again(tmp_path: Path) -> None:
     again.close()
 
 
-def test_two_at_once_have_two_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_at_once_get_two_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     environ = {"FLYBALL_STATE_DIR": str(tmp_path)}
     first, second = take("train", environ), take("train", environ)
     assert (first.job, second.job) == ("train", "train-2")
@@ -58,16 +58,16 @@ def test_two_at_once_have_two_names(tmp_path: Path, capsys: pytest.CaptureFixtur
     third.close()
 
 
-def test_commands_that_look_at_each_others_folders_do_not_disturb_each_other(
+def test_commands_that_check_each_others_folders_do_not_interfere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever looks whether a job runs holds its lock for a moment: its own command must not take that for a run."""
+    """Checking whether a job runs takes its lock briefly: the job's own command must not mistake that for a run."""
     environ = {"FLYBALL_STATE_DIR": str(tmp_path)}
     flock = fcntl.flock
 
     def slow_flock(descriptor: int, operation: int) -> None:
         flock(descriptor, operation)
-        time.sleep(0.002)  # as on a network file system
+        time.sleep(0.002)  # slow, as on a network file system
 
     def begin_and_end(number: int) -> set[str]:
         names = set()
@@ -83,7 +83,7 @@ def test_commands_that_look_at_each_others_folders_do_not_disturb_each_other(
             assert names == {f"job-{number}"}
 
 
-def test_a_named_folder_that_is_in_use_is_a_clear_error(tmp_path: Path) -> None:
+def test_a_folder_in_use_is_a_clear_error(tmp_path: Path) -> None:
     held = take("train", {}, state_dir=str(tmp_path))
     with pytest.raises(Conflict, match="is using the state folder"):
         take("train", {}, state_dir=str(tmp_path))
@@ -97,7 +97,7 @@ def test_long_names_have_short_folders_that_differ() -> None:
     assert folder_name("train-a1b2c3") == "train-a1b2c3"
 
 
-def test_old_folders_go_unless_they_hold_checkpoints_or_live(
+def test_old_folders_are_removed_unless_they_hold_checkpoints_or_are_in_use(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     environ = {"FLYBALL_STATE_DIR": str(tmp_path), "FLYBALL_SHM_DIR": str(tmp_path)}
@@ -151,18 +151,18 @@ def test_the_newest_run_that_did_not_succeed_is_resumed(tmp_path: Path) -> None:
     with pytest.raises(Conflict, match="Job d is still running"):
         find_run("d", environ)
     held[3].close()
-    assert find_run("", environ).job == "d", "killed, since nobody holds its lock"
+    assert find_run("", environ).job == "d", "it was killed: nobody holds its lock"
     with pytest.raises(NotFound, match="no earlier run of job x") as caught:
         find_run("x", environ)
     assert "known jobs: d, c, b, a" in caught.value.hint
 
 
-def test_a_record_that_is_torn_is_none(tmp_path: Path) -> None:
+def test_a_torn_record_counts_as_missing(tmp_path: Path) -> None:
     (tmp_path / RECORD).write_text('{"job": "a"')
     assert read_record(tmp_path) is None
 
 
-def test_a_run_whose_folder_is_gone_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_work_folder_gives_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLYBALL_STATE_DIR", str(tmp_path))
     folder = take("train-1", os.environ)
     folder.write(msgspec.structs.replace(record("train-1"), workdir=str(tmp_path / "gone")))

@@ -1,4 +1,4 @@
-"""What `flyball status` shows of many hosts, and of times."""
+"""What `flyball status` shows for many hosts, and its times."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_few_hosts_are_shown_with_how_long_ago_they_reported(capsys: pytest.Capt
     assert "host-001" in out and "1.0 s ago" in out and "3 min 20 s ago" in out
 
 
-def test_of_many_hosts_only_those_that_are_not_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_many_hosts_only_unhealthy_ones_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     many = [host(n) for n in range(100)]
     assert shown(capsys, many).strip() == "100 hosts: 100 healthy (--hosts lists them)"
     many[7] = host(7, "silent", reason="no report")
@@ -58,17 +58,17 @@ def test_of_many_hosts_only_those_that_are_not_well(capsys: pytest.CaptureFixtur
     assert "host-008" in shown(capsys, many, everything=True)
 
 
-def test_of_very_many_that_are_not_well_the_first_and_how_many_more(capsys: pytest.CaptureFixture[str]) -> None:
+def test_very_many_unhealthy_hosts_are_cut_off_with_a_count(capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, [host(n, "silent", reason="no report") for n in range(500)])
     assert "500 hosts: 500 silent" in out and "and 460 more (--hosts lists all)" in out
     assert len(out.splitlines()) < 140
 
 
-def test_of_a_state_that_was_left_the_moment_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_state_of_an_ended_supervisor_has_its_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Hosts, as of the supervisor's end at 06:04:58 UTC" in shown(capsys, [host(1)], ended_at=NOW - 60)
 
 
-def test_a_job_has_its_times() -> None:
+def test_a_jobs_times_are_shown() -> None:
     job = {
         "job": "llama",
         "state": "running",
@@ -90,8 +90,8 @@ def test_a_job_has_its_times() -> None:
     ended = job | {"state": "failed", "ended_at": NOW - 60, "since": NOW - 60, "message": "ValueError"}
     assert _outcome(ended, NOW) == "ended at 06:04:58 UTC, after 1 h: ValueError"
     slow = job | {"save_interval": {"wanted_steps": 1, "every_steps": 8, "save_s": 1.5, "step_s": 0.25}}
-    said = "saves every 8 steps, not every 1: a save takes 1.50 s until all hosts and peers have it, a step 0.25 s"
-    assert _save_note(slow) == said
+    output = "saves every 8 steps, not every 1: a save takes 1.50 s until all hosts and peers have it, a step 0.25 s"
+    assert _save_note(slow) == output
     assert _save_note(slow | {"ended_at": NOW}) == _save_note(job) == ""
     assert _save_note(job | {"save_interval": slow["save_interval"] | {"every_steps": 1}}) == ""
     of_an_older_supervisor = {"job": "a", "state": "running", "submitted_at": NOW - 5, "newest_step": -1}

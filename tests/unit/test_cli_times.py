@@ -30,7 +30,7 @@ def test_shorter_durations() -> None:
     assert [short(s) for s in (None, 0.0124, 0.254, 75.0)] == ["-", "12 ms", "0.25 s", "1 min 15 s"]
 
 
-def test_moments() -> None:
+def test_clock_times() -> None:
     assert (ago(NOW - 12, NOW), ago(0.0, NOW), ago(NOW + 1, NOW)) == ("12 s ago", "-", "0.0 s ago")
     assert (clock(NOW - 60, NOW), clock(NOW - 86_400, NOW), clock(None, NOW)) == ("06:04:58", "Nov 22 06:05", "-")
     assert clock(NOW - 400 * 86_400, NOW) == "2025-10-19 06:05"
