@@ -137,9 +137,9 @@ class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SaveInterval(msgspec.Struct, frozen=True, gc=False):
     """The save interval of a job, in steps, as chosen by its coordinator's engine.
 
-    The settings ask for `wanted_steps`; the coordinator saves every `every_steps`. `save_s` and `step_s` were measured
-    when the interval last changed (0.0: it never did): the time until the whole world had a save, and the time of a
-    training step without save waits.
+    The settings ask for `wanted_steps`; the coordinator saves every `every_steps`. `save_s` is the time until the whole
+    world had a save, `step_s` that of a training step without save waits. Both were measured when the interval last
+    changed (0.0: it never did).
     """
 
     job: JobName
@@ -166,8 +166,8 @@ class ShardCopy(msgspec.Struct, frozen=True, gc=False, order=True):
 class LineageEntry(msgspec.Struct, frozen=True):
     """Steps of `generation` count up to and including `upto_step` (None: all of them, it is running).
 
-    `after_step` marks a generation that may have completed steps nobody reported; it is the step that generation
-    restored. If one of its own steps turns up, that generation becomes the history: older generations then count only
+    `after_step` marks a generation that may have completed steps without a report; it is the step that generation
+    restored. If one of its own steps turns up, that generation becomes the history. Older generations then count only
     up to `after_step`, and not at all if it is -1.
     """
 
@@ -208,8 +208,8 @@ def is_alive(generation: int, step: int, lineage: Iterable[LineageEntry]) -> boo
 def newest_point(points: Iterable[Point], lineage: Lineage) -> Point | None:
     """The newest recovery point of a history; None if there is none.
 
-    A later generation's steps are newer, even if the lineage is not sure that it completed any: a step of its own then
-    ends the older history.
+    A later generation's steps are newer, even if it is uncertain whether it completed any. A step of its own then ends
+    the older history.
     """
     order = {entry.generation: place for place, entry in enumerate(lineage)}
     return max(points, key=lambda point: (order.get(point[1], -1), point[0]), default=None)

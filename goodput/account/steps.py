@@ -41,8 +41,10 @@ class Executed(NamedTuple):
 
 
 def executed_steps(generations: Sequence[LoggedGeneration]) -> list[Executed]:
-    """Every step that the world completed, in the order of generations, and whether it was kept: a step was repeated
-    if a later generation continued from an earlier step."""
+    """Every step that the world completed, in the order of generations, and whether it was kept.
+
+    A step was repeated if a later generation continued from an earlier step.
+    """
     by_generation: list[list[Executed]] = []
     # Later generations, each of which went back further than those before it; the furthest first.
     returned_to: list[int] = []

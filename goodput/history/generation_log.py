@@ -29,13 +29,13 @@ class GenerationLog:
 
     __slots__ = (
         "attached_at",
-        "came_to",
         "granted_at",
         "hosts",
         "incidents",
         "is_known",
         "logs_blocking",
         "phases",
+        "reached",
         "restore_began_at",
         "restore_steps",
         "restored_at",
@@ -52,9 +52,9 @@ class GenerationLog:
 
     def __init__(self) -> None:
         self.is_known = False  # has more than its grant
-        self.started_at = self.granted_at = self.spawned_first_at = math.inf  # of the first rank
-        self.spawned_at = self.restore_began_at = self.restored_at = self.attached_at = -math.inf  # of the last rank
-        self.came_to = bytearray()  # per rank, the bits above
+        self.started_at = self.granted_at = self.spawned_first_at = math.inf  # the earliest
+        self.spawned_at = self.restore_began_at = self.restored_at = self.attached_at = -math.inf  # the latest
+        self.reached = bytearray()  # per rank, the bits above
         self.restore_steps: set[int] = set()  # named by the controller
         self.restored_steps: set[int] = set()  # fetched by the engines
         self.incidents: set[str] = set()
@@ -82,8 +82,8 @@ class GenerationLog:
     def _mark(self, rank: int, mark: int) -> None:
         """Uses one byte per rank: a job may have 100,000 ranks and a hundred generations."""
         if 0 <= rank < _MOST_RANKS:
-            self.came_to.extend(bytes(max(0, rank + 1 - len(self.came_to))))
-            self.came_to[rank] |= mark
+            self.reached.extend(bytes(max(0, rank + 1 - len(self.reached))))
+            self.reached[rank] |= mark
 
     def add_waits(self, event: Event) -> None:
         """Add the totals of blocking saves and data waits, from any event that has them."""
@@ -137,9 +137,9 @@ class GenerationLog:
         began_at = _known(self.restore_began_at, phases.restore_began_at)
         restored_at = _known(self.restored_at, phases.restored_at)
         if not has_steps:
-            if phases.starting or (_ATTACHED in self.came_to and max(self.came_to) > _ATTACHED):
+            if phases.starting or (_ATTACHED in self.reached and max(self.reached) > _ATTACHED):
                 return None, None
-            if phases.restoring or _RESTORES in self.came_to or (_ATTACHED | _RESTORES) in self.came_to:
+            if phases.restoring or _RESTORES in self.reached or (_ATTACHED | _RESTORES) in self.reached:
                 return began_at, None
         if began_at is None and restored_at is None and (has_steps or self.restore_steps == {-1}):
             restored_at = _known(self.attached_at)

@@ -1,9 +1,9 @@
 """Corrects the clocks of ranks that train in lock step, by the steps they complete together. Pure.
 
 No rank can complete a step before all ranks have done their part, so all ranks log the same event. If a rank logs it
-later than the median, either its clock is ahead or the rank was late. It was late only if that had a consequence: the
-others waited, so their next step took longer; or the rank waited for nobody in its own next step, and made up the time.
-Both are durations measured by one clock, so clock offsets do not affect them.
+later than the median, either its clock is ahead or the rank was late. It was late only if that had a consequence.
+Either the others waited, so their next step took longer. Or the rank did not have to wait in its own next step, and
+made up the time. Both are durations measured by one clock, so clock offsets do not affect them.
 """
 
 from __future__ import annotations
