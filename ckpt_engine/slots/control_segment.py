@@ -142,7 +142,7 @@ class ControlSegment:
 
     def read_world(self) -> WorldWords:
         words = self._words
-        generation = words[at.WORLD_GENERATION]  # before the step: so a step may only look older than it is
+        generation = words[at.WORLD_GENERATION]  # before the step: that may then only count for an older generation
         self._fence()
         upto = words[at.ABANDONED_UPTO]  # before the step: else a world step in between would look abandoned
         self._fence()
