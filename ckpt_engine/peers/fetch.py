@@ -18,7 +18,8 @@ from ckpt_engine.peers.fetch_order import FetchStep, fetch_order, source_generat
 from ckpt_engine.peers.shard_transfer import receive_manifest, receive_payload
 from ckpt_engine.peers.transport.pool import Dial
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.slots.rank_segments import MemoryPlan, SlotView, choose_slot
+from ckpt_engine.slots.memory_plan import MemoryPlan
+from ckpt_engine.slots.slot_rules import SlotView, choose_slot
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments, PeerTier
 from ckpt_engine.tiers.shard_store import ShardStore
 from flyball.contracts.checkpoints import RestorePlan, Tier

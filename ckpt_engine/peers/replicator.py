@@ -19,7 +19,7 @@ from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.peers.peer_patience import PeerPatience
 from ckpt_engine.peers.replication import Offer
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.slots.rank_segments import SlotView
+from ckpt_engine.slots.slot_rules import SlotView
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from ckpt_engine.worker_thread import WorkerThread
 from flyball.backoff import Backoff

@@ -20,7 +20,7 @@ from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots import memory_limits, segment_files, source_digests
 from ckpt_engine.slots.control_file import read_run, run_key, write_run
 from ckpt_engine.slots.control_segment import ControlSegment
-from ckpt_engine.slots.control_views import ParkState, RestoreState, RestoreWords, WorldWords
+from ckpt_engine.slots.control_views import WorldWords
 from ckpt_engine.slots.memory_plan import MemoryPlan
 from ckpt_engine.slots.slot_rules import (
     MAX_SLOTS,
@@ -28,29 +28,11 @@ from ckpt_engine.slots.slot_rules import (
     SlotState,
     SlotView,
     choose_slot,
-    may_overwrite,
-    slot_count,
     unneeded_surplus,
 )
 from flyball.contracts.checkpoints import Lineage
 from flyball.contracts.errors import CorruptShard, MemoryTooSmall
 from flyball.contracts.on_host.segments import CONTROL_SUFFIX, SLOT_SUFFIXES, parse_segment
-
-__all__ = [
-    "ControlSegment",
-    "MemoryPlan",
-    "ParkState",
-    "RankSegments",
-    "RestoreState",
-    "RestoreWords",
-    "SegmentOptions",
-    "SlotState",
-    "SlotView",
-    "WorldWords",
-    "choose_slot",
-    "may_overwrite",
-    "slot_count",
-]
 
 _log = logging.getLogger("flyball.engine")
 

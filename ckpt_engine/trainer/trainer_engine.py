@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING
 
 from ckpt_engine.settings import load_settings
 from ckpt_engine.slots.control_segment import ControlSegment
-from ckpt_engine.slots.rank_segments import ParkState, RankSegments, SegmentOptions, SlotState
-from ckpt_engine.slots.slot_rules import SLOW_TIERS
+from ckpt_engine.slots.control_views import ParkState
+from ckpt_engine.slots.rank_segments import RankSegments, SegmentOptions
+from ckpt_engine.slots.slot_rules import SLOW_TIERS, SlotState
 from ckpt_engine.trainer.commit_link import CommitLink, EngineLink, LocalCommitter
 from ckpt_engine.trainer.free_slot import ENGINE_PROBE_S, FreeSlots, SlotsFull
 from ckpt_engine.trainer.save_handle import NoProgress, RankProgress, SaveHandle, SaveOutcomes

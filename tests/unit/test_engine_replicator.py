@@ -23,7 +23,7 @@ from ckpt_engine.peers.peer_patience import PeerPatience
 from ckpt_engine.peers.replication import Offer
 from ckpt_engine.peers.replicator import ReplicationOutcome, Replicator
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.slots.rank_segments import SlotView
+from ckpt_engine.slots.slot_rules import SlotView
 from ckpt_engine.tiers.memory import MemoryTier
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.clock import SystemClock

@@ -23,8 +23,7 @@ from ckpt_engine.counters import Counters
 from ckpt_engine.format import integrity
 from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.format.shard_names import ShardKey
-from ckpt_engine.slots.rank_segments import SlotState, SlotView
-from ckpt_engine.slots.slot_rules import MIN_SLOTS
+from ckpt_engine.slots.slot_rules import MIN_SLOTS, SlotState, SlotView
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from ckpt_engine.tiers.retention_rules import reported_steps
 from ckpt_engine.tiers.shard_store import ShardStore

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, TypeAlias
 import pytest
 
 from ckpt_engine.contracts.notices import SaveAborted, SaveWaited
-from ckpt_engine.slots.rank_segments import RankSegments, RestoreState, SlotState
+from ckpt_engine.slots.control_views import RestoreState
+from ckpt_engine.slots.rank_segments import RankSegments
+from ckpt_engine.slots.slot_rules import SlotState
 from ckpt_engine.world.coordinator import MAX_ABANDONED
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, Tier
 from flyball.contracts.identity import Fence

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.slots.rank_segments import RankSegments, SlotState
+from ckpt_engine.slots.rank_segments import RankSegments
+from ckpt_engine.slots.slot_rules import SlotState
 from flyball.contracts import fault_points
 from flyball.contracts.checkpoints import LineageEntry
 
