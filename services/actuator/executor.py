@@ -16,25 +16,25 @@ from services.rules.incident_states import ActionEvent
 from services.rules.stream import Wakeup
 from services.runtime.loops import FIRST_PAUSE_S, LONGEST_PAUSE_S, OUTAGES, Outage
 
-POLL_S = 0.05  # how often to look for what other processes wrote; within the process a wake-up comes first
-AGAIN_S = 0.005  # after a move: the next one may follow from it without any answer
-AWAY_AFTER_S = 5.0  # without a look at the actions: what hosts answer meanwhile comes late
-LONG_LOOK_S = 0.1  # after a longer one, at actions of very many hosts, the other threads have twice its time
-LONGEST_REST_S = 1.0  # a look may also have waited for a lock
-MAX_FAULTS = 5  # of one action, before it is ended as failed
+POLL_S = 0.05  # how often to look for writes of other processes; in this process a wake-up comes first
+AGAIN_S = 0.005  # after a move: the next one may need no answer
+AWAY_AFTER_S = 5.0  # without a look at the actions: answers could not arrive meanwhile
+LONG_LOOK_S = 0.1  # after a longer look (very many hosts), rest twice as long for the other threads
+LONGEST_REST_S = 1.0  # the look may only have waited for a lock
+MAX_FAULTS = 5  # of one action; then it fails
 
 log = structlog.get_logger(__name__)
 
 
 class _Faulty(msgspec.Struct):
-    """An action that cannot be moved on."""
+    """An action whose next move raised an exception."""
 
     times: int = 0
     try_at: float = 0.0
 
 
 class Executor:
-    """Any number of them may run: a move is compare-and-set, and commands are the same whoever writes them."""
+    """Any number may run: a move is stored by compare-and-set, and its commands are the same whoever writes them."""
 
     def __init__(self, *, store: ActionStore, wakeup: Wakeup, clock: Clock) -> None:
         self._store = store
@@ -45,7 +45,7 @@ class Executor:
         self._faulty: dict[str, _Faulty] = {}
 
     def run(self, stop: threading.Event) -> None:
-        """Until stopped. An outage of the database is waited out."""
+        """Run until stopped. Outages of the database are waited out."""
         outage = Outage("executor", self._clock)
         while not stop.is_set():
             began_s = self._clock.monotonic_s()
@@ -56,12 +56,12 @@ class Executor:
                 wait_s = outage.pause_s(error)
             else:
                 took_s = self._clock.monotonic_s() - began_s
-                if took_s > LONG_LOOK_S:  # every host that answers wakes it
+                if took_s > LONG_LOOK_S:  # every answer of a host wakes it up
                     stop.wait(min(2.0 * took_s, LONGEST_REST_S))
             self._wakeup.wait("actions", wait_s)
 
     def run_once(self) -> float:
-        """Move every open action on by one; how long to wait for the next look, in seconds, unless woken."""
+        """Make one move of every open action; returns how many seconds to wait for the next look, unless woken."""
         began = self._clock.wall_s()
         found = self._store.open_actions()
         if began - self._looked_at > AWAY_AFTER_S:
@@ -72,8 +72,8 @@ class Executor:
         return min(waits_s, default=POLL_S)
 
     def _move(self, progress: ActionProgress) -> float:
-        """One move. An action that cannot be moved must not stop the others: it is tried again a few times, then ended
-        as failed, and the policy decides anew."""
+        """Make one move. An action whose move raises must not hold up the others: it is retried a few times, then
+        fails, and the policy decides again."""
         now = self._clock.wall_s()
         faulty = self._faulty.get(progress.action_id, _Faulty())
         if now < faulty.try_at:
@@ -111,7 +111,7 @@ class Executor:
         step = end(
             progress,
             ActionEvent.FAILED,
-            f"It could not be moved on in {MAX_FAULTS} attempts; the supervisor's log says why.",
+            f"Its next move failed {MAX_FAULTS} times; see the supervisor's log.",
         )
         if self._store.apply(progress, step, now):
             self._announce(progress, step)
@@ -136,7 +136,7 @@ class Executor:
 
 
 def _waits(progress: ActionProgress, step: PlaybookStep) -> bool:
-    """Whether the step changes nothing: hosts have to answer first."""
+    """Whether the step changes nothing, because answers are missing."""
     return (
         not step.commands
         and not step.events

@@ -1,8 +1,8 @@
-"""What one host needs to know of a placement. Pure.
+"""Cuts a placement down to what each host needs. Pure.
 
-A placement grows with the world, and every host gets one with its start command: whole, those of 10,000 hosts of eight
-ranks, with two sources each, are 207 GB; in parts, 49 MB. A host needs those that it copies to and from, and rank 0's;
-rank 0's engine coordinates, and needs all.
+A placement grows with the world, and every host gets one with its start command. For 10,000 hosts of eight ranks, with
+two sources each, whole placements are 207 GB, and parts 49 MB. A host needs the hosts that it copies to and from, and
+rank 0's. Rank 0's engine coordinates the job, and needs all.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from flyball.contracts.cluster import HostRanks, Placement
 
 
 def host_parts(placement: Placement) -> dict[str, Placement]:
-    """host_id -> its part: the same placement, with `hosts`, `peers` and the sources of `restore` cut down to those
-    that the host has to do with. The time is linear in the world."""
+    """host_id -> its part of the placement: only the `hosts`, `peers` and sources of `restore` that the host needs.
+    Takes linear time."""
     position = {host.host_id: number for number, host in enumerate(placement.hosts)}
     coordinator = next(host for host in placement.hosts if 0 in host.ranks)
-    owners: defaultdict[str, list[str]] = defaultdict(list)  # holder -> whose replicas it holds
+    owners: defaultdict[str, list[str]] = defaultdict(list)  # holder -> the hosts whose replicas it holds
     for owner, holders in placement.peers.items():
         for holder in holders:
             owners[holder].append(owner)
@@ -45,7 +45,7 @@ def host_parts(placement: Placement) -> dict[str, Placement]:
 
 
 def _sources(plan: RestorePlan | None, hosts: tuple[HostRanks, ...]) -> RestorePlan | None:
-    """The plan for the ranks of these hosts."""
+    """The part of the plan for the ranks of these hosts."""
     if plan is None:
         return None
     wanted = [str(rank) for host in hosts for rank in host.ranks]

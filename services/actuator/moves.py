@@ -1,4 +1,4 @@
-"""How the next move of an action is written down: its commands with their names and time limits, its end. Pure."""
+"""Builds the next move of an action: its commands with their names and time limits, or its end. Pure."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from collections import Counter
 from collections.abc import Iterable
 
 from flyball.contracts.decisions import ActionState, CommandBody, EndJob, SaveEmergency, StopWorkers, WarmUp
-from services.actuator import emergency
+from services.actuator.command_bodies import DEFAULT_FLUSH_S, save_limit_s
 from services.actuator.ports import ANSWER_SLACK_S, ActionProgress, CommandDraft, PlaybookStep
 from services.rules.incident_states import ACTION, ActionEvent
 
-DEFAULT_FLUSH_S = 10.0  # for what was captured to be committed; counted in the time to stop
 _STOP_TIMEOUT_S = 15.0  # beyond the grace
 
 
 def drafts(
     progress: ActionProgress, phase: str, bodies: Iterable[tuple[str, CommandBody]], now: float
 ) -> list[CommandDraft]:
-    """A command for each of these hosts, named by how often it was asked in this phase."""
+    """A command for each of these hosts. Its name counts the commands of this phase to the host."""
     asked = Counter(
         record.command.host_id
         for record in progress.commands
@@ -39,13 +38,14 @@ def _limit_s(progress: ActionProgress, body: CommandBody, now: float) -> float:
         case EndJob():
             limit_s = progress.plan.grace_s + _STOP_TIMEOUT_S
         case SaveEmergency():
-            limit_s = emergency.save_limit_s(body, remaining_s)
+            limit_s = save_limit_s(body, remaining_s)
         case _:
             limit_s = remaining_s
     return min(limit_s, remaining_s)
 
 
 def number(command_id: str) -> int:
+    """Which command of its phase to its host this is, from 1."""
     return int(command_id.rpartition(".")[2])
 
 

@@ -1,8 +1,8 @@
-"""How each kind of decision is carried out: a fixed order of phases, each a command per host. Pure.
+"""Carries out each kind of decision in a fixed order of phases, with a command per host in each. Pure.
 
-`advance` looks at an action with all that its hosts answered, and gives the next move. It may be called at any time,
-by any number of actuators, after any subset of the answers: the moves depend on nothing else, and a command's name
-follows from its place, so that a move made twice is the same move.
+`advance` looks at an action and its hosts' answers so far, and returns the next move. Any number of actuators may call
+it at any time: the move depends on nothing else, and a command's name follows from its place. So a move that is made
+twice is the same move.
 """
 
 from __future__ import annotations
@@ -25,7 +25,17 @@ from flyball.contracts.decisions import (
     UpdateState,
     WarmUp,
 )
-from services.actuator import emergency, endings
+from services.actuator.command_bodies import (
+    FREEING,
+    end_body,
+    flush_body,
+    outcome,
+    release_body,
+    save_body,
+    save_failure,
+    stop_body,
+    stopped,
+)
 from services.actuator.host_parts import host_parts
 from services.actuator.moves import drafts, end, move, names, number
 from services.actuator.ports import ActionProgress, CommandDraft, OutboxCommand, PlaybookStep
@@ -45,9 +55,9 @@ PHASES: Mapping[DecisionKind, tuple[str, ...]] = {
     DecisionKind.STOP_JOB: (SAVE, STOP, END),
     DecisionKind.COMPLETE_JOB: (STOP, END),
 }
-# A job ends also when one of its hosts does not answer: the others are tidied up all the same.
-_BEST_EFFORT = endings.FREEING
-# A start that failed may have begun: only a new generation may try again. A refused command did nothing.
+# A job ends even if one of its hosts does not answer: the others are cleaned up all the same.
+_BEST_EFFORT = FREEING
+# A failed start may have begun: only a new generation may try again. A refused command changed nothing.
 _ATTEMPTS = {STOP: 3, START: 1, SAVE: 1, FLUSH: 1, RELEASE: 3, END: 3}
 _REFUSALS = 3
 _LATE_MARGIN_STEPS = 4  # doubled with each new name
@@ -55,18 +65,18 @@ _MAX_NAMES = 4
 
 
 class _Answers(msgspec.Struct):
-    """What the hosts of a phase have said so far."""
+    """The answers of a phase so far."""
 
     done: list[str] = []
     waiting: list[OutboxCommand] = []
     unanswered: list[str] = []  # past their deadline
     failed: list[OutboxCommand] = []
     again: list[str] = []
-    late: list[OutboxCommand] = []  # an emergency save's step that was passed already
+    late: list[OutboxCommand] = []  # the rank was past the step of an emergency save
 
 
 def advance(progress: ActionProgress, now: float) -> PlaybookStep:
-    """The next move; an empty one (same phase and state, no commands) means: wait until `wake_at`."""
+    """The next move. An empty one (same phase and state, no commands) means: wait until `wake_at`."""
     if progress.state.ended:
         return PlaybookStep(progress.phase, progress.state, attempt=progress.attempt)
     if progress.plan.kind not in PHASES:
@@ -84,7 +94,7 @@ def advance(progress: ActionProgress, now: float) -> PlaybookStep:
 
 
 def may_start(progress: ActionProgress) -> bool:
-    """Whether the next move may start a generation: for that it must be known where engines and copies are."""
+    """Whether the next move may start a generation, so that the addresses of engines and the copies are needed."""
     if progress.plan.next is None or progress.phase not in ("", STOP):
         return False
     asked = _asked(progress, STOP)
@@ -94,7 +104,7 @@ def may_start(progress: ActionProgress) -> bool:
 
 
 def _at_deadline(progress: ActionProgress, answers: _Answers, now: float) -> PlaybookStep | None:
-    """What was done is done, also if no actuator was there to see it."""
+    """End the action at its deadline, unless all work was done before it, even if no actuator was there to see that."""
     is_last = not _following(progress)
     if now < progress.deadline_at or (is_last and len(answers.done) == len(_targets(progress))):
         return None
@@ -108,7 +118,7 @@ def _asked_again(progress: ActionProgress, answers: _Answers, now: float) -> Pla
         return _rename(progress, answers, now)
     if not answers.again:
         return None
-    sent = _sent(progress, progress.phase)  # a start names the same placement again, whatever is known by now
+    sent = _sent(progress, progress.phase)  # a repeated start must name the same placement, whatever is known by now
     again = drafts(progress, progress.phase, [(host, sent[host][-1].command.body) for host in answers.again], now)
     message = f"asking {names(answers.again)} again"
     return move(progress, progress.phase, progress.state, tuple(again), message=message, now=now)
@@ -127,7 +137,7 @@ def _given_up(progress: ActionProgress, answers: _Answers, now: float) -> Playbo
 
 
 def _waiting(progress: ActionProgress, answers: _Answers, now: float) -> PlaybookStep | None:
-    """Nothing to send. Once every host has said that it is at it, so has the action."""
+    """Wait for answers. Once every host has acknowledged its command, the action is acknowledged."""
     if not answers.waiting:
         return None
     soonest = min(_due(progress, record) for record in answers.waiting)
@@ -143,18 +153,18 @@ def _phase_done(progress: ActionProgress, answers: _Answers, now: float) -> Play
     if following:
         return _enter(progress, following, now)
     if progress.plan.kind is DecisionKind.EMERGENCY_CHECKPOINT:
-        event = ActionEvent.FAILED if emergency.save_failure(progress) else ActionEvent.COMPLETED
-        return end(progress, event, emergency.outcome(progress))
+        event = ActionEvent.FAILED if save_failure(progress) else ActionEvent.COMPLETED
+        return end(progress, event, outcome(progress))
     missing = answers.unanswered + [record.command.host_id for record in answers.failed]
     if missing:
-        return end(progress, ActionEvent.FAILED, f"{names(missing)} could not be tidied up; the others are.")
+        return end(progress, ActionEvent.FAILED, f"{names(missing)} could not be cleaned up; the others are.")
     return end(progress, ActionEvent.COMPLETED, f"{names(answers.done)} done")
 
 
 def _phases(progress: ActionProgress) -> tuple[str, ...]:
-    """Without slow tiers that somebody asked for a job that succeeded is only tidied up; without any, a step that was
-    saved needs no flush. A job is stopped without a save, unless the plan names a step. One that goes on after it had
-    ended is stopped first, for what its hosts tell."""
+    """The phases of this action. A job that succeeded is only cleaned up, unless the user asked for slow tiers.
+    Without slow tiers, a saved step needs no flush. A job is stopped without a save, unless the plan names a step. One
+    that goes on after its end is stopped first, since the answers list its copies."""
     phases = PHASES[progress.plan.kind]
     checkpoint = progress.plan.spec.checkpoint
     if progress.plan.kind is DecisionKind.START_JOB:
@@ -171,7 +181,7 @@ def _phases(progress: ActionProgress) -> tuple[str, ...]:
 
 
 def _following(progress: ActionProgress) -> str:
-    """The phase after the present one, '' after the last."""
+    """The phase after the current one; '' after the last."""
     phases = _phases(progress)
     return (*phases, "")[phases.index(progress.phase) + 1]
 
@@ -181,26 +191,29 @@ def _enter(progress: ActionProgress, phase: str, now: float) -> PlaybookStep:
         return _start(progress, now)
     plan = progress.plan
     bodies: Mapping[str, tuple[Callable[[], CommandBody], str]] = {
-        STOP: (lambda: endings.stop_body(plan), f"stopping generation {plan.generation}"),
-        SAVE: (lambda: emergency.save_body(progress, plan.emergency_step, now), f"saving step {plan.emergency_step}"),
-        FLUSH: (lambda: emergency.flush_body(progress, now), "flushing the newest recovery point"),
-        RELEASE: (
-            lambda: emergency.release_body(progress, now),
-            f"letting generation {plan.generation} go on",
+        STOP: (lambda: stop_body(plan), f"stopping generation {plan.generation}"),
+        SAVE: (
+            lambda: save_body(progress, plan.emergency_step, now),
+            f"saving step {plan.emergency_step}",
         ),
-        END: (lambda: endings.end_body(progress), f"ending job {plan.job}"),
+        FLUSH: (lambda: flush_body(progress, now), "flushing the newest recovery point"),
+        RELEASE: (
+            lambda: release_body(progress, now),
+            f"releasing generation {plan.generation}",
+        ),
+        END: (lambda: end_body(progress), f"ending job {plan.job}"),
     }
     make, doing = bodies[phase]
     asking = drafts(progress, phase, [(host, make()) for host in plan.stop_hosts], now)
     asking += _warm_ups(progress, now)
-    if not asking:  # every host of it is lost: there is nobody to wait for
+    if not asking:  # all its hosts are lost: nobody to wait for
         phases = (*_phases(progress), "")
         following = phases[phases.index(phase) + 1]
         if following and plan.kind is not DecisionKind.EMERGENCY_CHECKPOINT:
             return _enter(progress, following, now)
-        return end(progress, ActionEvent.COMPLETED, "no host of it is in reach")
+        return end(progress, ActionEvent.COMPLETED, "none of its hosts can be reached")
     message = f"{doing} on {names(plan.stop_hosts)}"
-    if phase == FLUSH and (failure := emergency.save_failure(progress)):
+    if phase == FLUSH and (failure := save_failure(progress)):
         message = f"{failure}: {message}"
     return move(progress, phase, _begun(progress), tuple(asking), message=message, now=now)
 
@@ -210,38 +223,38 @@ def _begun(progress: ActionProgress) -> ActionState:
 
 
 def _start(progress: ActionProgress, now: float) -> PlaybookStep:
-    """Fix the restore step from what the stopped hosts hold, and start every host of the new generation."""
+    """Choose the restore step from the copies of the stopped hosts, and start the new generation on its hosts."""
     plan = progress.plan
     following = plan.next
     if following is None:
         return end(progress, ActionEvent.FAILED, "The decision grants no generation to start.")
-    results = endings.stopped(progress.commands)
+    results = stopped(progress.commands)
     placement = _placement(progress, following, results)
     found = placement.restore.step if placement.restore else -1
     if found < following.known_step:
         return _ask_for_copies(progress, following.known_step, now)
     if found < 0 and plan.spec.never_from_scratch and plan.history is not None and plan.history.lineage:
-        why = "No host has a copy of any step, and --never-from-scratch forbids to begin anew."
+        why = "No host has a copy of any step, and --never-from-scratch forbids starting over."
         return end(progress, ActionEvent.FAILED, why)
     parts = host_parts(placement).items()
     bodies = [(host_id, StartWorkers(spec=plan.spec, placement=part)) for host_id, part in parts]
     asking = drafts(progress, START, bodies, now) + _warm_ups(progress, now)
-    whence = f"from step {placement.restore.step}" if placement.restore else "from scratch"
+    source = f"from step {placement.restore.step}" if placement.restore else "from scratch"
     hosts = names(host.host_id for host in placement.hosts)
-    message = f"starting generation {following.generation} {whence} on {hosts}"
+    message = f"starting generation {following.generation} {source} on {hosts}"
     step = move(progress, START, _begun(progress), tuple(asking), message=message, now=now)
     return msgspec.structs.replace(step, placement=placement, restore=placement.restore)
 
 
 def _ask_for_copies(progress: ActionProgress, known_step: int, now: float) -> PlaybookStep:
-    """Step `known_step` was reported complete, and is not in the answers: an engine was away, or is telling less. Going
-    on from an older one would lose what is there, so the hosts are asked again before that is believed."""
+    """Ask for the copies again. Step `known_step` was reported complete, but is not in the answers: an engine was away,
+    or lists less. To restore an older step would lose progress."""
     hosts = progress.plan.stop_hosts
     asked = _asked(progress, STOP)
     tries = max((len(asked[host]) for host in hosts), default=_ATTEMPTS[STOP])
     if tries >= _ATTEMPTS[STOP]:
-        return end(progress, ActionEvent.FAILED, f"Step {known_step} was complete, and no host tells of it any more.")
-    again = drafts(progress, STOP, [(host, endings.stop_body(progress.plan)) for host in hosts], now)
+        return end(progress, ActionEvent.FAILED, f"Step {known_step} was complete, but no host lists it any more.")
+    again = drafts(progress, STOP, [(host, stop_body(progress.plan)) for host in hosts], now)
     message = f"step {known_step} is not in the inventories: asking {names(hosts)} again"
     return move(progress, STOP, progress.state, tuple(again), message=message, now=now)
 
@@ -280,7 +293,7 @@ def _placement(progress: ActionProgress, following: GenerationPlan, results: Map
 
 
 def _rename(progress: ActionProgress, answers: _Answers, now: float) -> PlaybookStep:
-    """Some rank had passed the step before it was armed everywhere: name a later one, for all."""
+    """Name a later step for all ranks: some had passed this one before it was armed everywhere."""
     passed = [p.step for record in answers.late if record.update for p in record.update.result.positions]
     named = max(
         (r.command.body.step for r in progress.commands if isinstance(r.command.body, SaveEmergency)), default=0
@@ -288,10 +301,10 @@ def _rename(progress: ActionProgress, answers: _Answers, now: float) -> Playbook
     newest = max([named, *passed])
     step = newest + max(
         _LATE_MARGIN_STEPS * 2 ** (progress.attempt - 1), 2 * (newest - named)
-    )  # as late as it was, twice
+    )  # twice as far as it was late
     if progress.attempt >= _MAX_NAMES:
         return _enter(progress, STOP if progress.plan.kind is DecisionKind.STOP_JOB else FLUSH, now)
-    body = emergency.save_body(progress, step, now)
+    body = save_body(progress, step, now)
     renamed = tuple(drafts(progress, SAVE, [(host, body) for host in progress.plan.stop_hosts], now))
     message = f"{names(r.command.host_id for r in answers.late)} had passed step {named}: saving step {step} instead"
     moved = move(progress, SAVE, progress.state, renamed, message=message, now=now)
@@ -301,7 +314,7 @@ def _rename(progress: ActionProgress, answers: _Answers, now: float) -> Playbook
 def _answers(progress: ActionProgress, now: float) -> _Answers:
     answers, asked_of = _Answers(), _asked(progress, progress.phase)
     for host in _targets(progress):
-        asked = asked_of[host]  # never empty: a phase is entered with its commands
+        asked = asked_of[host]  # never empty: a phase begins with its commands
         record = asked[-1]
         failures = sum(1 for r in asked if r.state is UpdateState.FAILED)
         refusals = sum(1 for r in asked if r.state is UpdateState.REFUSED)
@@ -328,8 +341,8 @@ def _answers(progress: ActionProgress, now: float) -> _Answers:
 
 
 def _due(progress: ActionProgress, record: OutboxCommand) -> float:
-    """When a host that has not answered is given up. In an emergency not a moment later than it was given: what is left
-    is for the flush."""
+    """When to give up a host that has not answered. In an emergency, exactly at its deadline: the rest of the time is
+    for the flush."""
     if progress.phase == SAVE:
         return record.created_at + record.command.deadline_s
     return progress.answer_due(record)
@@ -342,7 +355,7 @@ def _targets(progress: ActionProgress) -> tuple[str, ...]:
 
 
 def _asked(progress: ActionProgress, phase: str) -> dict[str, list[OutboxCommand]]:
-    """Of each host the commands of a phase, oldest first; of an emergency save only those of the step named last."""
+    """host -> its commands of a phase, oldest first; for an emergency save only those of the latest step."""
     asked = _sent(progress, phase)
     if phase == SAVE:
         for host, records in asked.items():
@@ -352,7 +365,7 @@ def _asked(progress: ActionProgress, phase: str) -> dict[str, list[OutboxCommand
 
 
 def _sent(progress: ActionProgress, phase: str) -> dict[str, list[OutboxCommand]]:
-    """Of each host the commands of a phase, oldest first. There may be many thousand hosts: one pass for all."""
+    """host -> its commands of a phase, oldest first; in one pass, as there may be thousands of hosts."""
     sent: defaultdict[str, list[OutboxCommand]] = defaultdict(list)
     for record in progress.commands:
         if record.phase == phase and not isinstance(record.command.body, WarmUp):
@@ -363,7 +376,7 @@ def _sent(progress: ActionProgress, phase: str) -> dict[str, list[OutboxCommand]
 
 
 def _warm_ups(progress: ActionProgress, now: float) -> list[CommandDraft]:
-    """Sent along with the first phase, and waited for by nobody."""
+    """Commands that go out with the first phase, and that nobody waits for."""
     if progress.phase:
         return []
     remaining_s = progress.remaining_s(now)
@@ -374,12 +387,12 @@ def _warm_ups(progress: ActionProgress, now: float) -> list[CommandDraft]:
 
 
 def _failure_message(phase: str, failed: Iterable[OutboxCommand]) -> str:
-    said = {r.command.host_id: r.update.message or r.update.code for r in failed if r.update is not None}
-    return "; ".join(f"{host} could not {phase}: {why or 'no reason given'}" for host, why in said.items())
+    reasons = {r.command.host_id: r.update.message or r.update.code for r in failed if r.update is not None}
+    return "; ".join(f"{host} could not {phase}: {why or 'no reason given'}" for host, why in reasons.items())
 
 
 def _overdue_message(progress: ActionProgress, answers: _Answers) -> str:
     silent = answers.unanswered + [record.command.host_id for record in answers.waiting]
     if not silent:
         return f"The deadline of {progress.plan.deadline_s:.0f} s passed in phase {progress.phase}."
-    return f"{names(silent)} did not answer in phase {progress.phase} in time."
+    return f"{names(silent)} did not answer in time in phase {progress.phase}."

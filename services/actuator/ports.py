@@ -1,4 +1,4 @@
-"""What the playbook sees and answers, and what the executor needs of the database."""
+"""The playbook's input and output, and what the executor needs from the database."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from flyball.contracts.decisions import (
 from flyball.contracts.events import Event
 from flyball.contracts.reports.standings import HostStanding, LastObeyed
 
-ANSWER_SLACK_S = 2.0  # for the answer to travel, after the daemon's own deadline
+ANSWER_SLACK_S = 2.0  # beyond the daemon's own deadline, for its answer to arrive
 
 
 class OutboxCommand(msgspec.Struct, frozen=True):
-    """An outbox row and what its host answered last (None: nothing yet)."""
+    """A command in the outbox, and its host's last answer (None: none yet)."""
 
     command: Command
     phase: str
@@ -38,7 +38,7 @@ class OutboxCommand(msgspec.Struct, frozen=True):
 
 
 class ActionProgress(msgspec.Struct, frozen=True):
-    """One open action with everything that happened to it so far."""
+    """One open action, with everything that has happened to it so far."""
 
     action_id: str
     decision_id: str
@@ -51,27 +51,27 @@ class ActionProgress(msgspec.Struct, frozen=True):
     commands: tuple[OutboxCommand, ...]
     persistent_copies: tuple[ShardCopy, ...] = ()  # copies on the persistent tier, which no host owns
     engine_addresses: Mapping[str, str] = {}  # host -> "ip:port"
-    attempt: int = 1  # of the present phase; an emergency save that came too late is named anew
-    watched_since: float = 0.0  # wall clock; before it this actuator was away, and no host could answer it
+    attempt: int = 1  # of the current phase; an emergency save that came too late gets another step
+    watched_since: float = 0.0  # wall clock; before that this actuator was away, and hosts could not answer
 
     @property
     def deadline_at(self) -> float:
-        """Time in which no host could answer does not count, but for a host that is about to be taken away."""
+        """Time in which hosts could not answer does not count, except in an emergency: its host will be gone."""
         is_urgent = self.plan.kind is DecisionKind.EMERGENCY_CHECKPOINT
         since = self.started_at if is_urgent else max(self.started_at, self.watched_since)
         return since + self.plan.deadline_s
 
     def answer_due(self, record: OutboxCommand) -> float:
-        """When a host that has not answered by then is given up."""
+        """When to give up a host that has not answered."""
         return max(record.created_at, self.watched_since) + record.command.deadline_s + ANSWER_SLACK_S
 
     def remaining_s(self, now: float) -> float:
-        """For what is begun now; never nothing."""
+        """The time for a command that is sent now; never zero."""
         return max(0.1, self.deadline_at - now)
 
 
 class CommandDraft(msgspec.Struct, frozen=True):
-    """A command before the store gives it the fence of the present lease."""
+    """A command before the store stamps it with the fence of the current lease."""
 
     command_id: str
     host_id: str
@@ -80,14 +80,14 @@ class CommandDraft(msgspec.Struct, frozen=True):
 
 
 class PlaybookStep(msgspec.Struct, frozen=True):
-    """The next move of an action. An empty step (no commands, same phase and state) means: wait."""
+    """The next move of an action. An empty one (no commands, same phase and state) means: wait."""
 
     phase: str
     state: ActionState
     commands: tuple[CommandDraft, ...] = ()
     message: str = ""
     attempt: int = 1
-    placement: Placement | None = None  # set when the restore step was fixed: stored with the generation
+    placement: Placement | None = None  # set once the restore step is chosen; stored with the generation
     restore: RestorePlan | None = None
     events: tuple[Event, ...] = ()
     wake_at: float = 0.0
@@ -99,21 +99,21 @@ class ActionStore(Protocol):
     def open_actions(self) -> list[ActionProgress]: ...
 
     def apply(self, progress: ActionProgress, step: PlaybookStep, now: float) -> bool:
-        """Store a step in one transaction with its commands, stamped with the present lease epoch; False if another
-        actuator was first (the version moved) or the action was superseded."""
+        """Store a step with its commands, stamped with the current lease epoch, in one transaction. False if another
+        actuator was first (the version changed) or the action was superseded."""
         ...
 
     def commands_for(self, host_id: str, now: float) -> Sequence[Command]:
-        """Unanswered commands of open actions for a host, oldest first; marks them dispatched."""
+        """The unanswered commands of open actions for a host, oldest first. Marks them as dispatched."""
         ...
 
     def record(self, update: CommandUpdate) -> None:
-        """Keep a host's answer; idempotent, and never backwards (succeeded stays succeeded)."""
+        """Store a host's answer. Idempotent, and never backwards: succeeded stays succeeded."""
         ...
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """Whose commands a database gives, and which of the hosts that ask know more than it does."""
+    """The identity of the database that gives commands, and which of the asking hosts are ahead of it."""
 
     cluster: str
     incarnation: str
@@ -121,30 +121,30 @@ class Judgement(msgspec.Struct, frozen=True):
 
 
 class Standings(Protocol):
-    """What hosts obeyed, compared with what the database knows."""
+    """Compares the last command that hosts obeyed with the database."""
 
     def judge(self, obeyed: Mapping[str, LastObeyed]) -> Judgement: ...
 
     def tell(self, standing: HostStanding) -> None:
-        """Keep what a host tells that is ahead of the database."""
+        """Store the standing of a host that is ahead of the database."""
         ...
 
 
 class CommandOutbox(Protocol):
-    """The commands, as those see them who hand them out. Any number of actuators share it."""
+    """The outbox for handing out commands. Any number of actuators share it."""
 
     def unanswered(self) -> dict[str, tuple[int, int]]:
-        """Each host with unanswered commands of open actions -> a pair that is another whenever they changed."""
+        """host with unanswered commands of open actions -> a pair that changes whenever these change."""
         ...
 
     def daemons_of(self, host_ids: Sequence[str]) -> dict[str, str]:
-        """Host -> the incarnation whose report is the newest stored; without those that never reported."""
+        """host -> the incarnation of its newest stored report; without hosts that never reported."""
         ...
 
     def commands_for_hosts(self, host_ids: Sequence[str], now: float) -> dict[str, list[Command]]:
-        """As `ActionStore.commands_for`, for several hosts at once; those without any are left out."""
+        """As `ActionStore.commands_for`, for several hosts at once; without hosts that have no commands."""
         ...
 
     def record(self, update: CommandUpdate) -> None:
-        """Keep a host's answer; idempotent, and never backwards (succeeded stays succeeded)."""
+        """Store a host's answer. Idempotent, and never backwards: succeeded stays succeeded."""
         ...

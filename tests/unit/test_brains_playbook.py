@@ -248,7 +248,7 @@ def test_a_host_that_does_not_answer_ends_the_action() -> None:
     wake_at = advance(progress, NOW + 1).wake_at
     assert NOW + 15 <= wake_at <= NOW + 18
     step = advance(progress, wake_at)
-    assert step.state is ActionState.TIMED_OUT and step.message == "a did not answer in phase stop in time."
+    assert step.state is ActionState.TIMED_OUT and step.message == "a did not answer in time in phase stop."
 
 
 def test_an_action_has_a_deadline() -> None:
@@ -358,7 +358,7 @@ def test_a_step_that_is_saved_is_brought_to_the_slow_tiers_in_the_time_that_is_l
     done = advance(answer(progress, UpdateState.SUCCEEDED, {"b": there}), NOW + 5.0)
     assert done.state is ActionState.SUCCEEDED and "b has persistent step 60" in done.message
     late = advance(progress, NOW + 20.0)  # b did not answer: the step is saved all the same, and the host goes now
-    assert late.state is ActionState.SUCCEEDED and "b did not tell in time" in late.message
+    assert late.state is ActionState.SUCCEEDED and "b did not report in time" in late.message
 
 
 @pytest.mark.parametrize("plan", [SAVE, DURABLE])
@@ -378,7 +378,7 @@ def test_the_newest_recovery_point_is_flushed_if_a_rank_hangs(plan: ActionPlan) 
     if plan is DURABLE:
         assert "The newest recovery point was flushed instead (a has persistent step 57" in step.message
     else:
-        assert "The newest recovery point in memory stands instead" in step.message
+        assert "The newest recovery point in memory counts instead" in step.message
 
 
 RESUME = ActionPlan(DecisionKind.RESUME, "job", SPEC, generation=2, stop_hosts=("a", "b"), emergency_step=57)
@@ -533,4 +533,4 @@ def test_a_job_that_goes_on_without_a_copy_begins_anew_unless_that_is_forbidden(
     is_forbidden = never and bool(lineage)
     assert (step.state is ActionState.FAILED) == is_forbidden
     if is_forbidden:
-        assert step.message == "No host has a copy of any step, and --never-from-scratch forbids to begin anew."
+        assert step.message == "No host has a copy of any step, and --never-from-scratch forbids starting over."

@@ -380,7 +380,7 @@ def test_of_two_daemons_with_one_id_only_the_one_that_reports_is_given_commands(
         rig = Rig()
         rig.outbox.open.append(command(1))
         rig.outbox.present["host-a"] = "i1"
-        with pytest.raises(DaemonSuperseded, match="Another daemon speaks for host 'host-a'") as refused:
+        with pytest.raises(DaemonSuperseded, match="Another daemon acts for host 'host-a'") as refused:
             await rig.ids(incarnation="i2")
         assert refused.value.hint
         assert await rig.ids(incarnation="i1") == ["act-1"]

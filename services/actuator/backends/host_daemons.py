@@ -1,14 +1,14 @@
-"""Commands to host daemons, over the connections that they open themselves.
+"""Hands out commands to host daemons, over long polls that they open themselves.
 
-A daemon asks for its commands and is answered when there are some, or after `wait_s` with none. No state of a host is
-kept beyond its connection: any actuator can answer any daemon, and what was handed out and not answered is handed out
-again. Daemons obey each command_id once.
+A daemon asks for its commands, and gets a reply when there are some, or an empty one after `wait_s`. Nothing about a
+host is kept beyond its connection: any actuator can answer any daemon, and unanswered commands are handed out again.
+Daemons obey each command_id once.
 
-Of several daemons with one host id only that is given commands, and its answers are taken, whose reports are stored, or
-that succeeds it: whose state folder it has.
+Of several daemons with one host id, only one gets commands and may answer: the one whose reports are stored, or its
+successor, which has its state folder.
 
-However many hosts wait here, one task looks into the store for all of them: for those that came or were named by a
-wake-up at once, and every `poll_interval_s` for whose commands have changed.
+However many hosts wait, one task queries the store for all: at once for hosts that just came or that a wake-up named,
+and every `poll_interval_s` for hosts whose commands have changed.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from services.runtime.wakeup import Subscribable
 log = structlog.get_logger()
 
 MAX_WAIT_S = 60.0
-FIRST_LOOK_S = 5.0  # the longest that a poll waits to be looked for at all, whatever its own limit
-HAND_OUT_AGAIN_S = 1.0  # a command that was handed out and not answered; the first answer may have been lost
+FIRST_LOOK_S = 5.0  # the longest wait for the first query, even if the poll's own limit is shorter
+HAND_OUT_AGAIN_S = 1.0  # an unanswered command: the reply that carried it may have been lost
 MAX_HOSTS_AT_ONCE = 500  # in one query
-REST = 9.0  # after a look at all hosts, times as long as it took: with very many open commands it takes a while
-LONGEST_REST_S = 1.0  # a look may also have waited for a lock or a busy machine, and the next would not
+REST = 9.0  # after a query for all hosts, times as long as it took: it is slow with very many open commands
+LONGEST_REST_S = 1.0  # the query may only have waited for a lock or a busy machine
 
 IsGone = Callable[[], Awaitable[bool]]
 
 
 class WakeupSource(Wakeup, Subscribable, Protocol):
-    """What wakes threads, and calls listeners."""
+    """Wakes up threads, and calls listeners."""
 
 
 class _Poll(msgspec.Struct, eq=False):
-    """One waiting connection. `found` is set to its commands, or to none when it is to end."""
+    """One waiting connection. `found` is set to its commands, or to none in order to end it."""
 
     host_id: str
     incarnation: str
@@ -62,7 +62,7 @@ class _Poll(msgspec.Struct, eq=False):
     found: asyncio.Future[list[Command]]
     judgement: Judgement | None = None
     looked: bool = False
-    failure: FlyballError | None = None  # why nothing could be found
+    failure: FlyballError | None = None  # why the query failed
 
     def end(self, commands: Sequence[Command] = ()) -> None:
         if not self.found.done():
@@ -70,7 +70,7 @@ class _Poll(msgspec.Struct, eq=False):
 
 
 class _HandedOut(msgspec.Struct):
-    """What a daemon was given and has not answered."""
+    """The commands that a daemon got and has not answered."""
 
     incarnation: str
     times: dict[str, float]  # command_id -> when
@@ -90,7 +90,7 @@ class HostDaemons:
         max_waiting: int,
         poll_interval_s: float,
     ) -> None:
-        """`poll_interval_s`: how often the store is looked at unwoken."""
+        """`poll_interval_s`: how often to query the store without a wake-up."""
         self._store = store
         self._standings = standings
         self._wakeup = wakeup
@@ -101,14 +101,14 @@ class HostDaemons:
         self._polls: dict[str, _Poll] = {}
         self._handed_out: dict[str, _HandedOut] = {}
         self._ring = asyncio.Event()
-        self._called: set[str] = set()  # hosts to look for at once
+        self._called: set[str] = set()  # hosts to query for at once
         self._look_at_all = False
-        self._marks: dict[str, tuple[int, int]] = {}  # what the last look at all hosts saw
+        self._marks: dict[str, tuple[int, int]] = {}  # result of the last query for all hosts
         self._stopping = False
         self._logs = LogRequests()
 
     async def read_log(self, host_id: str, request: LogRequest) -> LogPiece:
-        """A piece of a rank's log, from the daemon of the host that has it. Raises TooBusy, Unreachable."""
+        """Get a piece of a rank's log from the daemon of its host. Raises TooBusy, Unreachable."""
         name = self._logs.add(host_id, request)
         poll = self._polls.get(host_id)
         if poll:
@@ -116,7 +116,7 @@ class HostDaemons:
         return await self._logs.piece(name)
 
     def take_log(self, piece: LogPiece) -> None:
-        """A host's answer to that."""
+        """Take in a host's answer to `read_log`."""
         self._logs.answered(piece)
 
     async def next_commands(
@@ -129,10 +129,11 @@ class HostDaemons:
         succeeds: Sequence[str] = (),
         obeyed: LastObeyed = LastObeyed(),  # noqa: B008 - frozen
     ) -> CommandBatch:
-        """The host's commands as soon as there are some. A newer poll of the same host ends this one, with none. A host
-        that obeyed what the database does not know is asked to tell, and is given none until that is settled.
-        Raises DaemonSuperseded to a daemon that does not speak for the host, TooBusy when too many hosts wait already,
-        and Unreachable when the store cannot be looked at."""
+        """Wait for commands of the host. A newer poll of the same host ends this one without commands. A host that is
+        ahead of the database is asked for its standing, and gets no commands until that is settled.
+
+        Raises DaemonSuperseded for a daemon that does not act for the host, TooBusy if too many hosts wait already, and
+        Unreachable if the store cannot be read."""
         if self._stopping:
             return CommandBatch()
         poll = self._enter(host_id, incarnation, succeeds, min(max(wait_s, 0.0), MAX_WAIT_S), obeyed)
@@ -140,7 +141,7 @@ class HostDaemons:
             poll.end()
         try:
             commands = await self._found(poll)
-            # Commands for a daemon that left would wait for its next poll to be handed out again.
+            # If the daemon has left, its commands would have to wait to be handed out again.
             if not commands and not self._logs.has_any(host_id):
                 return _signed(CommandBatch(), poll)
             if await is_gone() or self._polls.get(host_id) is not poll:
@@ -153,7 +154,7 @@ class HostDaemons:
             self._metrics.waiting_polls.set(len(self._polls))
 
     async def take_update(self, update: CommandUpdate, *, succeeds: Sequence[str] = ()) -> None:
-        """Store a host's answer, then let the executor go on. Raises DaemonSuperseded as `next_commands` does."""
+        """Store a host's answer, then wake up the executor. Raises DaemonSuperseded as `next_commands` does."""
         reach("actuator.before_ack")
         present = await asyncio.to_thread(self._store.daemons_of, [update.host_id])
         if not speaks_for_host(update.incarnation, succeeds, present.get(update.host_id, "")):
@@ -171,7 +172,8 @@ class HostDaemons:
         self._wakeup.notify("actions")
 
     async def take_standing(self, standing: HostStanding, *, succeeds: Sequence[str] = ()) -> None:
-        """Keep what a host tells that is ahead of the database. Raises DaemonSuperseded as `next_commands` does."""
+        """Store the standing of a host that is ahead of the database. Raises DaemonSuperseded as `next_commands`
+        does."""
         present = await asyncio.to_thread(self._store.daemons_of, [standing.host_id])
         if not speaks_for_host(standing.incarnation, succeeds, present.get(standing.host_id, "")):
             raise _superseded(standing.host_id)
@@ -186,11 +188,12 @@ class HostDaemons:
         self._wakeup.notify("signals")
 
     async def run(self) -> None:
-        """Look for commands until cancelled. While the store is away, who waits is told so, and may ask elsewhere."""
+        """Query for commands until cancelled. During an outage of the store the polls fail, and daemons may ask another
+        actuator."""
         loop = asyncio.get_running_loop()
 
         def called(hosts: Collection[str]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(self._call, tuple(hosts))
 
         leave = self._wakeup.subscribe("commands", called)
@@ -213,7 +216,7 @@ class HostDaemons:
             leave()
 
     def stop(self) -> None:
-        """Answer those who wait with no commands, at the next wake-up."""
+        """End the waiting polls without commands, at the next wake-up."""
         self._stopping = True
 
     def _call(self, hosts: Collection[str]) -> None:
@@ -254,10 +257,10 @@ class HostDaemons:
             if poll.looked and now_s >= poll.deadline_s:
                 return []
             if now_s >= give_up_s:
-                raise Unreachable("The commands were not looked for in time.", hint="see the actuator's log")
+                raise Unreachable("The query for commands took too long.", hint="see the actuator's log")
 
     async def _look(self, look_at_all_s: float) -> float:
-        """One look for those who need one; when the next look at all hosts is due."""
+        """Query for the hosts that need it; returns when the next query for all hosts is due."""
         self._ring.clear()
         called, self._called = self._called, set()
         if self._stopping:
@@ -276,7 +279,7 @@ class HostDaemons:
         return look_at_all_s
 
     async def _with_news(self) -> set[str]:
-        """Waiting hosts whose commands changed since the last time, or are to be handed out again."""
+        """The waiting hosts whose commands changed since the last query, or must be handed out again."""
         if not self._polls:
             self._marks = {}
             return set()
@@ -307,14 +310,14 @@ class HostDaemons:
         if not polls:
             return
         found = await asyncio.to_thread(self._store.commands_for_hosts, list(polls), self._clock.wall_s())
-        # After the commands were read: those of a copy of the database that took its place meanwhile are not given.
+        # Judged after reading the commands: a copy of the database that took over meanwhile must not hand out any.
         judged = await asyncio.to_thread(self._standings.judge, {name: poll.obeyed for name, poll in polls.items()})
         now_s = self._clock.monotonic_s()
         for host_id, poll in polls.items():
             poll.looked = True
             before, poll.judgement = poll.judgement, judged
             if host_id in judged.ahead or (before and before.incarnation != judged.incarnation):
-                poll.end()  # it is to hear of that
+                poll.end()  # its reply says so
                 continue
             commands = self._not_recent(host_id, poll.incarnation, found.get(host_id, []), now_s)
             if commands or now_s >= poll.deadline_s:
@@ -323,7 +326,7 @@ class HostDaemons:
     def _not_recent(
         self, host_id: str, incarnation: str, open_commands: Sequence[Command], now_s: float
     ) -> list[Command]:
-        """The host's open commands, without those that this very incarnation was given a moment ago."""
+        """The host's open commands, without those that this incarnation got a moment ago."""
         handed_out = self._handed_out.get(host_id)
         if handed_out is None or not open_commands or handed_out.incarnation != incarnation:
             self._handed_out.pop(host_id, None)
@@ -352,7 +355,7 @@ class HostDaemons:
 
 
 def _signed(batch: CommandBatch, poll: _Poll) -> CommandBatch:
-    """With whose commands they are; and whether the daemon is to tell what the database does not know."""
+    """Add the identity of the database, and whether the daemon should report its standing."""
     judged = poll.judgement
     if judged is None:
         return batch
@@ -364,6 +367,6 @@ def _signed(batch: CommandBatch, poll: _Poll) -> CommandBatch:
 
 def _superseded(host_id: str) -> DaemonSuperseded:
     return DaemonSuperseded(
-        f"Another daemon speaks for host {host_id!r}.",
-        hint="give each machine its own --host-id; one that was set up anew is heard when the one before it is silent",
+        f"Another daemon acts for host {host_id!r}.",
+        hint="give each machine its own --host-id; a new one is accepted once the old one is silent",
     )
