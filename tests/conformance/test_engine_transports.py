@@ -446,11 +446,11 @@ def test_a_server_without_the_token_is_refused_too(pair: Pair, threads: ThreadPo
 def test_a_proof_that_was_overheard_is_of_no_use_in_another_connection(
     transport: Tcp, server: Server, threads: ThreadPoolExecutor
 ) -> None:
-    heard = Pair(transport, SETTINGS)  # a listener in the middle, to whom an engine proves that it has the token
-    introducing = threads.submit(introduce, heard.ours, identity=CLIENT, token=TOKEN, timeout_s=60)
-    heard.theirs.send(Challenge(PEER_PROTOCOL, "5" * 64), timeout_s=60)
-    hello = heard.theirs.receive(Hello, timeout_s=60)
-    heard.close()
+    observed = Pair(transport, SETTINGS)  # a listener in the middle, to whom an engine proves that it has the token
+    introducing = threads.submit(introduce, observed.ours, identity=CLIENT, token=TOKEN, timeout_s=60)
+    observed.theirs.send(Challenge(PEER_PROTOCOL, "5" * 64), timeout_s=60)
+    hello = observed.theirs.receive(Hello, timeout_s=60)
+    observed.close()
     with pytest.raises(FlyballError):
         introducing.result()
     with transport.connect(server.port) as replayed:

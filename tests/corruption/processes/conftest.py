@@ -81,8 +81,8 @@ durable_files.os = Os()
 
 def arm(sock):
     while True:
-        said, asker = sock.recvfrom(256)
-        what, _, name = said.decode().partition(" ")
+        received, asker = sock.recvfrom(256)
+        what, _, name = received.decode().partition(" ")
         if what == "stop":
             os.environ[fault_points.VARIABLE] = name
             fault_points.rearm()
@@ -230,13 +230,13 @@ class Host:
         assert state_in_kernel(self.engine), (self._root / f"{self.name}.log").read_text()[-3000:]
         return False
 
-    def tell_engine(self, what: str) -> None:
+    def control_engine(self, what: str) -> None:
         """`stop POINT:1:SIGSTOP`, `break CALL` (a system call fails from now on), `mend CALL`. Returns when it is in
         effect, or the engine is stopped already."""
-        told = self._root / f"{self.name}.told"
-        told.unlink(missing_ok=True)
+        sender = self._root / f"{self.name}.sender"
+        sender.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-            sock.bind(str(told))
+            sock.bind(str(sender))
             sock.sendto(what.encode(), str(self._root / f"{self.name}.arm"))
 
             def is_done() -> bool:

@@ -104,9 +104,9 @@ def test_a_disk_that_fails_costs_only_what_it_was_to_hold(site_with_small_disks:
     site.begin()
     until("steps of both ranks", lambda: newest_on(folder) >= 0)
     for host in site.hosts.values():
-        host.tell_engine(f"break {call}")
+        host.control_engine(f"break {call}")
     failing = "disk_write_failures"
-    until("it is told", lambda: counted(site, failing) >= 3)
+    until("it is reported", lambda: counted(site, failing) >= 3)
     with site.engines_stopped():
         newest = newest_on(folder)
     assert newest >= 0
@@ -114,7 +114,7 @@ def test_a_disk_that_fails_costs_only_what_it_was_to_hold(site_with_small_disks:
     world = site.world_step()
     until("training goes on", lambda: site.world_step() >= world + 20)
     for host in site.hosts.values():
-        host.tell_engine(f"mend {call}")
+        host.control_engine(f"mend {call}")
     until("newer steps are written", lambda: newest_on(folder) > newest)
     committed = site.committed()
     assert site.recover() >= committed

@@ -57,7 +57,7 @@ def test_after_a_kill_the_newest_committed_step_is_restored(
     site.train_until(2)
     before = site.committed()
     if who == "engine":
-        host.tell_engine(f"stop {stop}")
+        host.control_engine(f"stop {stop}")
     if point == "engine.armed":
         site.arm_ranks(host)
     elif point == "engine.flush":

@@ -145,12 +145,12 @@ def test_a_flipped_byte_is_found_in_every_tier_and_passed_over(site: Site, tier:
     assert [(c["path"], c["verdict"], c["bad_chunks"]) for c in found["copies"] if c["verdict"] != "good"] == [
         (wrong["path"], "bad", [2])
     ]
-    told = site.run("verify", COLUMNS="120")
-    assert told.returncode == 21
-    assert wrong["path"] in told.stderr
-    assert "chunk 2 of 4" in told.stdout
+    result = site.run("verify", COLUMNS="120")
+    assert result.returncode == 21
+    assert wrong["path"] in result.stderr
+    assert "chunk 2 of 4" in result.stdout
     if tier == "persistent":  # that was the only copy
-        assert "another copy of this rank" in " ".join(told.stdout.split())
+        assert "another copy of this rank" in " ".join(result.stdout.split())
         code, _, err = site.call("restore", "10", "--to", "out")
         assert code == 23
         assert "rank 1: " in err
@@ -288,9 +288,9 @@ def test_plan_names_sources_and_what_a_lost_host_costs(site: Site) -> None:
 
     lost = site.json("plan", "8", "--lost", "host-a", code=23)
     assert (lost["restorable"], lost["shards"][0]["reason"]) == (False, "lost_host")
-    told = site.run("plan", "8", "--lost", "host-a", COLUMNS="80")
-    assert "on a lost host" in told.stdout
-    assert "no usable copy of ranks 0" in told.stderr
+    result = site.run("plan", "8", "--lost", "host-a", COLUMNS="80")
+    assert "on a lost host" in result.stdout
+    assert "no usable copy of ranks 0" in result.stderr
     code, _, err = site.call("plan", "8", "--lost", "host-x")
     assert (code, "host-a, host-b" in err) == (8, True)
 

@@ -36,10 +36,10 @@ def test_the_newest_run_is_shown_with_a_note_about_the_other(twice: Site) -> Non
     listed = twice.json("ls")
     assert (listed["run"], listed["runs"], listed["recovery_point"]) == (SECOND, [FIRST, SECOND], 7)
     assert steps_and_tiers(listed) == {7: {"memory"}, 5: {"disk"}, 4: {"persistent"}}
-    code, table, said = twice.call("ls")
+    code, table, error = twice.call("ls")
     assert code == 0
     assert f"run {SECOND}" in table
-    assert f"--job {JOB}/{FIRST}" in said
+    assert f"--job {JOB}/{FIRST}" in error
 
 
 def test_another_run_is_named_behind_the_job(twice: Site, tmp_path: Path) -> None:
@@ -55,10 +55,10 @@ def test_another_run_is_named_behind_the_job(twice: Site, tmp_path: Path) -> Non
 
 
 def test_a_run_that_is_not_known_is_refused_with_those_that_are(twice: Site) -> None:
-    code, _, said = twice.call("ls", "--job", f"{JOB}/20200101-000000-000")
+    code, _, error = twice.call("ls", "--job", f"{JOB}/20200101-000000-000")
     assert code != 0
-    assert FIRST in said
-    assert SECOND in said
+    assert FIRST in error
+    assert SECOND in error
 
 
 @pytest.mark.parametrize("folder", ["disk", "disk/host-a", f"disk/host-a/{JOB}", "store", f"store/{JOB}"])
@@ -104,6 +104,6 @@ def test_the_folder_of_a_run_that_was_moved_to_another_does_not_count(twice: Sit
 
 
 def test_a_supervisor_is_not_asked_for_another_run(twice: Site) -> None:
-    code, _, said = twice.call("plan", "5", "--supervisor", "http://127.0.0.1:9", "--job", f"{JOB}/{FIRST}")
+    code, _, error = twice.call("plan", "5", "--supervisor", "http://127.0.0.1:9", "--job", f"{JOB}/{FIRST}")
     assert code == 2
-    assert "name the job alone" in said
+    assert "name the job alone" in error

@@ -87,9 +87,9 @@ def run_until_killed(prefix: Path, *how: str, lines: int) -> tuple[dict[int, str
             digests[int(number)] = digest
             if len(digests) == lines:
                 loop.send_signal(signal.SIGKILL)
-        said = loop.stderr.read() if loop.stderr else ""
-    assert len(digests) >= lines, said
-    return digests, said
+        log = loop.stderr.read() if loop.stderr else ""
+    assert len(digests) >= lines, log
+    return digests, log
 
 
 @pytest.mark.parametrize("how_often", ["always", "now and then"])
@@ -98,10 +98,10 @@ def run_until_killed(prefix: Path, *how: str, lines: int) -> tuple[dict[int, str
 def test_what_is_committed_is_what_the_state_was(tmp_path: Path, way: str, model: str, how_often: str) -> None:
     lines = random.Random(f"{way}{model}{how_often}").randrange(25, 60)
     prefix = tmp_path / "flyball-test"
-    digests, said = run_until_killed(prefix, way, model, how_often, lines=lines)
+    digests, log = run_until_killed(prefix, way, model, how_often, lines=lines)
     segments = RankSegments.open(rank_segment(str(prefix), "by-hand", 0))
     committed = [view for view in segments.slots() if view.state is SlotState.COMMITTED]
-    assert max(view.step for view in committed) >= lines - 8, said
+    assert max(view.step for view in committed) >= lines - 8, log
     for view in committed:
         tensors = load(bytes(segments.payload(view.index)))
         found = hashlib.sha256(b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))).hexdigest()

@@ -150,14 +150,14 @@ def test_a_killed_peer_is_seen_at_once_without_traffic_and_seen_again_when_back(
     assert a.status.unreachable_peers == ()
     assert b.ask(GetStatus()).ok  # as its daemon does
 
-    def told() -> Testimonies:
+    def testimonies() -> Testimonies:
         return a.ask(GetStatus(about=("b", "unheard-of"))).testimonies
 
-    until(lambda: [t.peer for t in told() if t.daemon_s is not None] == ["b"])
-    until(lambda: told()[0].engine_s < 5.0)
+    until(lambda: [t.peer for t in testimonies() if t.daemon_s is not None] == ["b"])
+    until(lambda: testimonies()[0].engine_s < 5.0)
     b.kill()
     until(lambda: a.status.unreachable_peers == ("b",))  # by event: a missed ping would take a thousand seconds
-    assert told() == ()
+    assert testimonies() == ()
     b.start()
     until(lambda: a.status.unreachable_peers == ())
 

@@ -198,13 +198,15 @@ def test_a_trainer_that_waits_reads_the_disk_itself(
     a, b = saved
     for generation in itertools.count(2):
         lose_memory(cluster, a, b)
-        told = len(disk_restores(a))
+        before = len(disk_restores(a))
         with attached(a, 0, lineage_of(generation), STEP, spec) as job:
             found = state(0)
             with restoring(job, found) as results:
                 begin(cluster, spec, generation, (cluster.source(0, Tier.DISK, "a"),))
             assert results == [STEP + 1] and is_restored(found)
-            until(lambda told=told: len(disk_restores(a)) > told)  # the trainer may finish before the engine logs it
+            until(
+                lambda before=before: len(disk_restores(a)) > before
+            )  # the trainer may finish before the engine logs it
             if disk_restores(a)[-1]["by_trainer"]:  # else the engine had begun to fill a slot: this thread was held up
                 segments = RankSegments.open(rank_segment(a.prefix, JOB, 0))
                 assert segments.find(1, STEP) is None
