@@ -187,7 +187,7 @@ def test_on_a_terminal_it_shows_a_screen_and_restores_the_cursor(tmp_path: Path)
     os.close(theirs)
     shown = b""
     try:
-        while b"Ctrl-C ends it." not in shown:
+        while b"Press Ctrl-C to quit." not in shown:
             shown += os.read(ours, 65536)
         grow(path, EVENTS[-1:])
         while chunk := read_terminal(ours):

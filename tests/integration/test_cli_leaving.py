@@ -187,7 +187,7 @@ def test_hosts_with_a_spare_are_left_one_after_the_other_and_the_job_goes_on(clu
     cluster.expect_ends(h0=143)
     output = cluster.output("h0")
     assert "host h0 left job pair. Its ranks are now on h2, h3" in output
-    again = re.search(r"up again: (flyball up [^(]*) \(with the same FLYBALL_TOKEN\)", output)
+    again = re.search(r"start it again: (flyball up [^(]*) \(with the same FLYBALL_TOKEN\)", output)
     assert again, output
     assert cluster.runs["h2"].poll() is None
     environment = dict(os.environ) | {"FLYBALL_TOKEN": TOKEN}
