@@ -15,7 +15,7 @@ from flyball.cli.run.ending import Ending, settle_memory
 from flyball.cli.run.host_process import HostProcess
 from flyball.cli.run.resume import prepare_locally, record_of
 from flyball.cli.run.resume_points import open_jobs
-from flyball.cli.run.run_folders import RECORD, RunFolder, take
+from flyball.cli.run.run_folders import RECORD, RunFolder, claim_folder
 from flyball.cli.run.session import start_daemon
 from flyball.cli.signals import EndSignals
 from flyball.contracts.checkpoints import CheckpointSpec
@@ -33,7 +33,7 @@ ARGV = ("train.py",)
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[RunFolder]:
-    folder = take(JOB, {"FLYBALL_STATE_DIR": str(tmp_path / "s")})
+    folder = claim_folder(JOB, {"FLYBALL_STATE_DIR": str(tmp_path / "s")})
     yield folder
     folder.close()
 

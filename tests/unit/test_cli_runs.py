@@ -17,11 +17,11 @@ from flyball.cli.run.run_folders import (
     CHECKPOINTS,
     RECORD,
     RunRecord,
+    claim_folder,
     find_run,
     folder_name,
     read_record,
     segments_prefix,
-    take,
 )
 from flyball.contracts.errors import Conflict, NotFound
 
@@ -34,13 +34,13 @@ def record(job: str, *, state: str = "failed", started_at: float = 1.0) -> RunRe
 
 def test_a_job_finds_its_folder_again(tmp_path: Path) -> None:
     environ = {"FLYBALL_STATE_DIR": str(tmp_path)}
-    first = take("train-1", environ)
+    first = claim_folder("train-1", environ)
     assert first.path == tmp_path / "jobs" / "train-1"
     assert first.path.stat().st_mode & 0o777 == 0o700
     assert first.before is None
     first.write(record("train-1"))
     first.close()
-    again = take("train-1", environ)
+    again = claim_folder("train-1", environ)
     assert (again.path, again.job) == (first.path, "train-1")
     assert again.before == record("train-1")
     again.close()
@@ -48,11 +48,11 @@ def test_a_job_finds_its_folder_again(tmp_path: Path) -> None:
 
 def test_two_runs_at_once_get_two_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     environ = {"FLYBALL_STATE_DIR": str(tmp_path)}
-    first, second = take("train", environ), take("train", environ)
+    first, second = claim_folder("train", environ), claim_folder("train", environ)
     assert (first.job, second.job) == ("train", "train-2")
     assert "job train is already running; this is another one, train-2" in capsys.readouterr().err
     first.close()
-    third = take("train", environ)
+    third = claim_folder("train", environ)
     assert third.job == "train"
     second.close()
     third.close()
@@ -72,7 +72,7 @@ def test_commands_that_check_each_others_folders_do_not_interfere(
     def begin_and_end(number: int) -> set[str]:
         names = set()
         for _ in range(8):
-            folder = take(f"job-{number}", environ)
+            folder = claim_folder(f"job-{number}", environ)
             names.add(folder.job)
             folder.close()
         return names
@@ -84,9 +84,9 @@ def test_commands_that_check_each_others_folders_do_not_interfere(
 
 
 def test_a_folder_in_use_is_a_clear_error(tmp_path: Path) -> None:
-    held = take("train", {}, state_dir=str(tmp_path))
+    held = claim_folder("train", {}, state_dir=str(tmp_path))
     with pytest.raises(Conflict, match="is using the state folder"):
-        take("train", {}, state_dir=str(tmp_path))
+        claim_folder("train", {}, state_dir=str(tmp_path))
     held.close()
 
 
@@ -103,10 +103,10 @@ def test_old_folders_are_removed_unless_they_hold_checkpoints_or_are_in_use(
     environ = {"FLYBALL_STATE_DIR": str(tmp_path), "FLYBALL_SHM_DIR": str(tmp_path)}
     jobs, now = tmp_path / "jobs", tmp_path.stat().st_mtime
     for number in range(30):
-        folder = take(f"job-{number}", environ)
+        folder = claim_folder(f"job-{number}", environ)
         folder.close()
         os.utime(folder.path, (now - 100 + number, now - 100 + number))
-    live = take("live", environ)
+    live = claim_folder("live", environ)
     os.utime(live.path, (1, 1))
     supervised = jobs / "supervised" / "supervisor"
     supervised.mkdir(parents=True)
@@ -120,11 +120,11 @@ def test_old_folders_are_removed_unless_they_hold_checkpoints_or_are_in_use(
         os.utime(jobs / name, (then, then))
     in_memory = jobs / "job-0"
     if not in_memory.exists():
-        take("job-0", environ).close()
+        claim_folder("job-0", environ).close()
     Path(segments_prefix(in_memory, environ) + ".job-0.r0.ctl").touch()
     Path(segments_prefix(in_memory, environ) + ".job-0.r0.s0").write_bytes(b"x")
     os.utime(in_memory, (2, 2))
-    take("new", environ).close()
+    claim_folder("new", environ).close()
     left = {folder.name for folder in jobs.iterdir()}
     assert {"new", "live", "supervised", "kept"} <= left
     assert "forgotten" not in left
@@ -141,7 +141,7 @@ def test_the_newest_run_that_did_not_succeed_is_resumed(tmp_path: Path) -> None:
         find_run("", environ)
     held = []
     for at, (job, state) in enumerate((("a", "failed"), ("b", "stopped"), ("c", "succeeded"), ("d", "running"))):
-        folder = take(job, environ)
+        folder = claim_folder(job, environ)
         folder.write(msgspec.structs.replace(record(job, state=state), started_at=float(at)))
         held.append(folder)
     for folder in held[:3]:
@@ -164,7 +164,7 @@ def test_a_torn_record_counts_as_missing(tmp_path: Path) -> None:
 
 def test_a_missing_work_folder_gives_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLYBALL_STATE_DIR", str(tmp_path))
-    folder = take("train-1", os.environ)
+    folder = claim_folder("train-1", os.environ)
     folder.write(msgspec.structs.replace(record("train-1"), workdir=str(tmp_path / "gone")))
     folder.close()
     with pytest.raises(NotFound, match=r"Cannot enter .*gone, where job train-1 ran: No such file") as caught:

@@ -18,7 +18,7 @@ from flyball.cli.run.ending import Ending, resume_command
 from flyball.cli.run.job_watch import Job
 from flyball.cli.run.rendezvous import join, meet
 from flyball.cli.run.resume import announce_disk_folder, prepare_locally, record_of, with_default_tier
-from flyball.cli.run.run_folders import RunFolder, find_run, take
+from flyball.cli.run.run_folders import RunFolder, claim_folder, find_run
 from flyball.cli.run.session import Session, start_daemon
 from flyball.cli.show.messages import announce, print_json
 from flyball.cli.signals import EndSignals
@@ -60,7 +60,7 @@ def run(arguments: list[str]) -> int:
         elif request.rendezvous:
             session = meet(request, spec, stack, signals)
         else:
-            home = take(spec.job, os.environ, state_dir=request.state_dir)
+            home = claim_folder(spec.job, os.environ, state_dir=request.state_dir)
             stack.callback(home.close)
             checkpoint = with_default_tier(request, spec.checkpoint, str(home.checkpoints))
             spec = msgspec.structs.replace(spec, job=home.job, checkpoint=checkpoint)

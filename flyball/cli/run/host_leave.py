@@ -38,7 +38,7 @@ class Next(StrEnum):
     END = "end"  # this host is no longer needed, or its time is up
 
 
-def can_go_on(hosts: Iterable[Json], spec: JobSpec, leaving: str) -> bool:
+def others_can_continue(hosts: Iterable[Json], spec: JobSpec, leaving: str) -> bool:
     """Whether any host other than the leaving one has, or may take, ranks of the job."""
     return any(
         host["host_id"] != leaving
@@ -92,7 +92,7 @@ class HostLeave:
         waited_s = time.monotonic() - self._began_at
         is_here = self._daemon is not None and not self._daemon.has_ended
         if job is not None and hosts is not None:
-            if not can_go_on(hosts, self._spec, self._host_id):
+            if not others_can_continue(hosts, self._spec, self._host_id):
                 announce(f"every host of job {self._spec.job} leaves: stopping the job")
                 return Next.STOP_JOB
             self._had_ranks |= self._host_id in _hosts_of(job)

@@ -100,7 +100,7 @@ class OwnTerminal:
         self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
 
     @contextlib.contextmanager
-    def lent(self) -> Iterator[None]:
+    def shared(self) -> Iterator[None]:
         """While entered, the workers can use the terminal."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._write_request()

@@ -19,7 +19,7 @@ from flyball.cli.run.embedded import KeptSupervisor
 from flyball.cli.run.ending import announce_kept_step, settle_memory
 from flyball.cli.run.host_leave import HostLeave, is_there
 from flyball.cli.run.resume import announce_disk_folder, prepare_at_supervisor
-from flyball.cli.run.run_folders import take
+from flyball.cli.run.run_folders import claim_folder
 from flyball.cli.run.session import Session, client_of, start_daemon
 from flyball.cli.show.messages import announce
 from flyball.cli.signals import EndSignals
@@ -109,7 +109,7 @@ def meet(request: RunRequest, spec: JobSpec, stack: ExitStack, signals: EndSigna
 def _folder_of_meeting(request: RunRequest, stack: ExitStack) -> Path:
     if request.state_dir:
         return Path(request.state_dir)
-    home = take(request.job, os.environ)
+    home = claim_folder(request.job, os.environ)
     stack.callback(home.close)
     return home.path
 

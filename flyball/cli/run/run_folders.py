@@ -78,7 +78,7 @@ class RunFolder:
         os.close(self._lock)
 
 
-def take(job: str, environ: Mapping[str, str], *, state_dir: str = "") -> RunFolder:
+def claim_folder(job: str, environ: Mapping[str, str], *, state_dir: str = "") -> RunFolder:
     """Lock and return the job's folder. While another command runs a job of that name, use the next free name: NAME-2.
 
     Raises Conflict if no name is free, or if the folder that the user named is in use.

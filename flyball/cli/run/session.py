@@ -72,7 +72,7 @@ class Session:
         if request.supervisor:
             spec = _with_environment(spec, request, self.connection.token)
         output = JobOutput(request, spec, stack)
-        output.lend_terminal(self.host_dir)
+        output.share_terminal(self.host_dir)
         job = submit(client, spec, self.submission.query)
         if JobState(job["state"]).ended:
             raise Conflict(
@@ -183,7 +183,7 @@ class JobOutput:
         self._out = sys.stderr if request.output == "json" else sys.stdout
         self._terminal: OwnTerminal | None = None
 
-    def lend_terminal(self, host_dir: Path | None) -> None:
+    def share_terminal(self, host_dir: Path | None) -> None:
         """Give the workers on this machine access to this terminal. Call before the job is submitted."""
         terminal = console_request(
             self._request.console,
@@ -195,7 +195,7 @@ class JobOutput:
         )
         if terminal is not None and host_dir is not None and os.access(host_dir, os.W_OK):
             self._terminal = OwnTerminal(host_dir, self._spec.job, terminal)
-            self._stack.enter_context(self._terminal.lent())
+            self._stack.enter_context(self._terminal.shared())
 
     def follow(self, logs: Path, *, after: int) -> None:
         """Show the output of this machine's ranks. `after`: the last generation that was already shown."""

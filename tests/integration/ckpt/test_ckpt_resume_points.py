@@ -12,7 +12,7 @@ from ckpt_sites import FROM_SCRATCH, JOB, Site
 
 from flyball.cli.run.resume import prepare_locally
 from flyball.cli.run.resume_points import JobCheckpoints
-from flyball.cli.run.run_folders import RunFolder, take
+from flyball.cli.run.run_folders import RunFolder, claim_folder
 from flyball.cli.signals import EndSignals, Interrupted
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.cluster import JobSpec
@@ -32,7 +32,7 @@ def site(tmp_path: Path) -> Site:
 
 @pytest.fixture
 def home(site: Site) -> Iterator[RunFolder]:
-    folder = take(JOB, site.environment, state_dir=str(site.state))
+    folder = claim_folder(JOB, site.environment, state_dir=str(site.state))
     yield folder
     folder.close()
 
