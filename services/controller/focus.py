@@ -1,9 +1,9 @@
-"""A view of some jobs only: of very many hosts, all cannot be looked at while a failed job waits. Pure.
+"""Restricts a view to some jobs: a failed job must not wait for a look at very many hosts. Pure.
 
-Whatever asks for something is always in it: jobs with an open incident or action, jobs that wait to be started or to
-be stopped, and those that the round's signals are about. So is all that a rule may ask about these: their hosts, hosts
-without a job, and hosts that have something of theirs. Jobs that are left out are well, as far as is known, and have
-their turn in later rounds.
+It always contains whatever may need a decision: jobs with an open incident or action, jobs that wait to start or stop,
+and jobs that the round's signals are about. It also contains all that rules may need about these: their hosts, hosts
+without a job, and hosts that hold something of theirs. The other jobs are healthy as far as is known, and have their
+turn in later rounds.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from services.controller.view import ActionView, JobView, View
 
 
 class Focus(msgspec.Struct, frozen=True):
-    """What a round is about, besides all that is open: `jobs` whose turn it is, and signals that came."""
+    """What a round covers besides all that is open: `jobs` whose turn it is, and new signals."""
 
     jobs: frozenset[str] = frozenset()
     signals: Sequence[Signal] = ()
 
 
 def named_jobs(signals: Iterable[Signal]) -> set[str]:
-    """Jobs that signals name."""
+    """The jobs that signals name."""
     return {signal.body.job for signal in signals if hasattr(signal.body, "job")}
 
 
 def named_hosts(signals: Iterable[Signal]) -> set[str]:
-    """Hosts that sent signals, or that signals name."""
+    """The hosts that sent signals, or that signals name."""
     found = {signal.source for signal in signals}
     for signal in signals:
         found.update(getattr(signal.body, name) for name in ("host_id", "peer") if hasattr(signal.body, name))
@@ -39,17 +39,17 @@ def named_hosts(signals: Iterable[Signal]) -> set[str]:
 
 
 def asks(state: JobState, *, stop_requested: bool) -> bool:
-    """Whether a job is to be looked at in every round for its own sake."""
+    """Whether every round must cover this job."""
     return state is JobState.SUBMITTED or (stop_requested and not state.ended)
 
 
 def open_jobs(incidents: Iterable[Incident], actions: Iterable[ActionView]) -> set[str]:
-    """Jobs that have an open incident, or an action that has not ended or belongs to one."""
+    """The jobs with an open incident or action."""
     return {incident.job for incident in incidents} | {action.plan.job for action in actions}
 
 
 def open_hosts(incidents: Iterable[Incident], actions: Iterable[ActionView]) -> Iterator[str]:
-    """Hosts that these are about, whatever job they have now."""
+    """The hosts that these are about, whatever job they have now."""
     for incident in incidents:
         yield incident.host_id
     for action in actions:
@@ -61,14 +61,14 @@ def open_hosts(incidents: Iterable[Incident], actions: Iterable[ActionView]) -> 
 
 
 def placed_hosts(jobs: Iterable[JobView]) -> Iterator[str]:
-    """Hosts that the newest generations of jobs have ranks on."""
+    """The hosts with ranks of the newest generations of jobs."""
     for job in jobs:
         if job.generation is not None:
             yield from (part.host_id for part in job.generation.hosts)
 
 
 def focused(view: View, focus: Focus) -> View:
-    """What a view of everything says of what a round is about."""
+    """The part of a whole view that a round covers."""
     hosts_named = named_hosts(focus.signals)
     wanted = {*focus.jobs, *named_jobs(focus.signals), *open_jobs(view.incidents, view.actions)}
     wanted.update(job.spec.job for job in view.jobs if asks(job.state, stop_requested=job.stop_requested))

@@ -1,7 +1,7 @@
-"""One controller's hold on the lease: renewed when due, also in the middle of a round that outlasts it.
+"""Holds the lease for one controller, and renews it when due, even in the middle of a long round.
 
-Without that, a round that takes longer than the lease is lost to the next controller, whose round takes as long, and so
-on for ever. What protects is the epoch, which the commit of a round checks; the hold only says early that it is over.
+Otherwise a round that takes longer than the lease would be lost to the next controller, whose round takes as long, and
+so on forever. Safety comes from the epoch, which every commit checks; the hold only notices a loss early.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from services.rules.stream import LeaseGrant
 from services.runtime.loops import OUTAGES
 
 RENEWALS_PER_TTL = 3
-LONGEST_ROUND_S = 30.0  # a loop that has not come by for longer hangs: its lease is left to run out
+LONGEST_ROUND_S = 30.0  # a loop that was not seen for longer hangs: let its lease run out
 
 log = structlog.get_logger(__name__)
 
 
 class LeaseHold:
-    """`take` and `confirm` are the loop's, `keep` runs in a thread of its own. `holder` is "name#incarnation"."""
+    """The loop calls `take` and `confirm`; `keep` runs in a thread of its own. `holder` is "name#incarnation"."""
 
     def __init__(self, *, store: DecisionStore, clock: Clock, holder: str, ttl_s: float) -> None:
         self._store = store
         self._clock = clock
         self._holder = holder
         self._ttl_s = ttl_s
-        self._lock = threading.Lock()  # also around requests: of two at once nobody knows which answer is the newer
+        self._lock = threading.Lock()  # also around requests: of two at once, nobody knows which answer is newer
         self._grant: LeaseGrant | None = None
-        self._unbroken_since = -1  # the epoch from which on no other controller can have led
+        self._unbroken_since = -1  # since this epoch no other controller can have led
         self._renew_at_s = 0.0
         self._loop_seen_at_s = 0.0
 
     @property
     def renewal_s(self) -> float:
-        """How often the lease is renewed, or asked for while another one holds it."""
+        """How often to renew the lease, or to request it while another controller holds it."""
         return self._ttl_s / RENEWALS_PER_TTL
 
     def take(self) -> LeaseGrant | None:
-        """At the beginning of a round: the lease, taken or renewed if need be; None while another one holds it."""
+        """Before a round: take the lease, or renew it if due. None while another controller holds it."""
         with self._lock:
             self._loop_seen_at_s = self._clock.monotonic_s()
             if self._grant is None or self._loop_seen_at_s >= self._renew_at_s:
@@ -49,8 +49,8 @@ class LeaseHold:
             return self._valid()
 
     def confirm(self, begun: LeaseGrant) -> LeaseGrant | None:
-        """At the end of a round that began under `begun`: what it may be stored under. None if another controller may
-        have led since: then the round's view may be out of date."""
+        """After a round that began under `begun`: the grant to commit it under. None if another controller may have led
+        since: then the round's view may be out of date."""
         with self._lock:
             if self._grant is not None and self._clock.monotonic_s() >= self._renew_at_s:
                 self._acquire()
@@ -58,12 +58,12 @@ class LeaseHold:
             return grant if grant is not None and self._unbroken_since <= begun.epoch else None
 
     def drop(self, why: str) -> None:
-        """The lease is not held any more."""
+        """Note that the lease is lost."""
         with self._lock:
             self._drop(why)
 
     def release(self) -> None:
-        """Give it back, so that another controller need not wait for its end."""
+        """Release the lease, so that another controller need not wait for it to run out."""
         with self._lock:
             if self._grant is None:
                 return
@@ -71,21 +71,21 @@ class LeaseHold:
             try:
                 self._store.release_lease(self._holder)
             except OUTAGES as error:
-                log.warning("lease_not_released", error=str(error), until=f"it ends by itself in {self._ttl_s} s")
+                log.warning("lease_not_released", error=str(error), until=f"it runs out within {self._ttl_s} s")
 
     def begin_anew(self) -> None:
-        """The database is older than it was: what it says next is said under a new epoch."""
+        """Start a new epoch after the database was set back."""
         with self._lock:
-            self._drop("the database is older than it was: a backup was restored, or a replica promoted")
+            self._drop("the database was set back: a backup was restored, or a replica promoted")
             self._store.went_back(self._holder)
 
     def keep(self, stop: threading.Event) -> None:
-        """Until stopped: renew for a loop that is in the middle of a long round."""
+        """Run until stopped: renew the lease while the loop is in a long round."""
         while not stop.wait(self.renewal_s / 2.0):
             self.keep_on()
 
     def keep_on(self) -> None:
-        """Renew if due. What ran out already is the loop's to take again."""
+        """Renew the lease if due. If it has run out, the loop must take it again."""
         with self._lock:
             now_s = self._clock.monotonic_s()
             if self._grant is None or not self._renew_at_s <= now_s < self._grant.valid_until_monotonic_s:
@@ -94,7 +94,7 @@ class LeaseHold:
                 return
             try:
                 self._acquire()
-            except OUTAGES as error:  # told by the loop, which needs the same database
+            except OUTAGES as error:  # the loop reports it: it needs the same database
                 log.debug("lease_not_renewed", error=str(error))
 
     def _acquire(self) -> None:
@@ -105,7 +105,7 @@ class LeaseHold:
             return
         if self._grant is None or grant.epoch != self._grant.epoch:
             log.info("leading", epoch=grant.epoch, holder=self._holder)
-        # Each holder begins an epoch: the one after ours is ours again only if nobody was in between.
+        # Each change of holder starts an epoch: the next one is ours again only if nobody was in between.
         if self._grant is None or grant.epoch > self._grant.epoch + 1:
             self._unbroken_since = grant.epoch
         self._renew_at_s = now_s + self.renewal_s

@@ -1,6 +1,7 @@
-"""The controller's loop: lead, read signals, let the policy decide, store all of it at once, wake the others.
+"""The controller's loop: take the lease, read signals, let the policy decide, commit everything at once, wake the
+others.
 
-Nothing is kept here that a restart would miss. What is cached is dropped whenever the lease was lost.
+Keeps nothing that a restart would miss. Caches are dropped whenever the lease was lost.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from services.rules.stream import Cursor, Delivered, LeaseGrant, SignalBus, Wake
 from services.runtime.loops import OUTAGES, LoopThread, Outage
 
 BATCH = 256  # signals per round
-POLL_S = 0.05  # how often to look for what other processes wrote; within the process a wake-up comes first
-HOSTS_REPORT_S = 3.0  # after the database went back: a grant before its hosts report may use a generation number again
+POLL_S = 0.05  # how often to look for writes of other processes; in this process a wake-up comes first
+HOSTS_REPORT_S = 3.0  # after the database was set back: a grant before hosts report may reuse a generation number
 
 log = structlog.get_logger(__name__)
 
@@ -38,7 +39,7 @@ log = structlog.get_logger(__name__)
 class ControllerLoop:
     """Runs in any number of processes; the one that holds the lease decides.
 
-    `holder` is "name#incarnation": who starts again under its old name leads at once.
+    `holder` is "name#incarnation": a process that restarts under its name takes its lease back at once.
     """
 
     def __init__(
@@ -59,18 +60,18 @@ class ControllerLoop:
         self._settings = settings
         self._lease = LeaseHold(store=store, clock=clock, holder=holder, ttl_s=lease_ttl_s)
         self._rounds = RoundKeeper(store, clock)
-        self._epoch: int | None = None  # of which what is cached here is
+        self._epoch: int | None = None  # to which the caches belong
         self._cursor: Cursor | None = None
-        self._untrimmed: Cursor | None = None  # what the bus still has to be told to forget
+        self._untrimmed: Cursor | None = None  # up to where the bus may still be trimmed
         self._bus_outage = Outage("controller-bus", clock)
         self._read_bus_at_s = 0.0
-        self._revision = 0  # of the database, when it was looked at last
+        self._revision = 0  # of the database, as last read
         self._resume_at_s = 0.0
         self._turns = Turns()
         self._poll_s = POLL_S
 
     def run(self, stop: threading.Event) -> None:
-        """Until stopped; then the lease is given back. An outage of the database or the bus is waited out."""
+        """Run until stopped, then release the lease. Outages of the database or the bus are waited out."""
         outage = Outage("controller", self._clock)
         lease_keeper = LoopThread("lease-keeper", self._lease.keep, self._clock)
         round_keeper = LoopThread("round-keeper", self._rounds.run, self._clock)
@@ -83,7 +84,7 @@ class ControllerLoop:
                     outage.ended()
                 except OUTAGES as error:
                     wait_s = outage.pause_s(error)
-                if self._wakeup.wait("signals", wait_s):  # also by an actuator that came to an end of something
+                if self._wakeup.wait("signals", wait_s):  # also by an actuator whose action ended
                     self._turns.call()
         finally:
             round_keeper.request_stop()
@@ -94,11 +95,11 @@ class ControllerLoop:
         self._lease.release()
 
     def run_once(self) -> float:
-        """One round; how long to wait for the next, in seconds, unless woken."""
+        """Run one round; returns how many seconds to wait for the next one, unless woken."""
         grant = self._lease.take()
         if grant is None:
             self._epoch = None
-            self._look_at_revision()  # it may be the next leader's database that goes back
+            self._look_at_revision()  # this process may lead next, and must know that the database was set back
             return self._lease.renewal_s
         if grant.epoch != self._epoch:
             self._cursor = self._untrimmed = self._store.cursor()
@@ -119,7 +120,7 @@ class ControllerLoop:
             self._epoch = None
             self._lease.begin_anew()
             return 0.0
-        revision = self._revision  # from before the view: what changes in between is looked at again
+        revision = self._revision  # read before the view: what changes in between triggers another round
         pause_s = self._resume_at_s - self._clock.monotonic_s()
         if pause_s > 0.0:
             return min(pause_s, self._poll_s)
@@ -138,7 +139,7 @@ class ControllerLoop:
             steps = _first_steps(view, outcome, now)
             confirmed = self._lease.confirm(grant)
             if confirmed is None:
-                return self._step_down("the lease was lost during a round; nothing of it was stored")
+                return self._step_down("the lease was lost during a round, which was not stored")
             cursor = delivered[-1].cursor if delivered else None
             reach("controller.before_commit")
             inputs = RoundInputs(view, self._settings) if signals or not outcome.empty else None
@@ -164,7 +165,7 @@ class ControllerLoop:
         return self._turns.wait_s(AGAIN_S if goes_on else self._poll_s, ended_s)
 
     def _look_at_revision(self) -> bool:
-        """Whether the database went back: an older one took its place. Its hosts know what it forgot, and report it."""
+        """Whether an older database took the place of this one. Hosts know what it forgot, and report it."""
         before, self._revision = self._revision, self._store.revision()
         if self._revision >= before:
             return False
@@ -172,13 +173,13 @@ class ControllerLoop:
         return True
 
     def _read_bus(self) -> list[Delivered]:
-        """The next signals. While the bus is away there are none, and what needs none goes on: the bus keeps nothing
-        that its senders do not have."""
+        """The next signals; none during an outage of the bus, so that rounds without signals continue. Senders keep
+        their signals meanwhile."""
         now_s = self._clock.monotonic_s()
         if now_s < self._read_bus_at_s:
             return []
         try:
-            if self._untrimmed is not None:  # else a full bus that was read to its end would stay full
+            if self._untrimmed is not None:  # otherwise a full bus that is read to its end would stay full
                 self._bus.trim(self._untrimmed)
                 self._untrimmed = None
             delivered = self._bus.read(self._cursor, limit=BATCH)
@@ -211,12 +212,12 @@ class ControllerLoop:
             try:
                 self._bus.trim(self._cursor)
                 self._untrimmed = None
-            except OUTAGES as error:  # the round is stored; the next look at the bus makes up for it
+            except OUTAGES as error:  # the round is stored; the next read trims the bus
                 log.warning("stream_not_trimmed", error=str(error))
 
 
 def _first_steps(view: View, outcome: Outcome, now: float) -> dict[str, PlaybookStep]:
-    """The first move of every new action, so that its commands are stored together with its decision."""
+    """The first move of every new action, so that its commands are committed together with its decision."""
     addresses = {host.host_id: host.engine_address for host in view.hosts if host.engine_address}
     steps = {}
     for decision in outcome.decisions:
@@ -239,6 +240,6 @@ def _first_steps(view: View, outcome: Outcome, now: float) -> dict[str, Playbook
         )
         try:
             steps[action_id] = advance(progress, now)
-        except Exception:  # the decision stands; the executor tries again, and ends what cannot begin
+        except Exception:  # the decision stands; the executor retries, and fails the action in the end
             log.exception("action_cannot_begin", action_id=action_id, incident_id=decision.incident_id, job=plan.job)
     return steps

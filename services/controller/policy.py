@@ -1,8 +1,8 @@
-"""The policy: what to do about everything that is known, as ordered lists of small rules.
+"""The policy: decides from the current view, with ordered lists of small rules.
 
-Of each list the first rule that has something to say decides, unless a guard holds what it wants; the name of who
-decided is kept with the decision. Rules look at the view, never at what they did before: asked again about the same
-facts they want the same, and what is wanted already is not decided twice.
+In each list, the first rule that returns a verdict decides, unless a guard replaces its verdict by a hold. The decision
+keeps the name of the rule or guard. Rules depend on the view only: for the same facts they return the same verdict, and
+a hold that is in force is not decided twice.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ _RULES_OF = {
 
 
 def decide(view: View, signals: Sequence[Signal], settings: PolicySettings, now: float) -> Outcome:
-    """One round. `signals` are those not seen before; `now` is wall-clock time. The same arguments give the same
-    outcome, and a round with nothing new gives an empty one."""
+    """Run one round. `signals`: those not seen before; `now`: wall clock. The same arguments give the same outcome, and
+    a round without news gives an empty one."""
     round_ = Round(view, settings, now)
     intake.take_signals(round_, signals)
     intake.settle_hosts(round_)
@@ -122,12 +122,12 @@ def decide(view: View, signals: Sequence[Signal], settings: PolicySettings, now:
             tracking.diagnose(round_, round_.jobs[name])
             asked = round_.jobs[name]
             held = _ask(round_, JOB_RULES, Case(round_, asked))
-            if asked.state is JobState.SUBMITTED:  # and runs by now, perhaps
+            if asked.state is JobState.SUBMITTED:  # it may run by now
                 job_rules.reserve_spares(round_, round_.jobs[name])
         if round_.jobs[name].state is JobState.SUBMITTED:
             job_rules.say_what_is_missing(round_, round_.jobs[name], held)
         for incident_id in [incident.incident_id for incident in round_.open_incidents(name)]:
-            incident = round_.incidents[incident_id]  # a rule that was asked before may have closed it
+            incident = round_.incidents[incident_id]  # an earlier rule may have closed it
             if has_ended and incident.cause != SUPERSEDED_WORKERS:
                 continue
             if incident.state is IncidentState.DECIDING:
@@ -136,7 +136,8 @@ def decide(view: View, signals: Sequence[Signal], settings: PolicySettings, now:
 
 
 def _ask(round_: Round, rules: Sequence[Rule], case: Case) -> Verdict | None:
-    """Apply what is decided. Returns what a guard holds of a job without an incident: its message tells of that."""
+    """Apply the verdict of the first rule that has one. Returns a guard's hold of a job that has no incident: it goes
+    into the job's message."""
     for rule in rules:
         wanted = rule(case)
         if wanted is None:

@@ -1,8 +1,8 @@
 """Runs stored rounds through the policy again. Pure.
 
-What a round decided from is kept with it: the view, the signals, the settings and the time. Of the view a replay takes
-what was observed and reported; what the policy itself had made of it (open incidents, the record of failures, the
-numbers of decisions) it takes from its own run so far, so that a difference shows in all that follows from it.
+Each round is stored with its inputs: the view, the signals, the settings and the time. A replay takes from the view
+what was observed and reported. What the policy itself had derived (open incidents, records of failures, numbers of
+decisions) comes from the replay's own run, so a difference shows in everything that follows from it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from flyball.contracts.reports.signals import Signal
 from services.controller.policy import decide
 from services.controller.view import Outcome, PastFailure, PolicySettings, View
 
-LARGE_PARTS = 20_000  # hosts, ranks and copies: writing down a view of more than that takes longer than a decision may
+LARGE_PARTS = 20_000  # hosts, ranks and copies; a larger view takes longer to write than a decision may wait
 
 
 class RoundInputs(msgspec.Struct, frozen=True):
-    """What a round decided from, its signals and its time apart."""
+    """The inputs of a round, except its signals and its time."""
 
     view: View
     settings: PolicySettings
 
     @property
     def is_large(self) -> bool:
-        """Whether it is to be kept after the decision was announced, and not before."""
+        """Whether to store it after the decision is announced, not before."""
         ranks = sum(len(job.generation.ranks) for job in self.view.jobs if job.generation is not None)
         return len(self.view.hosts) + ranks + len(self.view.copies) > LARGE_PARTS
 
@@ -43,18 +43,18 @@ class StoredRound(msgspec.Struct, frozen=True):
 
 
 class Replay:
-    """One run over the rounds, oldest first. The first one's incidents are taken as they are."""
+    """One run over the rounds, oldest first. It takes the first round's incidents as they are."""
 
     def __init__(self) -> None:
-        self.incidents: dict[str, Incident] = {}  # all that this run knows, closed ones too
-        self.missing: list[tuple[int, int]] = []  # first and last number of decisions whose rounds are not kept
+        self.incidents: dict[str, Incident] = {}  # known to this run, open and closed
+        self.missing: list[tuple[int, int]] = []  # first and last number of decisions whose rounds are not stored
         self.differences: list[str] = []
         self._failures: dict[str, tuple[PastFailure, ...]] = {}
         self._next_incident = 0  # 0: nothing was replayed yet
         self._next_decision = 0
 
     def run(self, stored: StoredRound) -> Outcome:
-        """What the policy decides this time."""
+        """Decide a stored round again."""
         view = stored.inputs.view
         if self._next_decision != view.next_decision or self._next_incident != view.next_incident:
             self._resume(view)
@@ -66,7 +66,7 @@ class Replay:
         return outcome
 
     def _resume(self, view: View) -> None:
-        """Begin, or go on behind rounds that are not kept, or behind a run that went another way."""
+        """Start, or continue after rounds that are not stored, or after a difference in the numbers of decisions."""
         if self._next_decision and view.next_decision > self._next_decision:
             self.missing.append((self._next_decision, view.next_decision - 1))
         elif self._next_decision and view.next_decision < self._next_decision:
@@ -76,7 +76,7 @@ class Replay:
         self._failures = {job.spec.job: job.failures for job in view.jobs}
 
     def _own(self, view: View) -> View:
-        """The view, with what this run made in place of what was made then."""
+        """The view with this run's incidents and records in place of the stored ones."""
         open_now = tuple(incident for incident in self.incidents.values() if not incident.state.closed)
         jobs = tuple(
             msgspec.structs.replace(job, failures=self._failures.get(job.spec.job, job.failures)) for job in view.jobs
@@ -84,7 +84,7 @@ class Replay:
         return msgspec.structs.replace(view, incidents=open_now, jobs=jobs)
 
     def _compare(self, stored: StoredRound) -> None:
-        """What was made then must be what this run made."""
+        """Note where the stored incidents and records differ from this run's."""
         view = stored.inputs.view
         then = {incident.incident_id: incident for incident in view.incidents}
         now = {name: incident for name, incident in self.incidents.items() if not incident.state.closed}
@@ -114,21 +114,20 @@ class Replay:
 
 
 def differences(name: str, then: Incident | Decision, now: Incident | Decision) -> list[str]:
-    """In words, field by field."""
+    """The differences in words, field by field."""
     return [
-        f"{name}: {field} was {_said(getattr(then, field))}, and is {_said(getattr(now, field))} here"
+        f"{name}: {field} was {_shown(getattr(then, field))}, and is {_shown(getattr(now, field))} here"
         for field in then.__struct_fields__
         if getattr(then, field) != getattr(now, field)
     ]
 
 
-def _said(value: object) -> str:
+def _shown(value: object) -> str:
     return value.value if isinstance(value, StrEnum) else repr(value)
 
 
 def compared(then: Iterable[Decision], now: Iterable[Decision]) -> tuple[int, list[str]]:
-    """How many decisions are the same to the letter, and what the others differ in. Both in the order of their
-    numbers, over the same range."""
+    """Returns how many decisions are identical, and how the others differ. Both must be in order, over one range."""
     before = {decision.decision_id: decision for decision in then}
     after = {decision.decision_id: decision for decision in now}
     same, found = 0, []

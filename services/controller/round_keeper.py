@@ -1,4 +1,4 @@
-"""Keeps the inputs of large rounds beside the loop: writing down a view of ten thousand hosts takes longer than the
+"""Stores the inputs of large rounds in a thread of its own: a view of ten thousand hosts takes longer to write than the
 next decision may wait."""
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from services.controller.ports import DecisionStore
 from services.controller.replay import RoundInputs
 from services.runtime.loops import OUTAGES, Outage
 
-BACKLOG = 8  # rounds; the views of successive ones share most of what they hold
-LONGEST_WAIT_S = 0.5  # of the loop, for room in the backlog: decisions do not wait for what is only for replays
-LONGEST_END_S = 5.0  # of a loop that ends, for what is in it
+BACKLOG = 8  # rounds; successive views share most of their memory
+LONGEST_WAIT_S = 0.5  # of the loop, for room in the backlog: replays must not hold up decisions
+LONGEST_END_S = 5.0  # of a loop that ends, for its backlog
 ATTEMPTS = 10
 IDLE_WAIT_S = 0.5
 
@@ -34,34 +34,34 @@ class _Round(msgspec.Struct, frozen=True):
 
 
 class RoundKeeper:
-    """Rounds are numbered as they are kept, so that while one waits all later ones wait behind it."""
+    """Rounds get their numbers when they are stored, so while one waits, later ones wait behind it."""
 
     def __init__(self, store: DecisionStore, clock: Clock) -> None:
         self._store = store
         self._outage = Outage("round-keeper", clock)
         self._changed = threading.Condition()
-        self._waiting: deque[_Round] = deque()  # its first one is being kept
+        self._waiting: deque[_Round] = deque()  # the first one is being stored
         self._one_runs = threading.Lock()
         self._is_running = False
 
     def takes(self, inputs: RoundInputs) -> bool:
-        """Whether a round is to be kept here, and not in one transaction with its decisions."""
+        """Whether to store this round here, and not in one transaction with its decisions."""
         return inputs.is_large or bool(self._waiting)
 
     def keep(self, inputs: RoundInputs, signals: Sequence[Signal], *, epoch: int, now: float) -> None:
-        """Keep a round that is stored already: at once if no thread runs `run`, else soon. Waits for room."""
+        """Store the inputs of a committed round: at once if no thread runs `run`, otherwise soon. Waits for room."""
         with self._changed:
             if self._is_running:
                 if self._changed.wait_for(lambda: len(self._waiting) < BACKLOG, LONGEST_WAIT_S):
                     self._waiting.append(_Round(inputs, signals, epoch, now))
                     self._changed.notify_all()
                 else:
-                    log.warning("round_not_kept", why=f"{BACKLOG} others wait to be kept")
+                    log.warning("round_not_kept", why=f"{BACKLOG} others wait to be stored")
                 return
         self._store.keep_round(inputs, signals, epoch=epoch, now=now)
 
     def run(self, stop: threading.Event) -> None:
-        """Until stopped (and woken), and then until nothing waits any more."""
+        """Run until stopped (and woken), then store the rest."""
         with self._one_runs:
             self._is_running = True
             try:
@@ -71,7 +71,7 @@ class RoundKeeper:
                 self._is_running = False
 
     def wake(self) -> None:
-        """Let `run` see that it is to end."""
+        """Wake `run` so that it notices the stop."""
         with self._changed:
             self._changed.notify_all()
 
@@ -88,7 +88,7 @@ class RoundKeeper:
                 self._changed.notify_all()
 
     def _keep(self, kept: _Round, stop: threading.Event) -> None:
-        """Decisions do not depend on it: what cannot be kept is told, and missing in a replay."""
+        """Store one round. If that fails it is logged, and missing in replays; decisions do not need it."""
         for _ in range(ATTEMPTS):
             try:
                 self._store.keep_round(kept.inputs, kept.signals, epoch=kept.epoch, now=kept.now)

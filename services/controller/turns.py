@@ -1,5 +1,5 @@
-"""When the controller looks, and at what: at everything as long as that is little; of many jobs at what is open as
-soon as it may have gone on, and at all others in turns. Pure; all times are of the monotonic clock."""
+"""Schedules rounds. Small clusters: every round covers all jobs. Large ones: open incidents and actions first, healthy
+jobs round-robin. Pure; all times are monotonic."""
 
 from __future__ import annotations
 
@@ -9,36 +9,35 @@ from math import inf
 from flyball.contracts.reports.signals import Signal
 from services.controller.focus import Focus
 
-AGAIN_S = 0.01  # after a round that changed something: the next one sees what followed from it
-DECIDE_AT_LEAST_EVERY_S = 1.0  # also when nothing changed, should a rule wait for a time that it did not name
-LONG_ROUND_S = 0.05  # rounds that take longer have rests between them, unless there are signals
-REST = 9.0  # times a long round: a signal that comes in the middle of one waits for its end
-TURN_RANKS = 10_000  # of jobs that a round looks at because it is their turn; fewer are looked at all together
-TURNS_WITHIN_S = 3.0  # of all jobs, where the rounds leave time for it
+AGAIN_S = 0.01  # after a round that changed something: the next one sees the effects
+DECIDE_AT_LEAST_EVERY_S = 1.0  # even if nothing changed, in case a rule waits for a time that it did not name
+LONG_ROUND_S = 0.05  # after longer rounds there are rests, unless signals come
+REST = 9.0  # times a long round, since a signal has to wait for the end of a round
+TURN_RANKS = 10_000  # per turn; with fewer ranks in all, every round covers everything
+TURNS_WITHIN_S = 3.0  # the time for all turns, if the rounds are quick enough
 
 
 class Turns:
-    """Of one epoch of a controller."""
+    """The schedule of a controller in one epoch."""
 
     def __init__(self) -> None:
-        self._count = 0  # of the turns that all jobs take; 0: they are so few that each round looks at everything
+        self._count = 0  # of turns; 0: every round covers everything
         self._to_come: list[frozenset[str]] = []
-        self._began_at = -1  # revision: as of then all have been seen when no turn is left
+        self._began_at = -1  # revision; when no turn is left, all jobs have been seen as of then
         self._seen = -1  # revision
-        self._is_called = False  # what is open may have gone on
+        self._is_called = False  # open incidents or actions may have changed
         self._decide_by_s = 0.0
         self._rest_until_s = 0.0  # without signals
-        self._wake_s = inf  # when a rule of what was looked at last waits no longer
-        # Job -> the same of its turn, as rounds between look at others. It orders the turns; what begins one is news,
-        # or DECIDE_AT_LEAST_EVERY_S.
+        self._wake_s = inf  # when a rule of the last round stops waiting
+        # job -> likewise, for its last turn. This orders the turns; news or DECIDE_AT_LEAST_EVERY_S start one.
         self._wakes: dict[str, float] = {}
 
     def call(self) -> None:
-        """What is open may have gone on: look without a rest."""
+        """Open incidents or actions may have changed: do not rest before the next round."""
         self._is_called = True
 
     def is_due(self, revision: int, now_s: float) -> bool:
-        """Whether there is something to look at without a signal."""
+        """Whether a round is due without signals."""
         is_late = self._wake_s <= now_s
         if is_late and self._count:
             return True
@@ -48,7 +47,7 @@ class Turns:
     def focus(
         self, sizes: Sequence[tuple[str, int]], signals: Sequence[Signal], revision: int, now_s: float, *, is_news: bool
     ) -> Focus | None:
-        """What a round that begins now is about: None for everything. `sizes`: jobs and their ranks."""
+        """The jobs that a round covers if it starts now; None: all. `sizes`: jobs with their numbers of ranks."""
         turns = slices(sizes, TURN_RANKS) if sum(size for _, size in sizes) > TURN_RANKS else []
         self._count = len(turns)
         if not turns:
@@ -64,7 +63,7 @@ class Turns:
         return Focus(jobs=late_first, signals=tuple(signals))
 
     def looked(self, focus: Focus | None, *, took_s: float, now_s: float, wake_s: float, goes_on: bool) -> None:
-        """A round ended and is stored; else its turn has to come again. `goes_on`: more is to be seen at once."""
+        """A round is over and stored (otherwise its turn comes again). `goes_on`: start the next one at once."""
         self._is_called, self._wake_s = goes_on, wake_s
         if focus is not None:
             if not focus.jobs:
@@ -81,13 +80,14 @@ class Turns:
             self._rest_until_s = min(now_s + rest_s, self._decide_by_s)
 
     def wait_s(self, at_most_s: float, now_s: float) -> float:
-        """Until a rule waits no longer."""
+        """How long to wait for the next round, at most `at_most_s`."""
         rest_s = 0.0 if self._count or self._is_called else self._rest_until_s - now_s
         return min(at_most_s, max(AGAIN_S, rest_s, self._wake_s - now_s))
 
 
 def slices(sizes: Iterable[tuple[str, int]], limit: int) -> list[frozenset[str]]:
-    """Jobs in turns: as many together as have `limit` ranks, at least one. `sizes`: job and its ranks."""
+    """Divides jobs into turns of up to `limit` ranks, and at least one job. `sizes`: jobs with their numbers of
+    ranks."""
     found: list[frozenset[str]] = []
     turn: list[str] = []
     ranks = 0

@@ -87,7 +87,7 @@ def test_the_message_names_what_an_engineer_needs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "when"), [(Phase.STARTING, "before it told of any step"), (Phase.RESTORING, "before its first step")]
+    ("phase", "when"), [(Phase.STARTING, "before it reported any step"), (Phase.RESTORING, "before its first step")]
 )
 def test_a_script_that_does_not_attach_is_not_said_to_have_made_no_step(phase: Phase, when: str) -> None:
     body = WorkerExited("job", 1, 0, 4242, 1, None, -1, WorkerError("ValueError", "no labels"))

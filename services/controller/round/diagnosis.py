@@ -1,7 +1,7 @@
-"""What ended a generation: the root cause, told from the failures that it drags after it.
+"""Finds the root cause among the failures that ended a generation.
 
-When a worker dies, the others fail within milliseconds with a lost connection. Those are secondary: alone they say
-that something failed, not what.
+When a worker dies, the others fail within milliseconds with a lost connection. Those failures are secondary: they show
+that something failed, but not what.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ WORKER_KILLED = "worker_killed"
 WORKER_START_FAILED = "worker_start_failed"
 WORKER_EXCEPTION = "worker_exception"
 RANK_STALLED = "rank_stalled"
-FALSE_ALARM = "false_alarm"  # on a job's record only: a stall that was none
+FALSE_ALARM = "false_alarm"  # on a job's record only: a stall that proved false
 CONNECTION_LOST = "connection_lost"
 PREEMPTION_NOTICE = "preemption_notice"
 DRAIN_REQUESTED = "drain_requested"
 SUPERSEDED_WORKERS = "superseded_workers"
 START_OVERDUE = "start_overdue"
 SAVES_FAILING = "saves_failing"
-RANKS_PARKED = "ranks_parked"  # at an emergency step that nobody knows of any more
-DEPARTURES = frozenset({PREEMPTION_NOTICE, DRAIN_REQUESTED})  # a host is to be left while it is well
-BESIDE_FAILURES = frozenset({*DEPARTURES, SUPERSEDED_WORKERS, SAVES_FAILING})  # the generation goes on all the same
+RANKS_PARKED = "ranks_parked"  # at an emergency step that no action knows any more
+DEPARTURES = frozenset({PREEMPTION_NOTICE, DRAIN_REQUESTED})  # a healthy host that must be left
+BESIDE_FAILURES = frozenset({*DEPARTURES, SUPERSEDED_WORKERS, SAVES_FAILING})  # the generation keeps running
 
-# A cause explains those behind it. A kill comes before an exception, because the exceptions that a kill causes
-# elsewhere are not all known by their message.
+# Each cause explains the later ones. A kill comes before an exception, since not all exceptions that a kill causes
+# elsewhere can be recognised by their messages.
 _ORDER = {
     cause: position
     for position, cause in enumerate(
@@ -55,11 +55,11 @@ _ORDER = {
     )
 }
 
-# What a process brings upon itself, for example when threads of a library meet the end of the interpreter.
+# Signals that a process causes itself, for example when library threads outlive the interpreter.
 _CRASHES = frozenset({signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 
 _CONNECTION_KINDS = frozenset({"DistNetworkError", "DistStoreError"})
-# What gloo, NCCL and the TCPStore say when the other side is gone. Lower case.
+# Messages of gloo, NCCL and the TCPStore when the other side is gone, in lower case.
 _CONNECTION_MESSAGES = (
     "connection closed by peer",
     "connection closed by remote peer",
@@ -82,7 +82,7 @@ class Failure(msgspec.Struct, frozen=True):
     """One reason why a generation cannot go on. `at` is wall clock, of the observer; step -1: none completed."""
 
     cause: str
-    message: str  # complete sentences for a person
+    message: str  # for a person, in complete sentences
     generation: int
     at: float
     rank: int = -1
@@ -90,16 +90,16 @@ class Failure(msgspec.Struct, frozen=True):
     step: int = -1
     error_kind: str = ""
     error_message: str = ""
-    is_step_known: bool = False  # the worker had attached, so its step is a fact and not the lack of one
+    is_step_known: bool = False  # the worker had attached, so -1 means that it completed none
     evidence: Mapping[str, str | int | float | bool | None] = {}
 
     def explains(self, cause: str) -> bool:
-        """Whether this is the deeper reason of the two."""
+        """Whether this failure explains one with that cause."""
         return _ORDER[self.cause] < _ORDER.get(cause, len(_ORDER))
 
     @property
     def record(self) -> PastFailure:
-        """For the job's history."""
+        """The entry for the job's record."""
         return PastFailure(
             generation=self.generation,
             cause=self.cause,
@@ -110,8 +110,8 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 def is_done(rank: RankView) -> bool:
-    """Whether the rank's worker ended as a worker should; also when it had said so, and then crashed on its way out
-    or ended while no daemon could learn its status."""
+    """Whether the rank's worker ended well. Also if it reported to be done, and then crashed on its way out, or ended
+    while no daemon could see its exit status."""
     ended = rank.exited
     if ended is None or ended.expected:
         return False
@@ -121,27 +121,27 @@ def is_done(rank: RankView) -> bool:
 
 
 def crash_after_done(rank: RankView) -> str:
-    """How a rank that was done crashed on its way out, for the evidence; '' if it did not."""
+    """How a rank crashed on its way out after it was done, for the evidence; '' if it did not."""
     if rank.exited is None or rank.exited.signal_number is None or not is_done(rank):
         return ""
     return f"rank {rank.rank} on {rank.host_id}: {_signal_name(rank.exited.signal_number)}"
 
 
 def newest_step_of(rank: RankView, generation: GenerationView) -> int:
-    """The newest step known to be completed by a rank: what it restored counts."""
+    """The newest step that a rank is known to have completed; its restored step counts."""
     restored = -1 if generation.restore_step is None else generation.restore_step
     return max(rank.step, restored, rank.exited.last_step if rank.exited else -1)
 
 
 def newest_common_step(generation: GenerationView) -> int:
-    """The newest step that all ranks are known to have completed, -1 if none; one that never reported is left out."""
+    """The newest step that all ranks are known to have completed, -1 if none. Ignores ranks that never reported."""
     steps = [newest_step_of(rank, generation) for rank in generation.ranks]
     restored = -1 if generation.restore_step is None else generation.restore_step
     return min(steps, default=restored)
 
 
 def exit_failure(rank: RankView, generation: GenerationView) -> Failure | None:
-    """What a worker's end says; None if it lives, ended well, or was ended by its daemon on command."""
+    """The failure that a worker's end shows; None if it runs, ended well, or was ended on command."""
     ended = rank.exited
     if ended is None or ended.expected or is_done(rank):
         return None
@@ -149,22 +149,22 @@ def exit_failure(rank: RankView, generation: GenerationView) -> Failure | None:
     who = f"Rank {rank.rank} on {rank.host_id} (pid {ended.pid})"
     is_step_known = step >= 0 or rank.phase is not Phase.STARTING
     # A script that does not attach may have trained for days.
-    before = "before its first step" if is_step_known else "before it told of any step"
+    before = "before its first step" if is_step_known else "before it reported any step"
     when = before if step < 0 else f"after step {step}"
     kind, text = _error_of(ended)
     cause = _exit_cause(ended, was_restoring=_was_restoring(rank, generation))
-    said = f"{kind}: {_shortened(text)}" if text else kind
+    error = f"{kind}: {_shortened(text)}" if text else kind
     match cause:
         case "restore_failed":
-            message = f"{who} could not restore step {generation.restore_step} from any source ({said})."
+            message = f"{who} could not restore step {generation.restore_step} from any source ({error})."
         case "connection_lost":
-            message = f"{who} lost its connection to the other ranks {when} ({said})."
+            message = f"{who} lost its connection to the other ranks {when} ({error})."
         case "worker_killed" if ended.signal_number is not None:
             message = f"{who} was killed by signal {ended.signal_number} ({_signal_name(ended.signal_number)}) {when}."
         case "worker_killed":
             message = f"{who} ended {when} while its daemon was being restarted, so its exit status is unknown."
         case _:
-            message = f"{who} failed {when} with {said}."
+            message = f"{who} failed {when} with {error}."
     return Failure(
         cause=cause,
         message=message,
@@ -183,13 +183,13 @@ def exit_failure(rank: RankView, generation: GenerationView) -> Failure | None:
             "step": step,
             "exit_code": ended.exit_code,
             "signal": ended.signal_number,
-            "error": said or None,
+            "error": error or None,
         },
     )
 
 
 def start_failure(body: WorkerStartFailed, host_id: str, at: float) -> Failure:
-    """A rank that could not be started at all."""
+    """The failure of a rank that could not be started."""
     return Failure(
         cause=WORKER_START_FAILED,
         message=f"Rank {body.rank} could not be started on {host_id}: {_shortened(body.message)}.",
@@ -205,8 +205,8 @@ def start_failure(body: WorkerStartFailed, host_id: str, at: float) -> Failure:
 
 
 def failed_starts(actions: Iterable[ActionView], job: str, generation: GenerationView, at: float) -> list[Failure]:
-    """Hosts that answered that they could not start their ranks: one whose disk is full has no other way to say it. An
-    answer says nothing where all of the host's ranks have reported since."""
+    """Failures of hosts whose answers say that they could not start their ranks: with a full disk, a host cannot report
+    it otherwise. An answer does not count if all of the host's ranks have reported since."""
     reported = {rank.rank for rank in generation.ranks}
     ranks = {part.host_id: part.ranks for part in generation.hosts if not reported.issuperset(part.ranks)}
     return [
@@ -219,7 +219,7 @@ def failed_starts(actions: Iterable[ActionView], job: str, generation: Generatio
 
 
 def stall_failure(body: RankStalled, ranks: Iterable[RankView], at: float) -> Failure:
-    """Ranks that stopped moving; `ranks` says where they are."""
+    """The failure of ranks that stopped moving; `ranks`: where they are."""
     hosts = {rank.rank: rank.host_id for rank in ranks}
     one = len(body.ranks) == 1
     return Failure(
@@ -249,7 +249,7 @@ def stall_failure(body: RankStalled, ranks: Iterable[RankView], at: float) -> Fa
 
 
 def silence_failure(hosts: Iterable[HostView], generation: GenerationView) -> Failure | None:
-    """Hosts of the generation that fell silent, as one failure."""
+    """One failure for all silent hosts of the generation."""
     silent = sorted(hosts, key=lambda host: (host.since, host.host_id))
     if not silent:
         return None
@@ -268,7 +268,7 @@ def silence_failure(hosts: Iterable[HostView], generation: GenerationView) -> Fa
 
 
 def restart_failure(generation: GenerationView, at: float) -> Failure | None:
-    """Ranks that are on no host any more, since theirs came back without them: as one failure."""
+    """One failure for all ranks whose hosts came back without them."""
     gone = [rank for rank in generation.ranks if rank.is_gone and rank.exited is None]
     if not gone:
         return None
@@ -289,13 +289,13 @@ def restart_failure(generation: GenerationView, at: float) -> Failure | None:
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure | None:
-    """The failure that explains the others: the deepest cause, of equals the one seen first."""
+    """The failure that explains the others: the deepest cause, and the first of several."""
     return min(failures, key=lambda failure: (_ORDER[failure.cause], failure.at, failure.rank), default=None)
 
 
 def _exit_cause(ended: WorkerExited, *, was_restoring: bool) -> str:
     kind, text = _error_of(ended)
-    # The code alone says nothing: a script may exit with any.
+    # The exit code alone proves nothing: a script may use any.
     if ended.exit_code == RestoreFailed.exit_code and (kind == RestoreFailed.__name__ or was_restoring):
         return RESTORE_FAILED
     if _is_connection_loss(kind, text):  # also of a process that NCCL's watchdog aborted (SIGABRT)

@@ -1,4 +1,4 @@
-"""One round of the policy: the view as it is known by now, and everything that was changed so far."""
+"""One round of the policy: the view with this round's changes, and the record of these changes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _BACK_TO_WORK = {HostState.CORDONED: HostEvent.RELEASED, HostState.IN_REPAIR: Ho
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What a rule wants. Without a plan it is a hold, for `holding_for`, at most until `hold_until`."""
+    """What a rule decides. Without a plan it is a hold: it waits for `holding_for`, at most until `hold_until`."""
 
     kind: DecisionKind
     reason: str
@@ -41,15 +41,15 @@ class Verdict(msgspec.Struct, frozen=True):
     evidence: Evidence = {}
     holding_for: str = ""
     hold_until: float = 0.0
-    job_state: JobState | None = None  # that the job gets with this decision
+    job_state: JobState | None = None  # the job's new state
     gives_up: bool = False  # the incident escalates
-    cordons: tuple[str, ...] = ()  # hosts that get no work until an operator has looked at them
-    is_patient: bool = False  # it does not count against the decisions that an incident may take
-    refuses_drain_of: str = ""  # a host that an operator wanted to be left
+    cordons: tuple[str, ...] = ()  # hosts that get no work until an operator releases them
+    is_patient: bool = False  # does not count against the incident's limit of decisions
+    refuses_drain_of: str = ""  # a host whose drain is refused
 
 
 class Case(msgspec.Struct, frozen=True):
-    """What a rule looks at: a job, and the incident that it is asked about, if any."""
+    """The input of a rule: a job, and the incident to decide about, if any."""
 
     round: Round
     job: JobView
@@ -65,7 +65,7 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Round:
-    """Rules read the values; changes go through the methods, which record them for the outcome."""
+    """Rules read the values. They change them through the methods, which record the changes for the outcome."""
 
     def __init__(self, view: View, settings: PolicySettings, now: float) -> None:
         self.view = view
@@ -75,13 +75,13 @@ class Round:
         self.jobs: dict[str, JobView] = {job.spec.job: job for job in view.jobs}
         self.incidents: dict[str, Incident] = {incident.incident_id: incident for incident in view.incidents}
         self.actions: dict[str, ActionView] = {action.action_id: action for action in view.actions}
-        self.reported: dict[str, list[Failure]] = {}  # job -> failures that only a signal of this round tells of
-        self.noticed: dict[str, float] = {}  # host -> when its preemption notice was observed, if in this round
-        self.diagnoses: dict[str, Failure] = {}  # job -> what is wrong with its present generation
+        self.reported: dict[str, list[Failure]] = {}  # job -> failures known only from signals of this round
+        self.noticed: dict[str, float] = {}  # host -> time of its preemption notice, if new in this round
+        self.diagnoses: dict[str, Failure] = {}  # job -> what is wrong with its current generation
         self.unadopted: set[str] = set()  # jobs about which hosts know more than the view
         self.adoption: Adoption | None = None
-        self.kept_for: dict[str, str] = {}  # free host -> the job that waits for more of them, and came first
-        self.spare_of: dict[str, str] = {}  # free host -> the running job that it is a spare of
+        self.kept_for: dict[str, str] = {}  # free host -> the first job in line that waits for more hosts
+        self.spare_of: dict[str, str] = {}  # free host -> the running job whose spare it is
         self._next_incident = view.next_incident
         self._next_decision = view.next_decision
         self._taken: set[str] = set()
@@ -95,11 +95,11 @@ class Round:
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def open_incidents(self, job: str) -> list[Incident]:
-        """The job's incidents that are not closed, oldest first."""
+        """The job's open incidents, oldest first."""
         return [i for i in self.incidents.values() if i.job == job and not i.state.closed]
 
     def open_actions(self, job: str) -> Iterator[ActionView]:
-        """The job's actions that may still move its generation; stopping stray workers is none of them."""
+        """The job's open actions, except those that only stop stray workers."""
         return (
             action
             for action in self.actions.values()
@@ -107,7 +107,7 @@ class Round:
         )
 
     def free_hosts(self, spec: JobSpec) -> list[HostView]:
-        """Hosts that may take ranks of the job now, best first."""
+        """The hosts that may take ranks of the job now, best first."""
         busy = {
             host_id
             for action in self.actions.values()
@@ -122,14 +122,14 @@ class Round:
         )
 
     def is_silent(self, host_id: str) -> bool:
-        """Whether a host cannot be asked anything; one that nobody knows cannot either."""
+        """Whether a host cannot receive commands; an unknown host cannot either."""
         host = self.hosts.get(host_id)
         return host is None or host.state in (HostState.SILENT, HostState.SUSPECT)
 
     # --- changing ----------------------------------------------------------------------------------------------------
 
     def wake(self, at: float) -> None:
-        """Decide again at `at` at the latest."""
+        """Start the next round at `at` at the latest."""
         self._wake_at = at if self._wake_at == 0.0 else min(self._wake_at, at)
 
     def change_host(
@@ -141,8 +141,8 @@ class Round:
         preempt_deadline_at: float | None = None,
         ends_drain: bool = False,
     ) -> None:
-        """Move a host on (event None: only what is wanted of it changes). `ends_drain`: the operator's wish about it is
-        answered."""
+        """Change a host's state by an event (None: only its other facts). `ends_drain`: its drain is over or
+        refused."""
         host = self.hosts[host_id]
         state = host.state if event is None else HOST.advance(host.state, event)
         earlier = self._host_changes.get(host_id)
@@ -167,7 +167,7 @@ class Round:
         self.jobs[job] = msgspec.structs.replace(view, state=state, message=message, failures=failures)
 
     def open_incident(self, **facts: Any) -> Incident:  # noqa: ANN401 - the fields of Incident, checked by it
-        """A new incident, diagnosed, about to be decided."""
+        """Open an incident, and move it on to be decided."""
         incident = Incident(
             incident_id=f"inc-{self._next_incident}",
             state=IncidentState.OPEN,
@@ -180,7 +180,7 @@ class Round:
         return self.advance(incident, IncidentEvent.DIAGNOSED)
 
     def advance(self, incident: Incident, event: IncidentEvent | None, **changes: Any) -> Incident:  # noqa: ANN401
-        """Move an incident on (event None: only its facts change). An event ends what it held for."""
+        """Move an incident on (event None: only its facts change). An event ends its hold."""
         if event is not None:
             state = INCIDENT.advance(incident.state, event)
             changes |= {"holding_for": "", "hold_until": 0.0, "state": state}
@@ -195,7 +195,7 @@ class Round:
         return moved
 
     def apply(self, case: Case, rule: str, verdict: Verdict) -> None:
-        """Make a verdict a decision, with everything that follows from it. A hold that is held already is no news."""
+        """Turn a verdict into a decision, with all its consequences. A hold that is in force already is not news."""
         if verdict.plan is None and not verdict.gives_up:
             self._hold(case, rule, verdict)
             return
@@ -225,17 +225,17 @@ class Round:
                 self.advance(incident, IncidentEvent.CLEARED)
 
     def decide_host(self, host_id: str, kind: DecisionKind, rule: str, reason: str) -> None:
-        """Put on record what is done with a host on which no job depends."""
+        """Record a decision about a host that no job needs."""
         self._record(Decision(self._decision_id(), "", "", kind, reason, rule, self.now, {"host": host_id}))
 
     def decide_job(self, job: str, kind: DecisionKind, rule: str, reason: str, evidence: Evidence) -> None:
-        """Put on record what is known of a job without an incident that is open."""
+        """Record a decision about a job without an open incident."""
         self._record(Decision(self._decision_id(), "", job, kind, reason, rule, self.now, evidence))
 
     def decide_incident(
         self, incident: Incident, kind: DecisionKind, rule: str, reason: str, evidence: Evidence = MappingProxyType({})
     ) -> str:
-        """Put on record what is done about an incident without an action; returns the decision's id."""
+        """Record a decision about an incident that needs no action; returns the decision's id."""
         decision_id = self._decision_id()
         self._record(
             Decision(decision_id, incident.incident_id, incident.job, kind, reason, rule, self.now, dict(evidence))
@@ -243,13 +243,13 @@ class Round:
         return decision_id
 
     def supersede_all(self, job: str) -> None:
-        """End whatever is being carried out for a job."""
+        """Supersede all open actions of a job."""
         for action in list(self.open_actions(job)):
             self._superseded.append(action.action_id)
             self.actions[action.action_id] = msgspec.structs.replace(action, state=ActionState.SUPERSEDED)
 
     def outcome(self) -> Outcome:
-        """Everything that this round changed."""
+        """All changes of this round."""
         return Outcome(
             incidents=tuple(i for key, i in self.incidents.items() if key in self._changed_incidents),
             decisions=tuple(self._decisions),
@@ -263,7 +263,7 @@ class Round:
     # --- parts of a decision -----------------------------------------------------------------------------------------
 
     def _hold(self, case: Case, rule: str, verdict: Verdict) -> None:
-        assert case.incident is not None  # only incidents hold; a job that waits says so in its message
+        assert case.incident is not None  # a job without an incident waits with a message instead
         self.wake(verdict.hold_until)
         if case.incident.holding_for == verdict.holding_for:
             return
@@ -298,7 +298,7 @@ class Round:
         self.supersede_all(plan.job)
 
     def _assign(self, plan: ActionPlan) -> None:
-        """What follows from a granted generation: its hosts are taken, and the job says where it runs."""
+        """Take the hosts of a granted generation, and set the job's state and message."""
         if plan.next is None:
             return
         where = f"running on {listed([part.host_id for part in plan.next.hosts])}"
