@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
@@ -113,3 +114,40 @@ def own_mariadb(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[
     yield start
     for server in started:
         server.end()
+
+
+_S3_SERVER = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of moto's server, which runs as a process of its own."""
+    log = (tmp_path_factory.mktemp("moto") / "server.log").open("wb")
+    server = subprocess.Popen(
+        [sys.executable, "-c", _S3_SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+    )
+    assert server.stdin is not None and server.stdout is not None
+    try:
+        yield f"http://127.0.0.1:{int(server.stdout.readline())}"
+    finally:
+        server.stdin.close()
+        server.wait(90.0)
+        server.stdout.close()
+        log.close()
+
+
+@pytest.fixture
+def s3_environment(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The names that a user of S3 has in the environment."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    return s3_endpoint

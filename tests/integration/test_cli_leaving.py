@@ -139,7 +139,7 @@ class Cluster:
 
     def start_spare(self, host: str) -> None:
         self.start(host, nnodes="2:3")
-        self.until("a spare", lambda: {host} & {h["host_id"] for h in self.api.items("/v1/hosts")})
+        self.until("a spare", lambda: {host} & {h["host_id"] for h in self.api.items("/v1/hosts") if h["engine_alive"]})
 
     def close(self) -> None:
         for process in self.runs.values():

@@ -3,8 +3,6 @@ moto's server, which is a separate process."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -25,14 +23,6 @@ from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.tiers.storage import Storage
 from flyball.contracts.checkpoints import Tier
 
-_SERVER = """
-import sys
-from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-server.start()
-print(server.get_host_and_port()[1], flush=True)
-sys.stdin.read()
-"""
 SETTINGS = EngineSettings(store_timeout_s=60.0, store_retry_s=60.0)
 
 
@@ -140,32 +130,6 @@ class Bucket(Place):
         """Incomplete uploads."""
         listed = self.client.list_multipart_uploads(Bucket=self.bucket).get("Uploads", ())
         return [upload["Key"].removeprefix("some/prefix/job/") for upload in listed]
-
-
-@pytest.fixture(scope="session")
-def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    log = (tmp_path_factory.mktemp("moto") / "server.log").open("wb")
-    server = subprocess.Popen(
-        [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-    )
-    assert server.stdin is not None and server.stdout is not None
-    try:
-        yield f"http://127.0.0.1:{int(server.stdout.readline())}"
-    finally:
-        server.stdin.close()
-        server.wait(90.0)
-        server.stdout.close()
-        log.close()
-
-
-@pytest.fixture
-def s3_environment(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A user's S3 variables."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    return s3_endpoint
 
 
 @pytest.fixture
