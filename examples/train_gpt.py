@@ -1,16 +1,16 @@
 """Train a small GPT on the source code of Python's standard library, byte by byte.
 
     python examples/train_gpt.py                                     one process
-    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py   several, without Flyball's help
-    flyball run --nproc-per-node 2 examples/train_gpt.py             several, and a death costs a second and no step
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py   several, without Flyball
+    flyball run --nproc-per-node 2 examples/train_gpt.py             several; a dead worker costs a second and no step
 
-What Flyball needs of a script is in `train`: attach, restore, step, save.
+Everything that Flyball needs from a script is in `train`: attach, restore, step, save.
 
-Two runs with the same seed, number of ranks and number of threads per rank have the same losses to the last bit, also
-when one of them was interrupted and restored. Everything random comes from seeded generators, whose state is saved.
-DistributedDataParallel would still spoil it: after its first iteration it puts the gradients into buckets of another
-order, a ring all-reduce over more than two ranks then adds them in another order, and a restored process begins with
-the first order again. With find_unused_parameters=True the buckets stay as they are.
+Two runs with the same seed, number of ranks and threads per rank have the same losses to the last bit, even if one was
+interrupted and restored. All randomness comes from seeded generators, whose state is saved. DistributedDataParallel
+would still spoil it: after its first iteration it reorders its gradient buckets, so a ring all-reduce over more than
+two ranks adds gradients in another order, and a restored process starts with the first order again. With
+find_unused_parameters=True the buckets stay as they are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import flyball
 
 VOCABULARY = 256  # bytes
-GOOGLE_FLAGS = (  # of Google's resiliency library; `flyball run` takes and acts on them
+GOOGLE_FLAGS = (  # of Google's resiliency library; `flyball run` understands them
     ("--enable-optimized-async-ckpt", "copy to shared memory, and let the engine do the rest"),
     ("--local-ckpt-dir", "folder for checkpoints on this host's disk"),
     ("--local-ckpt-interval", "steps between them"),
@@ -75,7 +75,7 @@ class GPT(nn.Module):
 
 
 class StandardLibrary:
-    """Random windows of the standard library's modules, another sequence of them for each rank."""
+    """Random windows of the standard library's source; each rank gets its own sequence."""
 
     def __init__(self, batch_size: int, context: int, seed: int, rank: int, limit_bytes: int = 4_000_000) -> None:
         modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -97,7 +97,7 @@ class StandardLibrary:
 
 
 class LossLog:
-    """One line per step and rank, `step loss generation`, the loss as a hexadecimal float: nothing is rounded."""
+    """One line per step and rank: `step loss generation`. The loss is a hexadecimal float, so nothing is rounded."""
 
     def __init__(self, folder: str, rank: int) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -135,16 +135,16 @@ def train(options: argparse.Namespace) -> None:
 
     job.close()
     if dist.is_initialized():
-        dist.barrier()  # a rank that leaves early would reset the connections that the others' last step still needs
+        dist.barrier()  # else a rank that leaves early resets connections of the others' last step
         dist.destroy_process_group()
 
 
 def set_up(world_size: int) -> torch.device:
-    """The process group, where there are several ranks, and this rank's device."""
+    """Set up the process group if there are several ranks; return this rank's device."""
     cuda = torch.cuda.is_available()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if cuda:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same sums every time
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic sums
         torch.use_deterministic_algorithms(True)
         torch.cuda.set_device(local_rank)
     if world_size > 1:
@@ -166,7 +166,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--losses-dir", default="", metavar="DIR", help="append every loss, exactly, to DIR/rank<R>.txt"
     )
-    ours = parser.add_argument_group("checkpoint flags, acted on by `flyball run`; accepted here, so that scripts keep")
+    ours = parser.add_argument_group("checkpoint flags of `flyball run`; accepted here, so that old command lines work")
     for flag, meaning in GOOGLE_FLAGS:
         if flag.startswith("--enable"):
             ours.add_argument(flag, action="store_true", help=meaning)
@@ -175,7 +175,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     given = [flag for flag, _ in GOOGLE_FLAGS if getattr(options, flag[2:].replace("-", "_"))]
     if given and os.environ.get("RANK", "0") == "0":
-        print(f"train_gpt: {', '.join(given)}: give these to `flyball run`, before the script", file=sys.stderr)
+        print(
+            f"train_gpt: {', '.join(given)} have no effect here: give them to `flyball run`, before the script",
+            file=sys.stderr,
+        )
     return options
 
 

@@ -257,7 +257,7 @@ class StateCopy:
     def _help(self, copies: Sequence[TensorCopy]) -> None:
         """Copy what no thread has claimed of these."""
         for copy in copies:
-            while (piece := self._claim(copy)) is not None:
+            while not copy.is_done and (piece := self._claim(copy)) is not None:
                 self._copy(*piece)
 
     def _wait_for(self, copies: Sequence[TensorCopy]) -> None:
