@@ -27,11 +27,11 @@ DEADLINE_S = 120.0
 
 
 class HeldUp:
-    """The background copies nothing before `begin`, so that all that training does comes first."""
+    """Holds the background thread up until `begin`, so that everything training does comes first."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._open = threading.Event()
-        self.one_first = False  # it copies one tensor at once
+        self.one_first = False  # let it copy one tensor
         copy_piece = state_copy.TensorCopy.copy_piece
 
         def held_up(copy: state_copy.TensorCopy, begin: int, end: int) -> None:
@@ -106,7 +106,7 @@ def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 
 
 @pytest.mark.parametrize("write", [by_data, by_a_kept_alias, under_no_grad, of_one_row])
-def test_a_loop_that_always_writes_after_save_has_every_checkpoint_and_is_told_once(
+def test_a_loop_that_always_writes_after_save_keeps_every_checkpoint_and_is_warned_once(
     job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, write: Callable[[nn.Module], None]
 ) -> None:
     background = HeldUp(monkeypatch)

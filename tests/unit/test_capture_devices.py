@@ -1,5 +1,5 @@
-"""The order of calls to a GPU runtime, with a stand-in that records them and copies only when it is waited for: as late
-as a device may. No test here ran on a GPU."""
+"""The order of calls to a GPU runtime. A stand-in records them, and copies as late as a device may: when somebody
+waits. No test here ran on a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckpt_engine.trainer.state.state_tree import flatten
 
 
 class RecordingStreams:
-    """Takes tensors of more than one dimension for tensors of a device."""
+    """Treats tensors of more than one dimension as tensors of a device."""
 
     def __init__(self, *, can_pin: bool = True) -> None:
         self.calls: list[str] = []
@@ -43,7 +43,7 @@ class RecordingStreams:
 
     def hold(self, device: torch.device, event: list[TensorCopy]) -> None:
         self.calls.append("hold")
-        self._copy(event)  # on the device what is queued later runs after the copies: here, then, they are made now
+        self._copy(event)  # later work on the device runs after the copies, so make them now
 
     def wait(self, event: list[TensorCopy]) -> None:
         self.calls.append("wait")
@@ -62,7 +62,7 @@ class FailingStreams(RecordingStreams):
 
 
 def trained() -> tuple[dict[str, Any], torch.optim.Optimizer, Callable[[], None]]:
-    """A matrix and a vector of parameters, trained once; a buffer that is a matrix."""
+    """A matrix and a vector as parameters, trained once, and a matrix as a buffer."""
     optimizer_watch.watch()
     matrix, vector = (torch.nn.Parameter(torch.randn(size)) for size in ((90, 50), (9000,)))
     optimizer = torch.optim.SGD([matrix, vector], lr=0.1)
@@ -78,7 +78,7 @@ def trained() -> tuple[dict[str, Any], torch.optim.Optimizer, Callable[[], None]
 def begin(
     streams: RecordingStreams, state: dict[str, Any], ended: list[tuple[str, bool]]
 ) -> tuple[StateCopy, memoryview]:
-    """A copy that was started; how it ends comes into `ended`."""
+    """Start a copy; its (error, was_written) goes into `ended`."""
     capture = Capturer(streams=streams).take(state)
     payload = memoryview(bytearray(capture.payload_bytes))
     copy = capture.start(
@@ -123,7 +123,7 @@ def test_a_write_that_is_not_a_step_fails_the_capture() -> None:
 
 
 def test_a_write_that_torch_counts_after_the_copy_of_its_tensor_fails_the_capture() -> None:
-    """Torch counts a write when it ends: it may have been under way while the tensor was copied."""
+    """Torch counts a write when it ends, so it may have been in progress during the copy."""
     state, _, _ = trained()
     ended = []
 
@@ -140,7 +140,7 @@ def test_a_write_that_torch_counts_after_the_copy_of_its_tensor_fails_the_captur
 
 
 def test_a_step_that_is_recorded_into_a_graph_is_never_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its replay calls no hook and counts no write."""
+    """A replay calls no hook and counts no write."""
     state, _, step = trained()
     extent = optimizer_watch.extent_of(state["matrix"])
     assert extent in GuardedTensors().extents()
@@ -193,7 +193,7 @@ def test_a_new_structure_unpins_the_slots_of_the_old_one() -> None:
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_capture_has_not_ended_before_what_may_not_be_late_was_copied(alone: bool) -> None:
-    """No optimizer was seen yet, or the mode is blocking: nothing is lazy that would be waited for."""
+    """No optimizer was seen yet, or the mode is blocking, so nothing is lazy."""
     state = {"matrix": torch.randn(40, 50)}
     capture = Capturer(streams=RecordingStreams()).take(state)
     payload = memoryview(bytearray(capture.payload_bytes))

@@ -1,4 +1,4 @@
-"""Checksums that are made while a state is copied: of which chunks, and when a committer relies on them."""
+"""Checksums made during the copy: which chunks get one, and when a committer relies on them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_piece_ends_with_a_chunk_and_never_where_it_began(target: int, begin: 
 
 
 def lazily_copied() -> tuple[memoryview, bytes, torch.Tensor]:
-    """A slot with a model's parameter and a buffer, the parameter copied by the thread in the background."""
+    """A slot with a parameter and a buffer; the background thread copied the parameter."""
     optimizer_watch.watch()
     weight = torch.nn.Parameter(torch.randn(5 * CHUNK_BYTES // 4 + 77))
     optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -81,14 +81,14 @@ def test_what_the_background_copies_is_hashed_and_nothing_that_is_waited_for() -
     payload, digests, _ = lazily_copied()
     expected = integrity.chunk_digests(payload)
     known = [chunk for chunk in range(len(expected) // 16) if digest_of(digests, chunk) != NONE]
-    assert len(known) == 4  # of five that the parameter touches the first is not its own
+    assert len(known) == 4  # the parameter touches five, but shares the first
     assert all(digest_of(digests, chunk) == digest_of(expected, chunk) for chunk in known)
     assert integrity.chunk_digests(payload, known=digests) == expected
 
 
 def test_a_copy_that_is_not_what_it_was_copied_from_is_found_when_it_is_read() -> None:
     payload, digests, _ = lazily_copied()
-    payload[3 * CHUNK_BYTES] ^= 1  # the copy went wrong, before anybody else looked at it
+    payload[3 * CHUNK_BYTES] ^= 1  # the copy went wrong before anybody read it
     manifest = describe(
         payload, job="job", generation=1, step=1, rank=0, world_size=1, code_version="", known_digests=digests
     )
@@ -175,7 +175,7 @@ def test_the_manifest_is_the_same_with_and_without_what_is_known() -> None:
 def test_a_save_hands_over_what_it_hashed_and_the_committed_slot_is_verified(
     lone_rank: WorkerIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hand_writes, "TRIALS", 0)  # who waits for a copy hashes nothing
+    monkeypatch.setattr(hand_writes, "TRIALS", 0)  # whoever waits for a copy hashes nothing
     with Job(lone_rank) as job:
         optimizer_watch.watch()
         weight = torch.nn.Parameter(torch.randn(3 * CHUNK_BYTES // 4))

@@ -1,4 +1,4 @@
-"""The names on Job that people know from other checkpoint managers, and what handles say when it is over."""
+"""Job's methods that people know from other checkpoint managers, and handles of finished jobs."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def test_steps_are_listed_once_they_are_committed(identity: WorkerIdentity) -> N
             assert job.wait_until_finished(DEADLINE_S)
         assert job.all_steps() == [1, 2]
         wait_for(lambda: job.latest_step() == 2)
-    assert job.all_steps() == [] and job.latest_step() is None  # closed: it holds no slots any more
+    assert job.all_steps() == [] and job.latest_step() is None  # closed: it has no slots any more
     lineage = branch(identity.lineage, restored_step=1, generation=2)
     with Job(replace(identity, generation=2, restore_step=1, lineage=lineage)) as job:
         assert job.latest_step() == 1
         assert job.all_steps() == [1], "step 2 is of a future that was given up"
 
 
-def test_what_was_reached_is_said_after_the_job_was_closed(identity: WorkerIdentity) -> None:
+def test_handles_keep_what_they_reached_after_the_job_was_closed(identity: WorkerIdentity) -> None:
     job = Job(identity)
     handle = job.save(0, state(0.0))
     assert handle.replicated.wait(DEADLINE_S)
@@ -101,14 +101,14 @@ def test_finished_means_durable_where_a_slow_tier_is_to_have_the_step(identity: 
             assert job.wait_until_finished(DEADLINE_S)
         handle = job.save(4, state(4.0))
         job.save(5, state(5.0))
-        assert not handle.durable.wait(0.05) and not handle.durable.skipped  # the tier was busy: it takes 5 for it
+        assert not handle.durable.wait(0.05) and not handle.durable.skipped  # the tier was busy, takes step 5
         assert not job.wait_until_finished(0.05)
         segments.control.note_durable(5)
         segments.control.let_go(Tier.DISK, 5, settled=True)
         assert handle.durable and job.wait_until_finished(DEADLINE_S)
 
 
-def test_who_waits_for_a_disk_that_failed_is_told_at_once(identity: WorkerIdentity, tmp_path: Path) -> None:
+def test_a_wait_for_a_disk_that_failed_ends_at_once(identity: WorkerIdentity, tmp_path: Path) -> None:
     spec = CheckpointSpec(
         disk_dir=str(tmp_path / "a"), disk_every_steps=2, persistent_dir=str(tmp_path / "b"), persistent_every_steps=4
     )
@@ -119,17 +119,17 @@ def test_who_waits_for_a_disk_that_failed_is_told_at_once(identity: WorkerIdenti
         segments.control.let_go(Tier.DISK, 2, settled=True)
         assert not handles[2].durable.wait(DEADLINE_S)
         assert "step 2 could not be written to the disk tier" in handles[2].durable.skipped
-        assert not handles[3].durable.skipped  # no tier was to have it: it becomes durable with the next
+        assert not handles[3].durable.skipped  # not due for any tier: durable with the next
         last = job.save(4, state(0.0))
         segments.control.let_go(Tier.PERSISTENT, 4, settled=True)
-        assert not last.durable.skipped  # the disk may yet have it
+        assert not last.durable.skipped  # the disk may still get it
         segments.control.let_go(Tier.DISK, 4, settled=True)
         assert "disk and persistent" in last.durable.skipped
         segments.control.note_durable(6)
         assert last.durable and handles[2].durable and not last.durable.skipped
 
 
-def test_a_failed_save_is_finished_and_told_once(identity: WorkerIdentity) -> None:
+def test_a_failed_save_is_finished_and_reported_once(identity: WorkerIdentity) -> None:
     with Job(replace(identity, checkpoint=CheckpointSpec(save_timeout_s=0.01))) as job:
         segments, link = job._engine._segments, job._engine._link
         assert segments is not None and link is not None
@@ -138,7 +138,7 @@ def test_a_failed_save_is_finished_and_told_once(identity: WorkerIdentity) -> No
         job.save(1, state(1.0))
         handle = job.save(2, state(2.0))
         assert "No slot was free" in handle.error
-        assert handle.waited_s >= 0.01  # its time-out: the save interval adapts to what was waited in vain too
+        assert handle.waited_s >= 0.01  # its time-out: waits in vain also change the save interval
         assert job.wait_until_finished(0.0)
         with pytest.raises(CheckpointError, match="No slot was free"):
             job.check_for_errors()
@@ -170,7 +170,7 @@ def test_a_world_that_stands_still_costs_training_one_time_out_and_no_more(ident
         assert "has not moved" in job.save(7, state(7.0)).skipped
         segments.control.advance_world(6)
         assert job.save(8, state(8.0)).staged
-        assert "No slot was free" in job.save(9, state(9.0)).error  # it moved: this is another wait
+        assert "No slot was free" in job.save(9, state(9.0)).error  # the world moved, so it waits again
 
 
 def test_a_state_that_no_manifest_can_describe_is_an_error_at_the_first_save(
@@ -191,7 +191,7 @@ def test_a_state_with_too_many_names_is_an_error_at_the_first_save(
         job.save(0, {f"tensor {index}": torch.zeros(1) for index in range(200)})
 
 
-def test_what_was_captured_and_cannot_be_committed_is_told_at_once_and_is_in_nobodys_way(
+def test_a_captured_step_that_cannot_be_committed_is_reported_at_once_and_frees_its_slot(
     identity: WorkerIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifests, "MAX_MANIFEST_BYTES", 100)
@@ -211,7 +211,7 @@ def test_what_was_captured_and_cannot_be_committed_is_told_at_once_and_is_in_nob
 def test_memory_is_planned_for_the_replicas_that_the_hosts_can_hold(
     identity: WorkerIdentity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two hosts hold one replica for each other, however many are asked for."""
+    """Two hosts hold one replica for each other, however many are configured."""
     monkeypatch.setenv("FLYBALL_CKPT_MEMORY_LIMIT_BYTES", "64KiB")
     two_hosts = replace(
         identity, world_size=2, engine_notify=str(tmp_path / "none.sock"), checkpoint=CheckpointSpec(replicas=8)
@@ -254,7 +254,7 @@ def test_a_large_state_is_copied_by_two_threads_when_nobody_may_be_late(
 
     monkeypatch.setattr(TensorCopy, "copy_piece", seen)
     monkeypatch.setattr("ckpt_engine.trainer.capture.state_copy.PIECE_BYTES", 1 << 16)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # as where a host has several ranks
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # as on a host with several ranks
     with Job(identity) as job:
         handle = job.save(0, {"ema": torch.randn(1 << 20)})
         assert handle.staged
@@ -390,7 +390,7 @@ background.close()
 
 
 def test_no_thread_is_in_torch_when_the_interpreter_ends() -> None:
-    """It would be unwound through a destructor of C++, and the process aborted: a job that is done had failed."""
+    """Such a thread is unwound through a C++ destructor, which aborts the process: a finished job would look failed."""
     ended = subprocess.run([sys.executable, "-c", LEAVES_TORCH_LATE], check=False, timeout=120, capture_output=True)
     assert ended.returncode == 0, ended.stderr
 
@@ -424,7 +424,7 @@ ENDS = {
     "a fork": """
 if os.fork() == 0:
     signal.alarm(100)
-    step(2.0)  # writes to the child's own memory, and has nobody to wait for
+    step(2.0)  # writes to the child's own memory, and waits for nobody
     os._exit(0)
 assert os.wait()[1] == 0 and not handle.staged
 begun.set()
@@ -451,7 +451,7 @@ def environment(folder: Path) -> dict[str, str]:
         **os.environ,
         worker_env.JOB: "job",
         worker_env.SHM_PREFIX: str(folder / "flyball-test"),
-        "OMP_NUM_THREADS": "1",  # a child of a fork cannot use the thread pool of its parent
+        "OMP_NUM_THREADS": "1",  # a forked child cannot use its parent's thread pool
     }
 
 

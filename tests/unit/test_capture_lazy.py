@@ -30,12 +30,12 @@ from flyball.sdk.worker_identity import WorkerIdentity
 
 pytestmark = pytest.mark.real_time
 
-WIDTH = 96  # a matrix has 36 KiB: more than what is copied at once, and several of the test's pieces
+WIDTH = 96  # a matrix has 36 KiB: not small, and several of the test's pieces
 DEADLINE_S = 120.0
 
 
 class Race:
-    """Holds the lazy copies of the background up until `begin`, or until the training thread, in a step, copies too."""
+    """Holds up the background's lazy copies until `begin`, or until a step in the training thread copies too."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._copy = state_copy.TensorCopy.copy_piece
@@ -49,7 +49,7 @@ class Race:
 
         monkeypatch.setattr(state_copy.TensorCopy, "copy_piece", held_up)
         monkeypatch.setattr(state_copy, "PIECE_BYTES", 4096)
-        monkeypatch.setattr(hand_writes, "TRIALS", 0)  # the first saves are to be lazy, too
+        monkeypatch.setattr(hand_writes, "TRIALS", 0)  # make the first saves lazy, too
 
     def _held_up(self, copy: state_copy.TensorCopy, begin: int, end: int) -> None:
         if threading.current_thread().name == "flyball-copy" and copy.version is not None:
@@ -83,7 +83,7 @@ def job(tmp_path: os.PathLike[str], race: Race) -> Iterator[Job]:
 
 
 def identity(folder: os.PathLike[str], **settings: object) -> WorkerIdentity:
-    """A lone rank that commits for itself."""
+    """A single rank that commits for itself."""
     return WorkerIdentity(
         job="job",
         generation=1,
@@ -104,7 +104,7 @@ def contents(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def slot_contents(job: Job, handle: SaveHandle) -> dict[str, torch.Tensor]:
-    """What the slot holds, once it is committed."""
+    """The slot's content, once committed."""
     assert handle.replicated.wait(DEADLINE_S), handle
     segments = RankSegments.open(rank_segment(job._identity.shm_prefix, "job", 0))
     view = segments.find(1, handle.step)
@@ -146,7 +146,7 @@ def trained_by(make: Callable[[Any], torch.optim.Optimizer]) -> Loop:
 
 
 def as_state_dicts() -> tuple[dict[str, Any], Step]:
-    """The optimizer is known from its steps, not from the state."""
+    """Optimizers are found by their steps, not in the state."""
     state, step = trained_by(torch.optim.AdamW)()
     return {"nested": [{"model": state["model"].state_dict(), "optimizer": state["optimizer"].state_dict()}]}, step
 
@@ -223,7 +223,7 @@ def compiled() -> tuple[dict[str, Any], Step]:
 
 
 def of_odd_tensors() -> tuple[dict[str, Any], Step]:
-    """Frozen, tied, transposed, complex, empty, and one storage for two parameters."""
+    """Frozen, tied, transposed, complex and empty parameters, and two in one storage."""
     torch.manual_seed(0)
     shared = torch.randn(2, WIDTH, WIDTH)
     model = nn.ParameterDict(
@@ -266,7 +266,7 @@ LOOPS: dict[str, Loop] = {
 
 
 def race_once(job: Job, race: Race, number: int, state: dict[str, Any], step: Step) -> tuple[SaveHandle, Any]:
-    """Save, and change everything at once. Returns the handle and what the state was."""
+    """Save, and change everything at once. Returns the handle and the state before the change."""
     race.close()
     expected = contents(state)
     handle = job.save(number, state)
@@ -304,13 +304,13 @@ def test_without_the_hook_the_tear_is_seen_and_the_save_fails(
     assert "was written while it was copied" in handle.error
     with pytest.raises(CheckpointError, match="wait_captured"):
         job.check_for_errors()
-    job.check_for_errors()  # it was told
+    job.check_for_errors()  # reported already
     step()
     assert job.save(1, state).staged, "it goes on in blocking mode"
 
 
 def test_the_comparison_itself_would_see_a_tear(job: Job, race: Race, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither hook nor version counter: then the slot is torn, and these tests would fail."""
+    """Without hook and version counter the slot is torn: these tests can fail."""
     state, step = trained_by(torch.optim.AdamW)()
     optimizer_watch.watch()
     step()
@@ -322,7 +322,7 @@ def test_the_comparison_itself_would_see_a_tear(job: Job, race: Race, monkeypatc
 
 
 def test_a_step_copies_what_is_its_own_and_leaves_the_rest(job: Job, race: Race) -> None:
-    """Two optimizers, as in a GAN: the step of one does not wait for the other's tensors."""
+    """Two optimizers, as in a GAN: one's step does not wait for the other's tensors."""
     first, step_first = trained_by(torch.optim.AdamW)()
     second, step_second = trained_by(torch.optim.AdamW)()
     optimizer_watch.watch()
@@ -346,7 +346,7 @@ def test_everything_that_is_not_an_optimizers_is_copied_before_save_returns(job:
     step()
     ema = [tensor.detach().clone() for tensor in state["model"].parameters()]
     extra = {"ema": ema, "buffer": torch.randn(WIDTH, WIDTH), "random": torch.get_rng_state(), "epoch": 1}
-    part = state["model"][0].weight.detach()[: WIDTH // 2]  # of a tensor that is copied later
+    part = state["model"][0].weight.detach()[: WIDTH // 2]  # of a lazily copied tensor
     race.close()
     expected = contents({**state, "extra": extra, "part": part})
     handle = job.save(0, {**state, "extra": extra, "part": part})
@@ -366,13 +366,13 @@ def test_state_that_is_replaced_and_not_written_is_the_old_one(job: Job, race: R
     handle = job.save(0, state)
     for entry in state["optimizer"].state.values():
         entry["exp_avg"] = torch.zeros_like(entry["exp_avg"])
-        entry["exp_avg_sq"].data = torch.ones_like(entry["exp_avg_sq"])  # as those do that move state away
+        entry["exp_avg_sq"].data = torch.ones_like(entry["exp_avg_sq"])  # like optimizers that offload state
     race.begin()
     assert_same(slot_contents(job, handle), expected)
 
 
 class Wrapper(torch.Tensor):
-    """A tensor that has no memory of its own, as those of quantized optimizers."""
+    """A tensor without memory of its own, as in quantized optimizers."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Wrapper:
@@ -442,13 +442,13 @@ def test_what_may_not_be_late_is_captured_when_save_returns(
 
 
 class Plain(torch.optim.SGD):
-    """Of another package, and with a step as torch's have."""
+    """From another package, with an ordinary step."""
 
     __module__ = "elsewhere"
 
 
 class Perturbing(Plain):
-    """Like SAM: writes before its step, and past the version counters."""
+    """Like SAM: writes before its step, bypassing the version counters."""
 
     __module__ = "elsewhere"
 
@@ -537,7 +537,7 @@ def test_the_next_save_waits_for_the_one_before(job: Job, race: Race) -> None:
     race.close()
     expected = contents(state)
     first = job.save(0, state)
-    race.is_stepping = True  # whoever waits helps
+    race.is_stepping = True  # waiting means helping
     second = job.save(1, state)
     assert first.staged
     assert_same(slot_contents(job, first), expected)

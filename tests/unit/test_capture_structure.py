@@ -1,4 +1,4 @@
-"""A structure that is kept from one save to the next serves states of that structure only, whatever has changed."""
+"""A structure kept from one save to the next serves only states of that structure, whatever changes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class StateReader:
 
 
 def check(reader: StateReader, state: State) -> FlatState:
-    """The reader finds what is found without it."""
+    """The reader's result equals `flatten`'s."""
     found, expected = reader.flatten(state), flatten(state)
     assert found.tree == expected.tree
     assert list(found.tensors) == list(expected.tensors)
@@ -196,7 +196,7 @@ def test_other_tensors_of_the_same_look_are_read_where_they_are() -> None:
 
 
 def test_half_a_surrogate_pair_is_saved_beside_what_is_kept_or_is_a_large_number() -> None:
-    name = "run-\udcff"  # as Python shows a file name that is no UTF-8
+    name = "run-\udcff"  # a file name that is not UTF-8, in Python
     state = {"files": {name: torch.ones(2), "newest": name, "seed": 1 << 70}, "model": {"w": torch.zeros(9000)}}
     reader, capturer = StateReader(), Capturer()
     for _ in range(3):
@@ -265,7 +265,7 @@ def test_any_state_after_any_other_is_found_as_it_is(following: list[State]) -> 
 
 
 def guarded(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> bool:
-    del optimizer  # it counts as long as it lives
+    del optimizer  # it only has to be alive
     return optimizer_watch.extent_of(tensor) in optimizer_watch.GuardedTensors().extents()
 
 

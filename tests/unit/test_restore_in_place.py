@@ -1,4 +1,4 @@
-"""A restore checks everything first, then fills the state's own tensors with verified bytes, and aliases nothing."""
+"""A restore checks everything first, then fills the state's own tensors with verified bytes. It aliases nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ckpt_engine.trainer.restore.load_shard import _Memory, load_file, read_file
 from ckpt_engine.trainer.shard_reader import SlotSource
 from flyball.contracts.errors import CorruptShard, StateMismatch
 
-CHUNK = 4096  # so that a small state has many chunks, and its header several
+CHUNK = 4096  # a small state then has many chunks, and its header several
 
 
 def shard_of(state: dict[str, Any]) -> tuple[memoryview, Manifest]:
@@ -35,7 +35,7 @@ def shard_of(state: dict[str, Any]) -> tuple[memoryview, Manifest]:
 
 
 class Counting:
-    """A source that records what is read."""
+    """A source that records reads."""
 
     def __init__(self, payload: memoryview) -> None:
         self.payload = payload
@@ -115,7 +115,7 @@ def test_an_optimizer_that_has_not_stepped_gets_tensors_of_its_own() -> None:
     [
         torch.zeros(60, 70).t(),
         torch.zeros(70, 120)[:, ::2],
-        torch.zeros(70, 60, dtype=torch.complex64).imag,  # a view with steps
+        torch.zeros(70, 60, dtype=torch.complex64).imag,  # a strided view
         nn.Parameter(torch.zeros(70, 60)),
     ],
     ids=["transposed", "strided", "of complex numbers", "parameter"],
@@ -133,7 +133,7 @@ def test_one_memory_is_filled_once_whatever_shares_it() -> None:
     payload, manifest = shard_of(values)
     shared = torch.zeros(3000)
     restore_into({"a": shared, "b": shared}, MemorySource(payload), manifest)
-    assert torch.equal(shared, values["b"])  # as if they were loaded one after the other
+    assert torch.equal(shared, values["b"])  # as if loaded one after the other
     flat = torch.zeros(4000)
     restore_into({"a": flat[:3000], "b": flat[1000:]}, MemorySource(payload), manifest)
     assert torch.equal(flat[1000:], values["b"]) and torch.equal(flat[:1000], values["a"][:1000])
@@ -161,7 +161,7 @@ def test_nothing_is_written_before_all_was_compared() -> None:
 
 
 def test_an_optimizer_whose_state_has_another_shape_is_refused() -> None:
-    """Torch accepts it, and fails at the next step."""
+    """Torch would accept it, and fail at the next step."""
 
     def stepped(size: int) -> torch.optim.Optimizer:
         parameter = nn.Parameter(torch.ones(size))
@@ -212,7 +212,7 @@ def test_after_a_bad_copy_a_good_one_restores_everything(source_of: Callable[[me
 
 
 class Overwritten:
-    """A slot that is overwritten during the read: the first bytes are one step's, the others the next one's."""
+    """A slot that is overwritten during the read: it begins with one step and ends with the next."""
 
     def __init__(self, old: memoryview, new: memoryview) -> None:
         self.old, self.new, self.reads = old, new, 0
@@ -240,7 +240,7 @@ def test_a_header_that_claims_more_than_there_is_allocates_nothing(claim: int) -
 
 
 def test_memory_of_a_device_is_written_by_copies() -> None:
-    """The path of CUDA tensors, on a tensor that this machine has."""
+    """The code path for CUDA tensors, with a tensor that this machine has."""
     target = torch.zeros(3, 4, dtype=torch.bfloat16)
     memory = _Memory(target)
     memory.mapped = None

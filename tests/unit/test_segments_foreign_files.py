@@ -1,4 +1,4 @@
-"""The folder of the slots is the whole machine's: what others put there under our names disturbs nothing."""
+"""The slots' folder belongs to the whole machine: other users' files with our names do no harm."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def segments(prefix: str) -> Iterator[RankSegments]:
 
 
 def give_away(path: Path, size_bytes: int) -> None:
-    """A sparse file of another user."""
+    """Another user's sparse file."""
     if os.geteuid() != 0:
         pytest.skip("only root can make another user's file")
     path.touch()
@@ -67,7 +67,7 @@ def test_segments_of_another_release_hide_no_copies_and_are_in_the_way_of_their_
         pass
     assert not tier.remove(1)
     tier.release()
-    assert older.exists()  # of what it holds nothing is known: removed by command
+    assert older.exists()  # its content is unknown: only a command removes it
     assert not Path(segments.base + ".ctl").exists()
 
 
@@ -80,7 +80,7 @@ def test_a_link_without_end_fails_no_save(prefix: str, segments: RankSegments) -
 
 @pytest.mark.parametrize("foreign", [True, False])
 def test_only_memory_that_is_really_ours_counts_as_there(prefix: str, segments: RankSegments, foreign: bool) -> None:
-    """Neither another user's file, nor one of ours that has not taken its memory yet."""
+    """Neither another user's file, nor one of ours that has no memory yet."""
     path = Path(rank_segment(prefix, "job", 1) + ".s0")
     if foreign:
         give_away(path, 1 << 43)

@@ -75,7 +75,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(change: dict[str, Any]) -
 
 
 def of_version_2(made: manifest.Manifest) -> manifest.Manifest:
-    """As releases wrote them that repeated the shard's header."""
+    """As written by releases that repeated the shard's header."""
     return msgspec.structs.replace(made, version=2, tensor_count=0)
 
 
@@ -89,7 +89,7 @@ def test_a_manifest_that_lists_the_tensors_is_still_read() -> None:
 
 
 def shard_of_many(tensors: int, step: int = 0) -> memoryview:
-    """Of one byte each."""
+    """Tensors of one byte each."""
     names = (f"model.layers.{index // 40}.block.{index % 40}.attention.projection.weight" for index in range(tensors))
     entries = {name: shard_format.TensorHeader("U8", (1,), (at, at + 1)) for at, name in enumerate(names)}
     header = shard_format.join_header({"step": str(step)}, shard_format.encode_tensors(entries))
@@ -153,7 +153,7 @@ def test_a_tensor_that_is_named_twice_is_refused() -> None:
 
 
 def sharded(block: str) -> memoryview:
-    """A shard with rows 4..6 of a matrix, as `block` says."""
+    """A shard with rows 4..6 of a matrix, placed by `block`."""
     tensors = {"w": shard_format.TensorHeader("U8", (2, 3), (0, 6))}
     header = shard_format.join_header({shard_format.SHARDING_KEY: block}, shard_format.encode_tensors(tensors))
     payload = memoryview(bytearray(8 + len(header) + 6))
@@ -211,7 +211,7 @@ def test_a_header_of_garbage_is_refused(header: bytes) -> None:
     [
         (((0, 8), (9, 16)), "expected from 8"),  # a gap
         (((0, 8), (4, 16)), "expected from 8"),  # an overlap
-        (((0, 8), (8, 12)), "the file has 16"),  # bytes that belong to nothing
+        (((0, 8), (8, 12)), "the file has 16"),  # bytes of no tensor
         (((0, 8), (8, 99)), "the file has 16"),  # beyond the end
         (((4, 8), (8, 16)), "expected from 0"),
         (((8, 0), (0, 16)), "expected from"),

@@ -18,7 +18,7 @@ MOUNTS = """\
 @pytest.mark.parametrize(
     ("directory", "switch", "reason"),
     [
-        ("/mnt/huge", "never", ""),  # the switch is for shared memory that has no mount
+        ("/mnt/huge", "never", ""),  # the switch is for shared memory without a mount
         ("/mnt/huge/deep/er", "never", ""),
         ("/mnt/with space", "never", ""),
         ("/mnt/größe", "never", ""),  # and without a source
@@ -31,5 +31,5 @@ MOUNTS = """\
     ],
 )
 def test_the_mount_decides(directory: str, switch: str, reason: str) -> None:
-    said = why_no_huge_pages(directory, MOUNTS, switch)
-    assert (reason in said) if reason else said == ""
+    found = why_no_huge_pages(directory, MOUNTS, switch)
+    assert (reason in found) if reason else found == ""

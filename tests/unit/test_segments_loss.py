@@ -25,9 +25,9 @@ def test_the_newest_loss_is_read_bit_for_bit(losses: list[tuple[int, float]]) ->
     reader = BeaconReader.of(writer)
     for step, value in losses:
         writer.loss(step, value)
-        told = reader.snapshot().loss
-        assert told is not None and told[0] == step
-        assert told[1] == value or (math.isnan(told[1]) and math.isnan(value))
+        reported = reader.snapshot().loss
+        assert reported is not None and reported[0] == step
+        assert reported[1] == value or (math.isnan(reported[1]) and math.isnan(value))
     reader.close()
     writer.close()
 
@@ -39,7 +39,7 @@ def test_a_beacon_without_a_loss_has_none(tmp_path: Path) -> None:
     writer.step(3)
     assert reader.snapshot().loss is None and reader.snapshot().step == 3
     writer.loss(3, 0.5)
-    assert BeaconWriter(path) and reader.snapshot().loss == (3, 0.5)  # another process goes on with the page
+    assert BeaconWriter(path) and reader.snapshot().loss == (3, 0.5)  # another process takes over the page
 
 
 def test_step_and_loss_belong_together_while_they_are_written() -> None:
@@ -57,8 +57,8 @@ def test_step_and_loss_belong_together_while_they_are_written() -> None:
     thread.start()
     try:
         for _ in range(5_000):
-            told = reader.snapshot().loss
-            assert told is None or told[0] == told[1]
+            reported = reader.snapshot().loss
+            assert reported is None or reported[0] == reported[1]
     finally:
         end.set()
         thread.join(30.0)
@@ -77,33 +77,33 @@ def test_step_and_loss_belong_together_while_they_are_written() -> None:
     ],
 )
 def test_numbers_and_tensors_are_read_at_once(loss: object) -> None:
-    told: list[tuple[int, float]] = []
-    LossReader(lambda step, value: told.append((step, value))).put(4, loss)
-    assert told == [(4, 2.5)]
+    reported: list[tuple[int, float]] = []
+    LossReader(lambda step, value: reported.append((step, value))).put(4, loss)
+    assert reported == [(4, 2.5)]
 
 
-def test_what_happens_to_the_tensor_later_does_not_change_what_was_told() -> None:
-    told: list[tuple[int, float]] = []
-    reader = LossReader(lambda step, value: told.append((step, value)))
+def test_later_changes_of_the_tensor_do_not_change_the_report() -> None:
+    reported: list[tuple[int, float]] = []
+    reader = LossReader(lambda step, value: reported.append((step, value)))
     loss = torch.tensor(1.0)
     reader.put(1, loss)
     loss.fill_(9.0)
     reader.close()
-    assert told == [(1, 1.0)]
+    assert reported == [(1, 1.0)]
 
 
 def test_what_is_no_loss_costs_one_warning_and_no_exception(capsys: pytest.CaptureFixture[str]) -> None:
-    told: list[tuple[int, float]] = []
-    reader = LossReader(lambda step, value: told.append((step, value)))
+    reported: list[tuple[int, float]] = []
+    reader = LossReader(lambda step, value: reported.append((step, value)))
     for loss in ("high", torch.zeros(3), object(), {"loss": 1.0}):
         reader.put(1, loss)
     reader.put(2, 3)
-    assert told == [(2, 3.0)]
+    assert reported == [(2, 3.0)]
     assert capsys.readouterr().err.count("the loss given to job.step cannot be shown") == 1
 
 
 class Device:
-    """Stands in for a GPU's queue: what is put into it happens when `run` is called, in order."""
+    """Stands in for a GPU's queue: `run` executes its entries in order."""
 
     def __init__(self) -> None:
         self.queue: list[Any] = []
@@ -131,7 +131,7 @@ class Device:
 
 
 class DeviceTensor:
-    """A tensor of that device. Its value is that of the moment at which the device reads it."""
+    """A tensor of that device. The device sees its value at the moment of reading."""
 
     dtype = torch.float32
     device = SimpleNamespace(type="fake")
@@ -172,32 +172,32 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return device
 
 
-def test_a_loss_on_a_device_is_told_when_its_copy_has_arrived(device: Device) -> None:
-    told: list[tuple[int, float]] = []
-    reader = LossReader(lambda step, value: told.append((step, value)))
+def test_a_loss_on_a_device_is_reported_when_its_copy_has_arrived(device: Device) -> None:
+    reported: list[tuple[int, float]] = []
+    reader = LossReader(lambda step, value: reported.append((step, value)))
     loss = DeviceTensor(device, 1.5)
     reader.put(1, loss)
     loss.fill_(9.0)  # behind the copy
-    assert device.calls == ["copy", "record on the stream"] and told == []
+    assert device.calls == ["copy", "record on the stream"] and reported == []
     reader.put(2, loss)
-    assert told == []  # the device has done nothing yet
+    assert reported == []  # the device has done nothing yet
     device.run()
     reader.put(3, loss)
-    assert told == [(1, 1.5), (2, 9.0)]
+    assert reported == [(1, 1.5), (2, 9.0)]
     device.run()
     reader.close()
-    assert told[-1] == (3, 9.0)
+    assert reported[-1] == (3, 9.0)
 
 
 def test_a_device_that_is_far_behind_costs_losses_and_no_wait(device: Device) -> None:
-    told: list[tuple[int, float]] = []
-    reader = LossReader(lambda step, value: told.append((step, value)))
+    reported: list[tuple[int, float]] = []
+    reader = LossReader(lambda step, value: reported.append((step, value)))
     for step in range(3 * MAX_COPIES):
         reader.put(step, DeviceTensor(device, float(step)))
-    assert device.calls.count("copy") == MAX_COPIES and told == []
+    assert device.calls.count("copy") == MAX_COPIES and reported == []
     device.run()
     reader.put(100, DeviceTensor(device, 100.0))
-    assert told == [(step, float(step)) for step in range(MAX_COPIES)]
+    assert reported == [(step, float(step)) for step in range(MAX_COPIES)]
     device.run()
     reader.close()
-    assert told[-1] == (100, 100.0)
+    assert reported[-1] == (100, 100.0)

@@ -64,7 +64,7 @@ def test_what_another_run_left_goes_with_its_memory_and_its_words(segments: Rank
 def test_slots_of_the_same_run_and_those_of_an_older_release_stay(tmp_path: Path, segments: RankSegments) -> None:
     capture(segments, 1, 4)
     assert segments.claim(FIRST_RUN) == []
-    assert segments.claim("") == []  # whoever has no run says nothing about them
+    assert segments.claim("") == []  # a process without a run claims nothing
     assert present(segments) == [4]
     nobodys = RankSegments.open(rank_segment(str(tmp_path / "flyball-test"), "job", 1), create=True)
     capture(nobodys, 1, 5)

@@ -34,7 +34,7 @@ def segments(base: str) -> Iterator[RankSegments]:
 
 
 def save(segments: RankSegments, step: int, *, world_step: int, held: tuple[int, ...] = ()) -> SlotView | None:
-    """As a trainer and its engine do; None if no slot is free."""
+    """Save as trainer and engine do; None if no slot is free."""
     slot = segments.choose(world_step, LINEAGE, (), held)
     if slot is None:
         return None
@@ -70,7 +70,7 @@ def test_with_a_slot_for_each_slow_tier_no_save_waits_for_one(segments: RankSegm
     segments.settle(MemoryPlan(SIZE, slots=4))
     for step in range(2):
         assert save(segments, step, world_step=step - 1)
-    for step in range(2, 40):  # both tiers go on writing steps 0 and 1 for ever
+    for step in range(2, 40):  # both tiers keep writing steps 0 and 1
         assert save(segments, step, world_step=step - 1, held=(0, 1)), step
         assert {0, 1, step, step - 1} == set(steps(segments).values())
     segments.settle(MemoryPlan(SIZE, slots=2))
@@ -84,7 +84,7 @@ def test_fewer_slots_keep_what_is_needed_and_give_the_rest_back(segments: RankSe
         assert save(segments, step, world_step=-1)
     again = RankSegments.open(base)
     again.settle(MemoryPlan(SIZE, slots=2))
-    assert steps(again) == {0: 0, 1: 1, 2: 2, 3: 3}  # nothing is lost by the settling
+    assert steps(again) == {0: 0, 1: 1, 2: 2, 3: 3}  # fewer slots lose nothing
     assert again.choose(-1, LINEAGE, (), ()) is None
     slot = again.choose(2, LINEAGE, (), ())
     assert slot is not None and slot.index < 2
@@ -150,7 +150,7 @@ def test_the_fence_of_libatomic_can_be_called() -> None:
 
 
 def test_a_slot_is_read_as_of_one_moment(segments: RankSegments, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write that begins between two looks at a slot's words: neither the old state nor the new step alone."""
+    """A write that begins between two reads of a slot's words shows neither the old state nor the new step alone."""
     assert save(segments, 7, world_step=-1)
     control = segments.control
     began: list[int] = []

@@ -28,11 +28,11 @@ from flyball.contracts.on_host.segments import (
 )
 
 HEADER_CAPACITY = 4096 - 8
-NO_PIDS = (1 << 23, (1 << 23) + 1)  # beyond the kernel's limit: nobody has them
+NO_PIDS = (1 << 23, (1 << 23) + 1)  # beyond the kernel's limit: no such process
 
 
 def fill(payload: memoryview, byte: int) -> None:
-    """A shard with one tensor of `byte`s."""
+    """A shard with one tensor, filled with `byte`."""
     size = len(payload) - 4096
     header = shard_format.join_header(
         {}, shard_format.encode_tensors({"t": shard_format.TensorHeader("U8", (size,), (0, size))})
@@ -100,7 +100,7 @@ def test_a_slot_goes_from_empty_to_committed_and_another_process_sees_it(segment
     manifest = segments.committed(0)
     assert manifest is not None and (manifest.generation, manifest.step) == (1, 5)
     assert segments.find(1, 5) == segments.slots()[0]
-    with safe_open(base + SLOT_SUFFIXES[0], "numpy") as file:  # a safetensors file and nothing else
+    with safe_open(base + SLOT_SUFFIXES[0], "numpy") as file:  # a pure safetensors file
         assert file.get_tensor("t").tolist() == [7] * 100
 
 
@@ -118,7 +118,7 @@ def test_a_late_commit_of_overwritten_bytes_counts_for_nothing(segments: RankSeg
     save(segments, 0, 2, 2)
     assert not segments.commit(view, manifest)
     assert states(segments)[0] is SlotState.CAPTURED
-    segments.control.commit(0, view.sequence, manifest)  # even if the check came just before the overwriting
+    segments.control.commit(0, view.sequence, manifest)  # even if the check came just before the overwrite
     assert states(segments)[0] is SlotState.CAPTURED and segments.committed(0) is None
 
 
@@ -315,7 +315,7 @@ LINEAGE = (LineageEntry(1, 5), LineageEntry(2))
         (SlotState.COMMITTED, 1, 5, True),
         (SlotState.COMMITTED, 3, 1, False),  # a newer generation's
         (SlotState.WRITING, 3, 1, False),
-        (SlotState.WRITING, 2, 8, False),  # its writer is at work
+        (SlotState.WRITING, 2, 8, False),  # still being written
         (SlotState.WRITING, 1, 5, True),  # torn
         (SlotState.COMMITTED, 0, 5, True),  # no ancestor
     ],
@@ -353,7 +353,7 @@ def test_restore_words_of_an_older_generation_never_pass_for_those_of_a_newer(
     words = segments.control._words
 
     class Interrupted:
-        """The engine announces generation 2 right after the reader's first look."""
+        """The engine announces generation 2 right after the reader's first read."""
 
         def __getitem__(self, word: int) -> int:
             value = words[word]
@@ -394,7 +394,7 @@ def test_a_step_that_a_disk_tier_is_about_to_copy_is_not_overwritten(segments: R
     lineage = (LineageEntry(1),)
     assert may_overwrite(slot, 9, lineage, ())
     assert not may_overwrite(slot, 9, lineage, (), held)
-    assert not may_overwrite(slot, 9, (LineageEntry(1, 4), LineageEntry(2)), (), held)  # what a generation began with
+    assert not may_overwrite(slot, 9, (LineageEntry(1, 4), LineageEntry(2)), (), held)  # a generation's restore step
     assert may_overwrite(slot, 9, (LineageEntry(1, 3), LineageEntry(2)), (), held)  # dead
     control.let_go(Tier.DISK, 3)
     assert segments.read_world().held == {0, 4}

@@ -35,19 +35,19 @@ def manifest_of(payload: memoryview) -> Manifest:
 def round_trip(state: dict[str, Any], capturer: Capturer | None = None) -> dict[str, Any]:
     payload = captured(state, capturer)
     saved = read_state(MemorySource(payload), manifest_of(payload))
-    payload[:] = b"\xff" * len(payload)  # whatever aliases the slot is spoilt by this
+    payload[:] = b"\xff" * len(payload)  # destroys everything that aliases the slot
     return saved
 
 
 def restore(state: dict[str, Any], payload: memoryview) -> None:
-    """Into `state` from a copy of the slot, which is spoilt afterwards."""
+    """Restore into `state` from a copy of the slot, then destroy the copy."""
     slot = memoryview(bytearray(payload))
     restore_into(state, MemorySource(slot), manifest_of(payload))
     slot[:] = b"\xff" * len(slot)
 
 
 def same(a: object, b: object) -> bool:
-    """Equal in value and in type, all the way down; NaN equals NaN."""
+    """Equal values and types, recursively; NaN equals NaN."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
@@ -86,7 +86,7 @@ LEAVES: list[Any] = [
 
 
 def test_the_entries_of_a_state_have_names() -> None:
-    """Else 0 and "0" would be one entry, and neither would be found again."""
+    """Else 0 and "0" would become one entry."""
     with pytest.raises(UnsupportedState, match="key 0, which is not a string"):
         captured({0: 1, "0": 2})  # type: ignore[dict-item]
 
@@ -155,7 +155,7 @@ def test_numpy_arrays_of_any_kind_keep_every_bit(view: slice | tuple[slice, int]
 def test_tied_tensors_are_stored_once_and_stay_tied() -> None:
     weight = torch.randn(100)
     payload = captured({"a": weight, "b": {"c": weight}, "view": weight[:50]})
-    stored = load_with_the_library(bytes(payload))  # and the library alone can read it
+    stored = load_with_the_library(bytes(payload))  # the library alone can read it
     assert set(stored) == {"a", "view"} and torch.equal(stored["a"], weight)
     saved = read_state(MemorySource(payload), manifest_of(payload))
     assert saved["a"] is saved["b"]["c"]

@@ -1,4 +1,4 @@
-"""The trainer's side, with the test in the engine's place: it reads the notices and writes the words."""
+"""The trainer's side. The test plays the engine: it reads notices and writes control words."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from flyball.sdk.worker_identity import WorkerIdentity, read_identity
 
 @pytest.fixture
 def identity(lone_rank: WorkerIdentity, tmp_path: Path) -> WorkerIdentity:
-    """A lone supervised rank with slots and no engine."""
+    """A single supervised rank with slots and no engine."""
     beacon = str(tmp_path / "beacon")
     create_beacon(beacon)
     return replace(
@@ -56,7 +56,7 @@ def identity(lone_rank: WorkerIdentity, tmp_path: Path) -> WorkerIdentity:
 
 
 class Engine:
-    """The other side of the segments and of the notify socket."""
+    """The engine's side of the segments and the notify socket."""
 
     def __init__(self, identity: WorkerIdentity) -> None:
         self.segments = RankSegments.open(rank_segment(identity.shm_prefix, identity.job, identity.rank), create=True)
@@ -66,7 +66,7 @@ class Engine:
         self.segments.control.begin_world(1, -1)
 
     def notice(self) -> Captured | SaveAborted:
-        """The next that does not only tell of a late save: a machine that holds the test up makes any of them late."""
+        """The next notice, except of late saves: on a busy machine any save may be late."""
         while isinstance(notice := wire.decode(self.socket.recv(4096), Notice), SaveWaited):  # type: ignore[arg-type]
             pass
         return notice  # type: ignore[return-value]  # a union of tagged structs
@@ -252,7 +252,7 @@ def test_a_lone_rank_commits_for_itself_and_restores(identity: WorkerIdentity) -
 
 
 def test_a_shard_that_was_captured_and_never_committed_is_restored(identity: WorkerIdentity) -> None:
-    """The worker died between the two; the bytes are whole."""
+    """The worker died in between; the bytes are whole."""
     job = Job(identity)
     job._engine._link.captured = lambda view: None
     job.save(0, state(3.0))
@@ -358,7 +358,7 @@ def test_only_due_steps_are_saved_and_positions_move_at_all(with_engine: WorkerI
 # --- save with an engine ---
 
 
-def test_the_engine_is_told_and_what_it_does_shows_on_the_handle(with_engine: WorkerIdentity, engine: Engine) -> None:
+def test_the_engine_is_notified_and_its_work_shows_on_the_handle(with_engine: WorkerIdentity, engine: Engine) -> None:
     job = Job(with_engine)
     handle = job.save(0, state(1.0))
     assert engine.notice() == Captured(job="job", rank=0, generation=1, step=0, slot=0)
@@ -406,7 +406,7 @@ def test_a_dead_engine_costs_a_moment_and_no_exception(with_engine: WorkerIdenti
     assert not handle.staged.wait(60.0)
     with pytest.raises(CheckpointError, match="is not running"):
         handle.check()
-    assert "is not running" not in job.save(3, state(3.0)).error  # it is not asked again until the world moves
+    assert "is not running" not in job.save(3, state(3.0)).error  # not checked again until the world moves
 
 
 def test_a_stuck_engine_is_waited_for_once(with_engine: WorkerIdentity, engine: Engine) -> None:
@@ -541,7 +541,7 @@ def test_a_shard_that_the_engine_fetches_is_waited_for(with_engine: WorkerIdenti
 
     thread = threading.Thread(target=restore)
     thread.start()
-    other = Job(replace(with_engine, job="elsewhere", beacon=""))  # the shard as the peer has it
+    other = Job(replace(with_engine, job="elsewhere", beacon=""))  # the peer's copy of the shard
     other.save(6, state(6.5))
     source = RankSegments.open(rank_segment(with_engine.shm_prefix, "elsewhere", 0)).payload(0)
     engine.segments.begin_write(1, 1, 6, len(source))[:] = source
@@ -569,7 +569,7 @@ def test_a_restore_has_a_deadline(with_engine: WorkerIdentity, engine: Engine) -
 def test_a_shard_of_another_run_is_not_restored_from_slot_or_file(
     with_engine: WorkerIdentity, engine: Engine, tmp_path: Path
 ) -> None:
-    """Job, generation, step and rank are the same."""
+    """Job, generation, step and rank are equal."""
     Job(with_engine).save(6, state(6.0))
     engine.commit(0)  # of no run
     path = tmp_path / "rank0.safetensors"
@@ -592,10 +592,10 @@ def test_a_shard_of_another_run_is_not_restored_from_slot_or_file(
     next_one = replace(
         this, generation=3, lineage=(LineageEntry(1, 6), LineageEntry(3)), checkpoint=with_engine.checkpoint
     )
-    assert Job(next_one).restore(target) == 7 and target["n"] == {"value": 6.0}  # of its own run it takes the file
+    assert Job(next_one).restore(target) == 7 and target["n"] == {"value": 6.0}  # it accepts the file of its own run
 
 
-def test_what_the_engine_could_not_keep_is_heard_of(with_engine: WorkerIdentity, engine: Engine) -> None:
+def test_a_step_that_the_engine_could_not_keep_is_reported(with_engine: WorkerIdentity, engine: Engine) -> None:
     with Job(with_engine) as job:
         handle = job.save(0, state(0.0))
         assert job.wait_captured(60.0)
@@ -604,7 +604,7 @@ def test_what_the_engine_could_not_keep_is_heard_of(with_engine: WorkerIdentity,
         assert "could not keep it" in handle.error
         with pytest.raises(CheckpointError, match="Step 0 was captured"):
             job.check_for_errors()
-        job.check_for_errors()  # it was told
+        job.check_for_errors()  # reported already
         assert job.failed_saves == 1
-        engine.segments.control.note_lost(7)  # which it never captured
+        engine.segments.control.note_lost(7)  # never captured
         job.check_for_errors()

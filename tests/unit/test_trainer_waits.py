@@ -1,5 +1,4 @@
-"""Training that waits for its saves does not look stalled: as long as there is an engine to wait for, and the wait
-has an end."""
+"""Training that waits for its saves does not look stalled, as long as the engine is alive and the wait is finite."""
 
 from __future__ import annotations
 
@@ -24,15 +23,15 @@ DEADLINE_S = 60.0
 
 
 class Stamps:
-    """When the beacon moved while the rank said that it was busy with a checkpoint."""
+    """The times at which the beacon moved in the checkpoint phase."""
 
     def __init__(self, path: str) -> None:
         self._beacon = BeaconReader(path)
         self.seen: set[int] = set()
 
     def look(self) -> int:
-        """How many different stamps were seen by now."""
-        if self.phase is Phase.CHECKPOINT:  # a snapshot that is begun earlier may have the stamp of the phase before
+        """The number of different stamps so far."""
+        if self.phase is Phase.CHECKPOINT:  # an earlier snapshot may have the previous phase's stamp
             self.seen.add(self._beacon.snapshot().moved_ns)
         return len(self.seen)
 
@@ -53,7 +52,7 @@ def identity(lone_rank: WorkerIdentity, tmp_path: Path) -> WorkerIdentity:
 
 @pytest.fixture
 def engine(identity: WorkerIdentity) -> Iterator[socket.socket]:
-    """What a trainer sees of an engine that is there: somebody holds the notify socket."""
+    """An engine as a trainer sees it: somebody holds the notify socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
         notify.bind(identity.engine_notify)
         yield notify
@@ -61,7 +60,7 @@ def engine(identity: WorkerIdentity) -> Iterator[socket.socket]:
 
 @pytest.fixture
 def job(identity: WorkerIdentity, engine: socket.socket) -> Iterator[Job]:
-    """Saved once, and its engine has yet to commit that."""
+    """A job with one save that the engine has not committed yet."""
     with Job(identity) as made:
         made.step(0)
         assert made.save(0, {"t": torch.ones(10)}).staged
@@ -84,7 +83,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def in_thread(wait: Callable[[float], bool], timeout_s: float) -> Callable[[], bool]:
-    """Begins to wait; what it returns ends with what the wait returned."""
+    """Start a wait; call the result to join it and get its result."""
     answers: list[bool] = []
     thread = threading.Thread(target=lambda: answers.append(wait(timeout_s)), daemon=True)
     thread.start()
@@ -97,7 +96,7 @@ def in_thread(wait: Callable[[float], bool], timeout_s: float) -> Callable[[], b
 
 
 def commit(job: Job) -> None:
-    """As the engine does."""
+    """Commit as the engine does."""
     assert job._engine._segments is not None
     job._engine._segments.control.begin_world(job.generation, -1)
     job._engine._segments.control.note_replicated(0)
