@@ -26,7 +26,7 @@ from ckpt_engine.slots.control_views import ParkState
 from ckpt_engine.slots.rank_segments import RankSegments, SegmentOptions
 from ckpt_engine.slots.slot_rules import SLOW_TIERS, SlotState
 from ckpt_engine.trainer.commit_link import CommitLink, EngineLink, LocalCommitter
-from ckpt_engine.trainer.free_slot import ENGINE_PROBE_S, FreeSlots, SlotsFull
+from ckpt_engine.trainer.free_slots import ENGINE_PROBE_S, FreeSlots, SlotsFull
 from ckpt_engine.trainer.save_handle import NoProgress, RankProgress, SaveHandle, SaveOutcomes
 from ckpt_engine.trainer.shard_reader import ShardReader
 from ckpt_engine.world.save_pace import factor_of

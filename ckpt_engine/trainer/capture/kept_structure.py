@@ -58,11 +58,11 @@ class _Untracked:
 class _Stored:
     """A tensor, or a value that is stored as one."""
 
-    look: Callable[[Any], torch.Tensor]
+    tensor_of: Callable[[Any], torch.Tensor]
     json: Json
 
     def describe(self, value: object, _walk: TreeWalk, found: list[torch.Tensor]) -> Json:
-        found.append(self.look(value))
+        found.append(self.tensor_of(value))
         return self.json
 
 
@@ -170,35 +170,35 @@ class _Keeper:
         children = [self._node(value, tree[key], key, 0) for key, value in state.items()]
         return _Container(type(state), list(state), list(map(type, state)), children, "", [], None)
 
-    def _node(self, value: Any, json_node: Any, path: str, depth: int) -> _Node:  # noqa: ANN401 - any state
+    def _node(self, value: Any, tree: Any, path: str, depth: int) -> _Node:  # noqa: ANN401 - any state
         known = len(self.names)
         if isinstance(value, torch.Tensor):
-            return self._stored(value, json_node)
+            return self._stored(value, tree)
         node: _Node | None = None
         if isinstance(value, Mapping):
-            node = self._mapping(value, json_node, path, depth)
+            node = self._mapping(value, tree, path, depth)
         elif type(value) in (list, tuple):
-            node = self._sequence(value, json_node, path, depth)
+            node = self._sequence(value, tree, path, depth)
         elif has_state(value):
-            node = _Object(type(value), self._node(self._walk.state_of(value), json_node, path, depth + 1))
+            node = _Object(type(value), self._node(self._walk.state_of(value), tree, path, depth + 1))
         elif isinstance(value, np.ndarray):
-            self.names.append(json_node["$array"])
-            node = _Stored(_as_tensor, _raw(json_node))
+            self.names.append(tree["$array"])
+            node = _Stored(_as_tensor, _raw(tree))
         return node if node is not None and len(self.names) > known else _Untracked(path, depth)
 
-    def _stored(self, value: Any, json_node: dict[str, Any]) -> _Stored:  # noqa: ANN401 - a DTensor, perhaps
-        ((tag, content),) = json_node.items()
+    def _stored(self, value: Any, tree: dict[str, Any]) -> _Stored:  # noqa: ANN401 - a DTensor, perhaps
+        ((tag, content),) = tree.items()
         if tag == "$dtensor":
             ((kind, name),) = content["local"].items()
             if kind != "$tensor":  # sharded and complex: seldom
                 raise _Different
             self.names.append(name)
-            return _Stored(_Local(sharded_tensors.layout_of(value)), _raw(json_node))
+            return _Stored(_Local(sharded_tensors.layout_of(value)), _raw(tree))
         self.names.append(content)
-        return _Stored(_plain if tag == "$tensor" else _as_real, _raw(json_node))
+        return _Stored(_plain if tag == "$tensor" else _as_real, _raw(tree))
 
-    def _mapping(self, value: Mapping[object, object], json_node: dict[str, Any], path: str, depth: int) -> _Node:
-        tag, pairs = "", list(json_node.items())
+    def _mapping(self, value: Mapping[object, object], tree: dict[str, Any], path: str, depth: int) -> _Node:
+        tag, pairs = "", list(tree.items())
         if len(pairs) == 1 and pairs[0][0].startswith("$"):
             tag, pairs = pairs[0]
         known = len(self.names)
@@ -209,23 +209,23 @@ class _Keeper:
         if len(self.names) > known and not _EXACT_KEYS.issuperset(map(type, value)):
             raise _Different
         keys, key_types = list(value), list(map(type, value))
-        if all(isinstance(child, _Stored) and child.look is _plain for child in children):
-            return _PlainTensors(type(value), keys, key_types, _raw(json_node))
-        constant = _raw(json_node) if _are_constant(children) else None
+        if all(isinstance(child, _Stored) and child.tensor_of is _plain for child in children):
+            return _PlainTensors(type(value), keys, key_types, _raw(tree))
+        constant = _raw(tree) if _are_constant(children) else None
         return _Container(type(value), keys, key_types, children, tag, [key for key, _ in pairs], constant)
 
-    def _sequence(self, value: Collection[object], json_node: Any, path: str, depth: int) -> _Node:  # noqa: ANN401
-        ((tag, items),) = json_node.items() if isinstance(json_node, dict) else (("", json_node),)
+    def _sequence(self, value: Collection[object], tree: Any, path: str, depth: int) -> _Node:  # noqa: ANN401
+        ((tag, items),) = tree.items() if isinstance(tree, dict) else (("", tree),)
         children = [
             self._node(item, content, f"{path}.{index}", depth + 1)
             for index, (item, content) in enumerate(zip(value, items, strict=True))
         ]
-        constant = _raw(json_node) if _are_constant(children) else None
+        constant = _raw(tree) if _are_constant(children) else None
         return _Container(type(value), None, [], children, tag, [], constant)
 
 
-def _raw(json_node: Json) -> msgspec.Raw:
-    return msgspec.Raw(encode(json_node).encode())
+def _raw(tree: Json) -> msgspec.Raw:
+    return msgspec.Raw(encode(tree).encode())
 
 
 def _are_constant(nodes: Sequence[_Node]) -> bool:
