@@ -16,6 +16,7 @@ from ckpt_engine.inspect.tier_folders import TierFolder, find_in_folder, find_in
 from ckpt_engine.settings import EngineSettings, load_settings
 from ckpt_engine.tiers.opening import open_storage
 from flyball.cli.reach.places import state_root
+from flyball.cli.run.run_folders import CHECKPOINTS
 from flyball.cli.show.output import announce
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.errors import ConfigurationError, FlyballError, NotFound, UsageError
@@ -54,10 +55,14 @@ def find_copies(environ: Mapping[str, str], *, state_dir: str, folders: Sequence
     job, _, wanted_run = job.partition("/")
     if job or wanted_run:
         check_name("The job", job)
-    hosts = [] if folders and not state_dir else _hosts(Path(state_dir) if state_dir else state_root(environ), environ)
+    root = None if folders and not state_dir else Path(state_dir) if state_dir else state_root(environ)
+    hosts = _hosts(root, environ) if root else []
     settings = load_settings(environ)
     settings = msgspec.structs.replace(settings, store_retry_s=min(settings.store_retry_s, MAX_STORE_RETRY_S))
     tier_folders = [found for folder in folders for found in _tier_folders(folder, settings)]
+    found_names = {name for host in hosts for name in host.jobs} | {found.job for found in tier_folders}
+    if root and (job not in found_names if job else not found_names):
+        tier_folders += _default_folders(root)
     name = _choose_job(job, hosts, tier_folders, looked_in=[*([state_dir] if state_dir else []), *folders])
     hosts_of_job = [host for host in hosts if name in host.jobs]
     of_job = [found for found in tier_folders if found.job == name]
@@ -97,6 +102,14 @@ def _hosts(root: Path, environ: Mapping[str, str]) -> list[HostFolder]:
         raise ConfigurationError(
             f"{error.filename} cannot be read: {error.strerror}.", hint="run this as the user who owns the job"
         ) from error
+
+
+def _default_folders(root: Path) -> list[TierFolder]:
+    """The default disk tiers in the state folders below `root`. Hosts forget where an ended job's checkpoints are."""
+    places = [
+        place for pattern in ("", "jobs/*/", "hosts/*/") for place in sorted(root.glob(f"{pattern}{CHECKPOINTS}"))
+    ]
+    return [found for place in places for found in find_in_folder(place)]
 
 
 def _choose_job(job: str, hosts: list[HostFolder], folders: list[TierFolder], *, looked_in: list[str]) -> str:

@@ -180,6 +180,18 @@ def test_truncated_shards_and_broken_manifests_are_named(site: Site) -> None:
     assert not (folder / "step8").exists()
 
 
+def test_an_ended_runs_checkpoints_are_found_in_its_state_folder(site: Site) -> None:
+    site.put_disk(8)
+    for host in site.hosts:  # as an engine does when a job ends
+        (site.state / host / "engine-jobs" / f"{JOB}.json").unlink()
+    run = site.state / "jobs" / "ended"
+    run.mkdir(parents=True)
+    (site.root / "disk").rename(run / "checkpoints")
+    for where in ((), ("--job", JOB), ("--state-dir", str(run))):
+        assert [step["step"] for step in site.json("ls", *where)["steps"]] == [8]
+    assert site.call("ls", "--job", "other")[0] == 8
+
+
 def test_restore_writes_what_safetensors_reads(site: Site) -> None:
     site.put_disk(10)
     restored = site.json("restore", "latest", "--to", "deep/out")
