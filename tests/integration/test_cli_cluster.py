@@ -230,7 +230,7 @@ def test_a_failed_job_of_two_hosts_resumes_from_memory(place: Path) -> None:
     nodes = [[*line, "--job", "pair", f"--node-rank={n}", "--host-id", f"h{n}", "train.py"] for n in (0, 1)]
     ended = finish(*(start(place, *node) for node in nodes))
     assert [code for code, _, _ in ended] == [1, 1], ended
-    assert all("stays there, and the same command can go on" in err for _, _, err in ended), ended
+    assert all("from which the same command can resume" in err for _, _, err in ended), ended
     (place / "mended").touch()
     ended = finish(*(start(place, *node) for node in nodes))
     begun = {int(text.split()[-1]) for _, out, _ in ended for text in out.splitlines() if "begins at" in text}
