@@ -1,4 +1,4 @@
-"""From what runs showed to figures: the goodput calculator's report of each, and medians of both sides. Pure."""
+"""Figures of the comparison: the goodput calculator's report of each run, and medians per side. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import msgspec
 
 from flyball.contracts.events import EventKind
 from goodput.calculator import AccountOptions, GoodputReport, IncidentReport, calculate
-from goodput_bench.injector import Strike
-from goodput_bench.runs import Observed
+from goodput_bench.runs import Injection, Observed
 from goodput_bench.sides import Side
 
 NO_FAULT = "no fault"
@@ -28,8 +27,11 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class RunFigures(msgspec.Struct, frozen=True):
-    """One repetition of one side. `seconds_by_category` sums to `elapsed_s`; `badput_s`, by the cause that the side
-    itself gives, and `lost_s_by_fault`, by the injected fault that it follows, each sum to what was not useful."""
+    """One repetition of one side. `seconds_by_category` sums to `elapsed_s`.
+
+    `badput_s` (by the cause that the side reports) and `lost_s_by_fault` (by the injected fault before it) each sum to
+    the time that was not useful.
+    """
 
     side: Side
     repetition: int
@@ -48,22 +50,22 @@ class RunFigures(msgspec.Struct, frozen=True):
     incidents: tuple[IncidentReport, ...]
     faults_met: int
     faults_missed: tuple[str, ...]
-    saves_failed: int  # as the ranks told, each of its own
+    saves_failed: int  # as reported by the ranks, each for itself
     load_average: float
     failure: str
     notes: tuple[str, ...]  # the calculator's
 
 
 class SideFigures(msgspec.Struct, frozen=True):
-    """Medians over the repetitions; `failures` names runs that were over before their time, which still count."""
+    """Medians over the repetitions. `failures` lists runs that ended early; they still count."""
 
     goodput: Spread
-    goodput_at_reference_step: Spread  # steps kept x the reference step / elapsed: also a slower step is a loss
+    goodput_at_reference_step: Spread  # steps kept x reference step / elapsed: slower steps are a loss too
     ettr: Spread
     mttr_s: Spread | None
     lost_steps: Spread
     steps_kept: Spread
-    step_s: Spread | None  # of the runs' medians
+    step_s: Spread | None  # over the runs' medians
     faults_met: tuple[int, ...]  # per repetition
     seconds_by_category: Mapping[str, float]
     badput_s: Mapping[str, float]
@@ -72,11 +74,11 @@ class SideFigures(msgspec.Struct, frozen=True):
     failures: tuple[str, ...]
 
 
-def of_run(observed: Observed, repetition: int) -> RunFigures:
-    """The report of one run, counted from its launch to its planned end."""
+def run_figures(observed: Observed, repetition: int) -> RunFigures:
+    """The figures of one run, from its launch to its planned end."""
     report = calculate(observed.events, now=observed.ended_at, options=AccountOptions(to_at=observed.ended_at))
     incidents = tuple(i for i in report.incidents if i.opened_at <= observed.ended_at)
-    met = [strike for strike in observed.strikes if strike.at is not None]
+    met = [injection for injection in observed.injections if injection.at is not None]
     return RunFigures(
         side=observed.side,
         repetition=repetition,
@@ -85,19 +87,19 @@ def of_run(observed: Observed, repetition: int) -> RunFigures:
         ettr=report.ettr or 0.0,
         seconds_by_category=report.seconds_by_category,
         badput_s=report.badput_s,
-        lost_s_by_fault=_lost_s_by_fault(report, observed.strikes),
+        lost_s_by_fault=_lost_s_by_fault(report, observed.injections),
         lost_steps=sum(incident.lost_steps or 0 for incident in incidents),
         steps_kept=report.steps.kept,
         median_step_s=report.steps.median_s,
         mttr_s=report.mttr_s,
-        resumed_s_by_fault=_resumed_s_by_fault(incidents, observed.strikes),
+        resumed_s_by_fault=_resumed_s_by_fault(incidents, observed.injections),
         start_s=observed.first_step_at - observed.launched_at,
         incidents=incidents,
         faults_met=len(met),
         faults_missed=tuple(
-            f"{strike.fault.kind} at {strike.fault.at_s:g} s: {strike.missed}"
-            for strike in observed.strikes
-            if strike.at is None
+            f"{injection.fault.kind} at {injection.fault.at_s:g} s: {injection.missed}"
+            for injection in observed.injections
+            if injection.at is None
         ),
         saves_failed=sum(
             event.kind is EventKind.SIGNAL and event.data.get("kind") == "save_failed" and event.at <= observed.ended_at
@@ -110,13 +112,13 @@ def of_run(observed: Observed, repetition: int) -> RunFigures:
 
 
 def reference_step_s(runs: Sequence[RunFigures]) -> float | None:
-    """What a step takes where it takes least: the smaller of both sides' medians. None if no run made two steps."""
+    """The smaller of both sides' median step times. None if no run made two steps."""
     known = [found for side in Side if (found := _steps_s(runs, side))]
     return min((median(found) for found in known), default=None)
 
 
-def of_side(runs: Sequence[RunFigures], side: Side) -> SideFigures:
-    """`runs` are those of both sides: they share the reference step."""
+def side_figures(runs: Sequence[RunFigures], side: Side) -> SideFigures:
+    """The figures of one side. `runs`: of both sides, since they share the reference step."""
     step_s = reference_step_s(runs)
     steps_s = _steps_s(runs, side)
     runs = [run for run in runs if run.side is side]
@@ -138,27 +140,26 @@ def of_side(runs: Sequence[RunFigures], side: Side) -> SideFigures:
     )
 
 
-def _lost_s_by_fault(report: GoodputReport, strikes: Sequence[Strike]) -> dict[str, float]:
-    """What every kind of fault cost, all of its incidents together; the rest is the start, the saves and what only
-    delayed a step."""
+def _lost_s_by_fault(report: GoodputReport, injections: Sequence[Injection]) -> dict[str, float]:
+    """Lost seconds by kind of fault. The rest is start-up, saves, and short delays of steps."""
     lost: dict[str, float] = defaultdict(float)
     for incident in report.incidents:
-        lost[_fault_of(incident, strikes)] += incident.badput_s
+        lost[_fault_of(incident, injections)] += incident.badput_s
     lost[NO_FAULT] += fsum(report.badput_s.values()) - fsum(i.badput_s for i in report.incidents)
     return dict(sorted(lost.items(), key=lambda item: -item[1]))
 
 
-def _resumed_s_by_fault(incidents: Sequence[IncidentReport], strikes: Sequence[Strike]) -> dict[str, float]:
+def _resumed_s_by_fault(incidents: Sequence[IncidentReport], injections: Sequence[Injection]) -> dict[str, float]:
     found: dict[str, list[float]] = defaultdict(list)
     for incident in incidents:
         if incident.resumed_s is not None:
-            found[_fault_of(incident, strikes)].append(incident.resumed_s)
+            found[_fault_of(incident, injections)].append(incident.resumed_s)
     return {kind: median(seconds) for kind, seconds in sorted(found.items())}
 
 
-def _fault_of(incident: IncidentReport, strikes: Sequence[Strike]) -> str:
-    """The kind of the newest fault before an incident was opened."""
-    kinds = [strike.fault.kind for strike in strikes if strike.at is not None and strike.at <= incident.opened_at]
+def _fault_of(incident: IncidentReport, injections: Sequence[Injection]) -> str:
+    """The kind of the last fault before the incident was opened."""
+    kinds = [done.fault.kind for done in injections if done.at is not None and done.at <= incident.opened_at]
     return kinds[-1].value if kinds else NO_FAULT
 
 
@@ -171,13 +172,13 @@ def _spread(values: Sequence[float]) -> Spread:
 
 
 def _medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each key, with 0 where a row has it not; largest first."""
+    """The median per key, largest first. A row without the key counts as 0."""
     keys = {key for row in rows for key in row}
     found = {key: median(row.get(key, 0.0) for row in rows) for key in keys}
     return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 
 
 def _medians_where_known(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each key, over the rows that have it."""
+    """The median per key over the rows that have it."""
     keys = sorted({key for row in rows for key in row})
     return {key: median(row[key] for row in rows if key in row) for key in keys}

@@ -1,4 +1,4 @@
-"""A launcher with its workers: started, watched, and ended with all that it started."""
+"""A launcher with its workers: started, watched, and ended with every process that it started."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import IO, Self
 from restart import Losses, stop
 
 from flyball.contracts.clock import SystemClock
-from goodput_bench.agent_log import Line
+from goodput_bench.sides import Line
 from simulator.inject.processes import LiveProcess, environment_of, look_at, own_processes, send, wait_ended
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-LOOK_INTERVAL_S = 0.02
-RUN_VARIABLE = "GOODPUT_BENCH_RUN"  # the folder of the run, in the environment of all that belongs to it
-QUIET_S = 5.0  # no step of all ranks for this long, and the job counts as not training
+POLL_INTERVAL_S = 0.02
+RUN_VARIABLE = "GOODPUT_BENCH_RUN"  # folder of the run, in the environment of all its processes
+QUIET_S = 5.0  # without a step of all ranks for this long, the job counts as not training
 _READER_TIMEOUT_S = 5.0
 _KILL_ROUNDS = 3
 _KILL_TIMEOUT_S = 30.0
@@ -29,7 +29,7 @@ _LAST_LINES = 20
 
 
 class LiveJob:
-    """Entered: it runs. Left, however that comes about: no process of it does."""
+    """A context manager: the job runs inside. No process of it runs afterwards, however the block ends."""
 
     def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str], world_size: int) -> None:
         self._command, self._environment = list(command), {**environment, RUN_VARIABLE: str(folder)}
@@ -61,7 +61,7 @@ class LiveJob:
     ) -> None:
         with _uninterrupted():
             stop(self._process, self._losses)
-            self._kill_the_rest()
+            self._kill_leftovers()
             self._reader.join(_READER_TIMEOUT_S)
 
     @property
@@ -74,11 +74,11 @@ class LiveJob:
 
     @property
     def quiet_s(self) -> float:
-        """Since all ranks completed a step."""
+        """Seconds since all ranks last completed a step."""
         return time.monotonic() - self._progress_s
 
-    def look(self) -> str:
-        """Take in what is new; returns why the job is over, or ''."""
+    def poll(self) -> str:
+        """Update the progress. Returns why the job is over, or ''."""
         self._losses.pull()
         generation = self._losses.generation()
         progress = (generation, min(len(by.get(generation, ())) for by in self._losses.steps.values()))
@@ -87,20 +87,20 @@ class LiveJob:
         code = self._process.poll()
         return "" if code is None else f"the launcher ended by itself with exit code {code}"
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         return "\n".join(line.text for line in self.lines[-_LAST_LINES:])
 
     def process_of(self, rank: int) -> LiveProcess | None:
-        """The process that trains as `rank`: the one that it named, if that has the rank's loss file open."""
+        """The process that trains as `rank`: its pid file names it, and it has the rank's loss file open."""
         with suppress(OSError, ValueError):
             process = look_at(int((self._folder / f"rank{rank}.pid").read_text()))
             if process is not None and _has_open(process.pid, self._losses.path(rank)):
                 return process
         return None
 
-    def _kill_the_rest(self) -> None:
-        """What a launcher that was killed has left: it all has inherited the launcher's environment."""
-        for _ in range(_KILL_ROUNDS):  # what is not dead yet may still have started something
+    def _kill_leftovers(self) -> None:
+        """Kill what a killed launcher left behind. All of it inherited the launcher's environment."""
+        for _ in range(_KILL_ROUNDS):  # a process may start another before it dies
             left = [p for p in own_processes() if environment_of(p).get(RUN_VARIABLE) == str(self._folder)]
             for process in left:
                 send(process, signal.SIGKILL)
@@ -115,21 +115,21 @@ class LiveJob:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """A signal that comes meanwhile is handled at the end: it would cut the clean-up short."""
-    came: list[int] = []
-    handlers = {number: signal.signal(number, lambda found, _frame: came.append(found)) for number in STOP_SIGNALS}
+    """Delay signals until the end: they would cut the clean-up short."""
+    received: list[int] = []
+    handlers = {number: signal.signal(number, lambda found, _frame: received.append(found)) for number in STOP_SIGNALS}
     try:
         yield
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        if came:
-            signal.raise_signal(came[0])
+        if received:
+            signal.raise_signal(received[0])
 
 
 def _has_open(pid: int, path: Path) -> bool:
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):  # closed meanwhile
+        with suppress(OSError):  # closed in the meantime
             if descriptor.readlink() == path:
                 return True
     return False

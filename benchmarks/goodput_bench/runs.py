@@ -1,8 +1,9 @@
-"""One run of one side: start, strike at the offsets of the list, end; and what its event log says then."""
+"""One run of one side: launch it, inject the faults of the list, end it, and collect its events."""
 
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -14,40 +15,63 @@ import msgspec
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import FlyballError
 from flyball.contracts.events import Event, EventKind
-from goodput_bench import sides
-from goodput_bench.fault_list import Fault
-from goodput_bench.injector import Strike, strike
-from goodput_bench.live_job import LOOK_INTERVAL_S, LiveJob
-from goodput_bench.save_costs import SaveCost, completion_times, cost_of
-from goodput_bench.saves_file import read_saves
+from goodput_bench import faults, sides
+from goodput_bench.faults import Fault, FaultKind
+from goodput_bench.live_job import POLL_INTERVAL_S, LiveJob
+from goodput_bench.saves import SaveCost, completion_times, read_saves, save_cost
 from goodput_bench.sides import Job, Side
+from simulator.inject.processes import send
 
 START_DEADLINE_S = 240.0
 CALIBRATION_EVERY_STEPS = 25
 CALIBRATION_SAVES = 8
 _CALIBRATION_DEADLINE_S = 240.0
+_SIGNALS = {
+    FaultKind.KILL: signal.SIGKILL,
+    FaultKind.KILL_ALL: signal.SIGKILL,
+    FaultKind.EXCEPTION: faults.RAISE,
+    FaultKind.HANG: faults.HANG,
+    FaultKind.FREEZE: signal.SIGSTOP,
+}
 
 
 class RunFailed(FlyballError):
-    """A side did not come as far as to be measured."""
+    """A side could not be measured."""
+
+
+class Injection(msgspec.Struct, frozen=True):
+    """One fault of the list, as injected. `at`: wall clock, just before the signal; None: the job was not training."""
+
+    fault: Fault
+    at: float | None
+    missed: str = ""  # why it was not injected
+
+    def events(self, job: str) -> list[Event]:
+        """The fault as an event for the log."""
+        if self.at is None:
+            return []
+        data = {
+            "fault": self.fault.kind.value,
+            "target": "all ranks" if self.fault.rank < 0 else f"rank {self.fault.rank}",
+        }
+        return [Event(at=self.at, kind=EventKind.FAULT_INJECTED, job=job, rank=self.fault.rank, data=data)]
 
 
 class Observed(msgspec.Struct, frozen=True):
-    """What one run showed. Its time goes from `launched_at` to `ended_at` (wall clock), also when the job was over
-    before: a job that is down makes no progress."""
+    """One run, from `launched_at` to `ended_at` (wall clock). A job that ends early counts as down until then."""
 
     side: Side
     launched_at: float
     first_step_at: float
     ended_at: float
-    strikes: tuple[Strike, ...]
+    injections: tuple[Injection, ...]
     events: tuple[Event, ...]
-    load_average: float  # of a minute, before the launch
-    failure: str  # why the job was over before its time, '' if it was not
+    load_average: float  # over one minute, before the launch
+    failure: str  # why the job ended early; '': it did not
 
 
-def run(side: Side, job: Job, faults: Sequence[Fault], *, length_s: float, parent: Path) -> Observed:
-    """Train for `length_s` from the first step on, with these faults. Raises RunFailed if there was no first step."""
+def run(side: Side, job: Job, planned: Sequence[Fault], *, length_s: float, parent: Path) -> Observed:
+    """Train for `length_s` from the first step on, with the planned faults. Raises RunFailed if no step completed."""
     load_average = os.getloadavg()[0]
     clock = SystemClock()
     with tempfile.TemporaryDirectory(prefix="fbg-", dir=parent) as name:
@@ -55,29 +79,29 @@ def run(side: Side, job: Job, faults: Sequence[Fault], *, length_s: float, paren
         try:
             with _launched(side, job, folder) as live:
                 first_step_at, first_s = clock.wall_s(), time.monotonic()
-                strikes: list[Strike] = []
+                injections: list[Injection] = []
                 failure = ""
-                for fault in faults:
+                for fault in planned:
                     failure = failure or _watch(live, first_s + fault.at_s)
-                    strikes.append(Strike(fault, None, "the job was over") if failure else strike(live, fault))
+                    injections.append(Injection(fault, None, "the job was over") if failure else inject(live, fault))
                 failure = failure or _watch(live, first_s + length_s)
                 ended_at = first_step_at + length_s if failure else clock.wall_s()
                 if failure:
-                    failure = f"{failure} after {time.monotonic() - first_s:.0f} s; it said last:\n{live.last_words()}"
+                    failure = f"{failure} after {time.monotonic() - first_s:.0f} s; last output:\n{live.last_output()}"
         finally:
             for segment in sides.segments(folder):
                 segment.unlink(missing_ok=True)
-        told = sides.events(side, folder, [line for line in live.lines if line.at <= ended_at])
-    stamps = [event for done in strikes for event in done.events(sides.JOB)]
+        events = sides.events(side, folder, [line for line in live.lines if line.at <= ended_at])
+    stamps = [event for injection in injections for event in injection.events(sides.JOB)]
     launched = Event(at=live.launched_at, kind=EventKind.JOB_SUBMITTED, job=sides.JOB)
-    # A run has its whole length, also if the job was over before.
-    kept = [event for event in told if event.kind is not EventKind.JOB_ENDED]
+    # A run always has its full length, even if the job ended early.
+    kept = [event for event in events if event.kind is not EventKind.JOB_ENDED]
     return Observed(
         side=side,
         launched_at=live.launched_at,
         first_step_at=first_step_at,
         ended_at=ended_at,
-        strikes=tuple(strikes),
+        injections=tuple(injections),
         events=(launched, *kept, *stamps),
         load_average=round(load_average, 2),
         failure=failure,
@@ -85,7 +109,7 @@ def run(side: Side, job: Job, faults: Sequence[Fault], *, length_s: float, paren
 
 
 def measure_saves(job: Job, *, parent: Path) -> SaveCost:
-    """What a `dcp.async_save` costs the job while nothing fails. Raises RunFailed."""
+    """Measure the cost of a `dcp.async_save` in a run without faults. Raises RunFailed."""
     trial = msgspec.structs.replace(job, every_steps=CALIBRATION_EVERY_STEPS)
     with tempfile.TemporaryDirectory(prefix="fbg-", dir=parent) as name:
         folder = Path(name).resolve()
@@ -96,28 +120,40 @@ def measure_saves(job: Job, *, parent: Path) -> SaveCost:
                 if failure or time.monotonic() > deadline_s:
                     why = failure or f"{_CALIBRATION_DEADLINE_S:.0f} s were not enough for {CALIBRATION_SAVES} saves"
                     raise RunFailed(
-                        f"The cost of a save could not be measured: {why}.\n{live.last_words()}",
+                        f"The cost of a save could not be measured: {why}.\n{live.last_output()}",
                         hint="give the interval with --save-every STEPS",
                     )
-        return cost_of(read_saves(folder / "saves.txt"), completion_times(sides.rank_events(folder)))
+        return save_cost(read_saves(folder / "saves.txt"), completion_times(sides.rank_events(folder)))
+
+
+def inject(job: LiveJob, fault: Fault) -> Injection:
+    """Signal the processes that train as the fault's ranks. A job that is not training is left alone."""
+    if not job.is_training:
+        missed = f"no step for {job.quiet_s:.1f} s: the job had not recovered from the previous fault"
+        return Injection(fault, None, missed)
+    ranks = range(job.world_size) if fault.rank < 0 else (fault.rank,)
+    processes = [process for rank in ranks if (process := job.process_of(rank)) is not None]
+    at = SystemClock().wall_s()
+    sent = [send(process, _SIGNALS[fault.kind]) for process in processes]
+    return Injection(fault, at) if any(sent) else Injection(fault, None, "the rank's process did not exist")
 
 
 @contextmanager
 def _launched(side: Side, job: Job, folder: Path) -> Iterator[LiveJob]:
-    """A live job that has made its first step. Raises RunFailed if it makes none."""
+    """Launch a job and wait for its first step. Raises RunFailed if none completes."""
     with LiveJob(sides.command(side, job, folder), folder, sides.environment(), sides.WORLD_SIZE) as live:
         deadline_s = time.monotonic() + START_DEADLINE_S
         while not live.has_trained:
-            failure = live.look()
+            failure = live.poll()
             if failure or time.monotonic() > deadline_s:
                 why = failure or f"{START_DEADLINE_S:.0f} s were not enough"
-                raise RunFailed(f"{side} made no first step: {why}.\n{live.last_words()}")
-            time.sleep(LOOK_INTERVAL_S)
+                raise RunFailed(f"{side} made no first step: {why}.\n{live.last_output()}")
+            time.sleep(POLL_INTERVAL_S)
         yield live
 
 
 def _watch(live: LiveJob, until_s: float) -> str:
-    """Look on until a moment of the monotonic clock; returns why the job was over before, or ''."""
-    while not (failure := live.look()) and time.monotonic() < until_s:
-        time.sleep(LOOK_INTERVAL_S)
+    """Watch the job until a monotonic time. Returns why it ended early, or ''."""
+    while not (failure := live.poll()) and time.monotonic() < until_s:
+        time.sleep(POLL_INTERVAL_S)
     return failure

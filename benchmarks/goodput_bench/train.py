@@ -1,5 +1,6 @@
-"""The job of the comparison: the GPT of examples/train_gpt.py, the same under both launchers. Only what saves and
-restores differs: `--saver flyball` under `flyball run`, `--saver dcp` under torchrun."""
+"""The job of the comparison: the GPT of examples/train_gpt.py, the same under both launchers.
+
+Only saving and restoring differ: `--saver flyball` under `flyball run`, `--saver dcp` under torchrun."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from typing import TYPE_CHECKING, Protocol
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
-import torch  # noqa: E402 - the line above makes ours importable
+import torch  # noqa: E402 - the lines above make our modules importable
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from train_gpt import GPT, LossLog, StandardLibrary  # noqa: E402
 
-from goodput_bench.orders import Orders  # noqa: E402
+from goodput_bench.faults import FaultSignals  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
@@ -29,7 +30,7 @@ HEADS = 4
 
 
 class Saver(Protocol):
-    """One rank's checkpoints, and what is told of its progress."""
+    """Saves and restores one rank, and reports its progress."""
 
     rank: int
     world_size: int
@@ -70,9 +71,9 @@ def make_saver(options: argparse.Namespace) -> Saver:
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train until somebody ends it."""
+    """Train until a signal ends the process."""
     saver = make_saver(options)
-    orders = Orders()
+    fault_signals = FaultSignals()
     dist.init_process_group("gloo", timeout=timedelta(seconds=options.hang_timeout_s))
     torch.manual_seed(options.seed)
     model = GPT(options.layers, options.width, HEADS, options.context)
@@ -81,10 +82,10 @@ def train(options: argparse.Namespace) -> None:
     losses = LossLog(str(options.folder / "losses"), saver.rank)
     network = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     start = saver.restore(model, optimizer, data)
-    _tell_pid(options.folder, saver.rank)
+    _write_pid(options.folder, saver.rank)
     for step in count(start):
         began_s = time.monotonic()
-        orders.obey(step)
+        fault_signals.check(step)
         tokens, targets = data.batch()
         loss = network(tokens, targets)
         optimizer.zero_grad()
@@ -96,8 +97,8 @@ def train(options: argparse.Namespace) -> None:
         saver.save(step)
 
 
-def _tell_pid(folder: Path, rank: int) -> None:
-    """Whom the injector finds as this rank; whole or not at all."""
+def _write_pid(folder: Path, rank: int) -> None:
+    """Let the injector find this rank. The file appears atomically."""
     temporary = folder / f".rank{rank}.pid"
     temporary.write_text(str(os.getpid()))
     temporary.rename(folder / f"rank{rank}.pid")
@@ -106,11 +107,11 @@ def _tell_pid(folder: Path, rank: int) -> None:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--saver", choices=("flyball", "dcp"), required=True)
-    parser.add_argument("--folder", type=Path, required=True, help="for losses, events and checkpoints")
+    parser.add_argument("--folder", type=Path, required=True, help="folder for losses, events and checkpoints")
     parser.add_argument("--job", required=True)
     parser.add_argument("--save-every", type=int, required=True, help="steps between two saves of --saver dcp")
-    parser.add_argument("--hang-timeout-s", type=float, required=True, help="of the training's process group")
-    parser.add_argument("--step-floor-s", type=float, required=True, help="a step takes at least this long")
+    parser.add_argument("--hang-timeout-s", type=float, required=True, help="timeout of the training's process group")
+    parser.add_argument("--step-floor-s", type=float, required=True, help="the least duration of a step")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--context", type=int, default=64)

@@ -1,4 +1,4 @@
-"""What the comparison under faults does when its launcher is killed, and when a save of torchrun's side fails."""
+"""The comparison under faults when its launcher is killed, and when a save on torchrun's side fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 from goodput_bench import runs, sides
 from goodput_bench.dcp_saver import DcpSaver
-from goodput_bench.saves_file import read_saves
+from goodput_bench.saves import read_saves
 from goodput_bench.sides import Job, Side
 from train_gpt import StandardLibrary
 
@@ -92,7 +92,7 @@ def words_of(process: psutil.Process) -> list[str]:
         return []
 
 
-def test_a_failed_save_is_told_and_training_goes_on(
+def test_a_failed_save_is_reported_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("TORCHELASTIC_RESTART_COUNT", "0")):

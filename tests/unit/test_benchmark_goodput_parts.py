@@ -13,15 +13,11 @@ from hypothesis import strategies as st
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from goodput_bench.agent_log import Line, agent_events
-from goodput_bench.fault_list import DEFAULT_KINDS, Fault, FaultKind, draw
-from goodput_bench.figures import NO_FAULT, of_run, of_side, reference_step_s
-from goodput_bench.injector import Strike
-from goodput_bench.runs import Observed
-from goodput_bench.save_costs import SaveCost, best_interval, cost_of
-from goodput_bench.saves_file import Save
-from goodput_bench.sides import Side
-from goodput_bench.world_steps import summed_up
+from goodput_bench.faults import DEFAULT_KINDS, Fault, FaultKind, draw
+from goodput_bench.figures import NO_FAULT, reference_step_s, run_figures, side_figures
+from goodput_bench.runs import Injection, Observed
+from goodput_bench.saves import Save, SaveCost, best_interval, save_cost
+from goodput_bench.sides import Line, Side, agent_events, merge_steps
 
 from flyball.contracts.errors import UsageError
 from flyball.contracts.events import Event, EventKind
@@ -58,7 +54,7 @@ def test_a_list_of_faults_keeps_its_gaps_and_leaves_room_at_the_end(
         assert {fault.kind for fault in faults[start : start + len(DEFAULT_KINDS)]} == set(DEFAULT_KINDS)
 
 
-def test_no_room_for_a_fault_is_said() -> None:
+def test_no_room_for_a_fault_is_an_error() -> None:
     with pytest.raises(UsageError, match="No fault fits into 20 s"):
         draw(1, length_s=20.0, kinds=DEFAULT_KINDS, gap_s=(15.0, 16.0), longer_s={}, world_size=2)
 
@@ -76,10 +72,10 @@ AGENT = [
 ]
 
 
-def test_torchruns_agent_tells_of_restarts() -> None:
+def test_restarts_are_read_from_the_log_of_torchruns_agent() -> None:
     events = agent_events(AGENT, "j")
-    told = [(e.at, e.kind.value, e.generation, e.incident_id) for e in events]
-    assert told == [
+    found = [(e.at, e.kind.value, e.generation, e.incident_id) for e in events]
+    assert found == [
         (100.5, "generation_started", 0, ""),
         (110.1, "incident_opened", 0, "restart-1"),
         (110.1, "decision", 0, "restart-1"),
@@ -102,15 +98,15 @@ def test_a_log_that_stops_while_workers_are_being_stopped_still_has_the_incident
 
 
 def test_the_cost_of_a_save_is_what_the_steps_beside_it_took_longer() -> None:
-    """Steps take 0.1 s; a save holds the first one up by 0.2 s, the next by 0.05 s, and is complete 0.4 s after it was
-    begun."""
+    """Steps take 0.1 s. A save delays the first one by 0.2 s and the next by 0.05 s, and completes 0.4 s after its
+    start."""
     at, completed, saves = 0.0, [], []
     for step in range(60):
         at += 0.1 + {0: 0.2, 1: 0.05}.get((step - 10) % 10 if step > 10 else 9, 0.0)
         completed.append((step, at))
         if step % 10 == 9 and step > 9:
             saves.append(Save(step=step, began_at=at, finished_at=at + 0.4))
-    cost = cost_of(saves[:-1], completed)
+    cost = save_cost(saves[:-1], completed)
     assert cost.saves == 3
     assert cost.step_s == pytest.approx(0.1)
     assert cost.cost_s == pytest.approx(0.25)
@@ -128,17 +124,17 @@ def observed() -> Observed:
     """Launched at 95, steps of 1 s from 101 to 110; a kill at 110.1; step 6 is restored; steps again from 116 on."""
     steps = [(0, 0, 101.0 + n, n) for n in range(10)] + [(1, 0, 116.0 + n, 7 + n) for n in range(5)]
     fault = Fault(at_s=9.1, kind=FaultKind.KILL, rank=1)
-    strike = Strike(fault, 110.09)
+    injection = Injection(fault, 110.09)
     return Observed(
         side=Side.TORCHRUN,
         launched_at=95.0,
         first_step_at=101.0,
         ended_at=121.0,
-        strikes=(strike, Strike(fault, None, "the job was over")),
+        injections=(injection, Injection(fault, None, "the job was over")),
         events=(
             Event(at=95.0, kind=EventKind.JOB_SUBMITTED, job="j"),
             *agent_events(AGENT[:6], "j"),
-            *strike.events("j"),
+            *injection.events("j"),
             *(
                 Event(
                     at=at,
@@ -157,8 +153,8 @@ def observed() -> Observed:
     )
 
 
-def test_a_run_is_told_by_category_and_by_fault_and_both_sum_up() -> None:
-    run = of_run(observed(), 1)
+def test_losses_by_category_and_by_fault_both_sum_up() -> None:
+    run = run_figures(observed(), 1)
     assert run.elapsed_s == pytest.approx(26.0)
     assert fsum(run.seconds_by_category.values()) == pytest.approx(run.elapsed_s)
     lost_s = run.elapsed_s * (1.0 - run.goodput)
@@ -172,9 +168,9 @@ def test_a_run_is_told_by_category_and_by_fault_and_both_sum_up() -> None:
 
 
 def test_medians_over_repetitions() -> None:
-    run = of_run(observed(), 1)
+    run = run_figures(observed(), 1)
     other = msgspec.structs.replace(run, side=Side.FLYBALL, median_step_s=0.5)
-    side = of_side([run, other, run], Side.TORCHRUN)
+    side = side_figures([run, other, run], Side.TORCHRUN)
     assert side.goodput.median == run.goodput
     assert side.goodput.runs == (run.goodput, run.goodput)
     assert side.lost_s_by_fault == dict(run.lost_s_by_fault)
@@ -184,10 +180,10 @@ def test_medians_over_repetitions() -> None:
 
 
 def test_a_side_that_made_no_second_step_takes_nothing_from_the_other() -> None:
-    run = of_run(observed(), 1)
+    run = run_figures(observed(), 1)
     dead = msgspec.structs.replace(run, side=Side.FLYBALL, median_step_s=None, steps_kept=1)
     assert reference_step_s([run, dead]) == run.median_step_s
-    assert of_side([run, dead], Side.FLYBALL).step_s is None
+    assert side_figures([run, dead], Side.FLYBALL).step_s is None
     assert reference_step_s([dead]) is None
 
 
@@ -201,20 +197,26 @@ def test_what_comes_after_the_end_does_not_count() -> None:
         data={"first_step": 12, "completed_at": [121.5], "slowest_step": 12, "ranks": 2, "sensor": "s"},
     )
     ending = Event(at=121.2, kind=EventKind.INCIDENT_OPENED, job="j", incident_id="late", data={"cause": "x"})
-    more = of_run(msgspec.structs.replace(seen, events=(*seen.events, late, ending)), 1)
-    once = of_run(seen, 1)
+    more = run_figures(msgspec.structs.replace(seen, events=(*seen.events, late, ending)), 1)
+    once = run_figures(seen, 1)
     assert (more.steps_kept, more.goodput, more.incidents) == (once.steps_kept, once.goodput, once.incidents)
 
 
-def test_steps_of_ranks_are_summed_up_as_a_sensor_does() -> None:
-    def told(rank: int, step: int, at: float) -> Event:
+def test_steps_of_ranks_are_merged_as_a_sensor_does() -> None:
+    def reported(rank: int, step: int, at: float) -> Event:
         data: dict[str, str | int | float | bool | list[int | float | str] | None]
         data = {"first_step": step, "completed_at": [at]}
         return Event(at=at, kind=EventKind.STEPS, job="j", generation=2, rank=rank, data=data)
 
     other = Event(at=1.0, kind=EventKind.JOB_SUBMITTED, job="j")
-    steps = [told(0, 4, 10.0), told(1, 4, 10.3), told(1, 5, 11.1), told(0, 5, 11.2), told(0, 6, 12.0)]
-    kept, summary = summed_up([other, *steps], 2)
+    steps = [
+        reported(0, 4, 10.0),
+        reported(1, 4, 10.3),
+        reported(1, 5, 11.1),
+        reported(0, 5, 11.2),
+        reported(0, 6, 12.0),
+    ]
+    kept, summary = merge_steps([other, *steps], 2)
     assert kept is other
     assert (summary.generation, summary.rank, summary.at) == (2, -1, 11.2)
     assert summary.data["first_step"] == 4

@@ -1,22 +1,29 @@
-"""When which fault strikes: drawn from a seed, one list for every run of both sides."""
+"""The faults of the comparison: when each happens, and those that a signal triggers inside the training loop."""
 
 from __future__ import annotations
 
 import random
+import signal
+import time
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from types import FrameType
 
 import msgspec
 
 from flyball.contracts.errors import UsageError
 
+RAISE = signal.SIGUSR1
+HANG = signal.SIGUSR2
+_HANG_SLEEP_S = 3600.0
+
 
 class FaultKind(StrEnum):
     KILL = "kill"  # SIGKILL to one rank
-    KILL_ALL = "kill-all"  # SIGKILL to every rank of the host at the same moment
+    KILL_ALL = "kill-all"  # SIGKILL to all ranks of the host at once
     EXCEPTION = "exception"  # the training loop of one rank raises
-    HANG = "hang"  # one rank stands still between two steps; a signal ends it, as it ends a deadlock
-    FREEZE = "freeze"  # SIGSTOP to one rank: nothing but SIGKILL ends it, as with a wait inside a driver
+    HANG = "hang"  # one rank stands still between two steps; a signal ends it, like a deadlock
+    FREEZE = "freeze"  # SIGSTOP to one rank: only SIGKILL ends it, like a wait inside a driver
 
 
 DEFAULT_KINDS = (FaultKind.KILL, FaultKind.KILL_ALL, FaultKind.EXCEPTION, FaultKind.HANG)
@@ -37,12 +44,11 @@ def draw(
     longer_s: Mapping[FaultKind, float],
     world_size: int,
 ) -> tuple[Fault, ...]:
-    """Faults within `length_s`, in the order of time.
+    """Draw faults within `length_s`, ordered by time. All runs of both sides use the same list.
 
-    Between two of them lies a gap drawn evenly from `gap_s`, plus what `longer_s` says of the first one's kind: a side
-    that notices a hang only by a timeout is back before the next fault comes. Kinds are dealt like cards, so that each
-    comes once before any comes again; the last fault leaves its own gap of at least `gap_s[0]` before the end. Raises
-    UsageError if not one fault fits.
+    Gaps are drawn evenly from `gap_s`. `longer_s` is added after a fault of that kind: a side that notices a hang only
+    by a timeout is back before the next fault. Kinds are dealt like cards, so each comes once before any repeats. The
+    last fault leaves its own gap of at least `gap_s[0]` before the end. Raises UsageError if no fault fits.
     """
     shortest, longest = gap_s
     if not kinds or not 0.0 < shortest <= longest:
@@ -66,3 +72,26 @@ def draw(
             hint="give more --minutes, or a shorter --gap-s MIN MAX",
         )
     return tuple(faults)
+
+
+class InjectedFault(RuntimeError):
+    """The exception of the fault `exception`."""
+
+
+class FaultSignals:
+    """Lets a signal make the training loop fail or hang. Create it in the main thread."""
+
+    def __init__(self) -> None:
+        self._received: int = 0
+        for number in (RAISE, HANG):
+            signal.signal(number, self._receive)
+
+    def check(self, step: int) -> None:
+        """Fail or hang now if a signal asked for it. Call it between two steps, where no library is at work."""
+        if self._received == RAISE:
+            raise InjectedFault(f"a signal made the training loop fail before step {step}")
+        while self._received == HANG:
+            time.sleep(_HANG_SLEEP_S)
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        self._received = number

@@ -1,17 +1,26 @@
-"""What a save costs the training that goes on beside it, and how often to save then."""
+"""Saves of a run: recorded by the training process, and what one costs the training beside it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 
 import msgspec
 
 from flyball.contracts.events import Event, EventKind
-from goodput.predict.prediction import young_interval_s
-from goodput_bench.saves_file import Save
+from flyball.contracts.wire import decode
+
+
+class Save(msgspec.Struct, frozen=True):
+    """One asynchronous save, requested after `step`. Times are wall clock; at `finished_at` the checkpoint is
+    complete."""
+
+    step: int
+    began_at: float
+    finished_at: float
 
 
 class SaveCost(msgspec.Struct, frozen=True):
@@ -19,17 +28,27 @@ class SaveCost(msgspec.Struct, frozen=True):
 
     saves: int
     step_s: float  # a step with no save beside it
-    cost_s: float  # by how much the steps beside a save took longer, together: what blocks and what only slows down
+    cost_s: float  # total extra time of the steps beside a save, blocked or slowed down
     duration_s: float  # until the checkpoint was complete
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """How often to save. `young_s` is sqrt(2 cost mtti); a save is never begun before the one before is complete."""
+    """How often to save. `young_s` is sqrt(2 cost mtti). A save never starts before the previous one is complete."""
 
     every_steps: int
     mtti_s: float
     young_s: float | None = None  # None: the interval was given
     measured: SaveCost | None = None
+
+
+def write_save(path: Path, save: Save) -> None:
+    """Append it as a line of JSON."""
+    with path.open("ab") as file:
+        file.write(msgspec.json.encode(save) + b"\n")
+
+
+def read_saves(path: Path) -> list[Save]:
+    return [decode(line, Save) for line in path.read_bytes().splitlines()] if path.exists() else []
 
 
 def completion_times(events: Iterable[Event], rank: int = 0) -> list[tuple[int, float]]:
@@ -42,10 +61,12 @@ def completion_times(events: Iterable[Event], rank: int = 0) -> list[tuple[int, 
     return sorted(found)
 
 
-def cost_of(saves: Sequence[Save], completed: Sequence[tuple[int, float]]) -> SaveCost:
-    """The cost of a save is by how much the steps from its beginning to its end took longer than steps do else; medians
-    over all saves but the first, which touches its buffers for the first time. `saves` and `completed`, (step, wall
-    clock), are of one generation and in order."""
+def save_cost(saves: Sequence[Save], completed: Sequence[tuple[int, float]]) -> SaveCost:
+    """The total extra time of the steps between a save's start and end, as the median over all saves.
+
+    The first save is left out, since it touches its buffers for the first time. `saves` and `completed` (step, wall
+    clock) are of one generation and in order.
+    """
     durations = {step: at - before for (_, before), (step, at) in pairwise(completed)}
     ends = dict(completed)
     beside = {
@@ -65,8 +86,10 @@ def cost_of(saves: Sequence[Save], completed: Sequence[tuple[int, float]]) -> Sa
 
 
 def best_interval(measured: SaveCost, mtti_s: float) -> Interval:
-    """Young's optimum for this cost and a mean time of `mtti_s` to the next interruption, in whole steps, and no less
-    than lets every save be complete before the next."""
+    """Young's optimum in whole steps, for this cost and a mean time of `mtti_s` between interruptions. It is long
+    enough for every save to complete before the next."""
+    from goodput.predict.prediction import young_interval_s  # not in the training process, which imports this module
+
     young_s = young_interval_s(measured.cost_s, mtti_s) if measured.cost_s > 0 else 0.0
     least = math.ceil(measured.duration_s / measured.step_s) + 1
     return Interval(
