@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -188,6 +189,7 @@ def test_on_a_terminal_it_shows_a_screen_and_restores_the_cursor(tmp_path: Path)
     shown = b""
     try:
         while b"Press Ctrl-C to quit." not in shown:
+            assert select.select([ours], [], [], DEADLINE_S)[0], shown
             shown += os.read(ours, 65536)
         grow(path, EVENTS[-1:])
         while chunk := read_terminal(ours):
