@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -69,3 +71,12 @@ def test_no_torch_outside_the_trainer(module: str) -> None:
 def test_files_have_one_subject(package: str) -> None:
     long = [str(p) for p in (ROOT / package).rglob("*.py") if len(p.read_text().splitlines()) > 500]
     assert long == []
+
+
+def test_mutation_testing_covers_the_files_and_tests_that_it_names() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mutmut"]
+    assert [pattern for pattern in settings["only_mutate"] if not any(ROOT.glob(pattern))] == []
+    arguments = settings["pytest_add_cli_args"]
+    words = set(re.findall(r"\w+", arguments[arguments.index("-k") + 1])) - {"and", "or", "not"}
+    tests = [path.name for room in ("unit", "property") for path in (ROOT / "tests" / room).glob("test_*.py")]
+    assert {word for word in words if not any(word in name for name in tests)} == set()
