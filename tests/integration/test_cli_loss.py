@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from own_commands import run_here
 
 TIMEOUT_S = 240.0
 SCRIPT = """
@@ -51,10 +52,7 @@ def environment(place: Path) -> dict[str, str]:
 
 
 def status(place: Path, *more: str) -> str:
-    line = [sys.executable, "-m", "flyball.cli.main", "status", "--job", "lossy", *more]
-    done = subprocess.run(
-        line, check=False, capture_output=True, text=True, cwd=place, env=environment(place), timeout=TIMEOUT_S
-    )
+    done = run_here("status", "--job", "lossy", *more, environment=environment(place))
     assert done.returncode == 0, done.stderr
     return done.stdout
 

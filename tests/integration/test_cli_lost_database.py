@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from own_commands import run_here
 from own_processes import processes_of
 
 TIMEOUT_S = 240.0
@@ -57,8 +58,7 @@ def test_the_job_trains_on_and_is_taken_over_again(place: Path) -> None:
     environ = base | {"FLYBALL_STATE_DIR": str(place / "s"), "FLYBALL_SHM_DIR": str(place / "shm")}
 
     def job() -> dict[str, Any]:
-        command = (*FLYBALL, "status", "--job", "lost", "-o", "json")
-        found = subprocess.run(command, check=False, capture_output=True, text=True, cwd=place, env=environ)
+        found = run_here("status", "--job", "lost", "-o", "json", environment=environ)
         jobs = json.loads(found.stdout)["jobs"] if found.returncode == 0 else []
         return jobs[0] if jobs else {"newest_step": -1, "restart_count": -1}
 

@@ -61,7 +61,7 @@ def until(what: str, look: Callable[[], Any]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not look():
         assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
-        threading.Event().wait(0.05)
+        threading.Event().wait(0.5)  # a health check is a process
 
 
 class Machine:
