@@ -1,7 +1,7 @@
-"""What the policy sees and what it answers. Plain values: no clock, no I/O.
+"""The policy's input and output. Plain values: no clock, no I/O.
 
-Identifiers are derived from counters in the view, so that the same view and signals give the same decisions,
-to the letter (replay, simulation).
+Identifiers come from counters in the view, so that the same view and signals give identical decisions (replay,
+simulation).
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from flyball.contracts.reports.standings import HostStanding
 
 
 class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Every number that the policy uses, with its unit."""
+    """The policy's settings."""
 
     root_cause_window_s: float = 2.0  # secondary failures (a lost connection) wait this long for their cause
     action_deadline_s: float = 60.0
     verify_deadline_s: float = 300.0  # from the start of the workers to steps that advance again
-    emergency_margin_steps: int = 3  # S = newest beacon step + margin
-    emergency_reserve_s: float = 5.0  # kept of a notice's time for the migration itself
-    identical_exception_limit: int = 2  # the same exception at the same step this often is a bug in the job
+    emergency_margin_steps: int = 3  # an emergency save names the newest step in beacons plus this margin
+    emergency_reserve_s: float = 5.0  # of a notice's time, reserved for the migration itself
+    identical_exception_limit: int = 2  # so often the same exception at the same step is a bug in the job
     max_decisions_per_incident: int = 8
-    unwatched_verify_s: float = 10.0  # a script that never attached shows no steps: living this long is its proof
-    start_patience_s: float = 120.0  # for a file that no host has, a disk that is full everywhere: then the job fails
-    spare_fresh_s: float = 15.0  # a host without a report for this long is not given work
-    rollback_free_s: float = 10.0  # steps that take less than this to do again are given up without a wait
+    unwatched_verify_s: float = 10.0  # a script that never attaches reports no steps: if it runs this long, it works
+    start_patience_s: float = 120.0  # for a file that no host has, or full disks everywhere; then the job fails
+    spare_fresh_s: float = 15.0  # a host without a report for this long gets no work
+    rollback_free_s: float = 10.0  # steps that can be redone in less time are given up without a wait
     rollback_wait_s: float = 900.0  # the longest wait for hosts that hold newer steps; 0: none
     refill_steps: int = 10  # new steps of a generation that refill the restart budget
     refill_slow_steps_s: float = 60.0  # a generation that ran this long refills it with one new step
-    refill_unwatched_s: float = 600.0  # a script that shows no steps refills it by running this long
+    refill_unwatched_s: float = 600.0  # a script that reports no steps refills it by running this long
 
 
 class DrainView(msgspec.Struct, frozen=True):
-    """An operator's newest wish about a host. Moments are wall clock, of the API that took it."""
+    """An operator's newest drain request for a host. Moments are the wall clock of the API."""
 
     state: DrainState
     requested_at: float
-    deadline_at: float  # ranks that are still there then stay
+    deadline_at: float  # ranks that are still there by then stay
     reason: str = ""
 
 
@@ -57,34 +57,35 @@ class HostView(msgspec.Struct, frozen=True):
     failure_domain: str
     engine_address: str
     free_port: int
-    last_report_at: float  # wall clock of the sensor that heard of it
+    last_report_at: float  # wall clock of the sensor that received it
     preempt_deadline_at: float = 0.0  # 0.0: no notice
     job: str = ""  # the job that has ranks on it
     reason: str = ""
-    stale_jobs: Mapping[str, int] = {}  # job -> generation of workers in its newest report that were superseded since
+    stale_jobs: Mapping[str, int] = {}  # job -> generation of the superseded workers in its newest report
     drain: DrainView | None = None
-    stored_report_at: float = 0.0  # of the newest report that was stored, if that is not the last one
-    left_at: float = 0.0  # when it said goodbye; 0.0: it has not, or came back
-    recent_losses: int = 0  # how often it was lost with ranks within the last hour
+    stored_report_at: float = 0.0  # of the newest stored report, if that is not the last one
+    left_at: float = 0.0  # when its daemon announced its end; 0.0: it has not, or came back
+    recent_losses: int = 0  # how often it was lost with ranks on it within the last hour
 
     @property
     def known_at(self) -> float:
-        """As of when its workers and its ranks' positions are known: of many hosts reports are stored in turns."""
+        """The moment as of which its workers and their positions are known: with many hosts, reports are stored in
+        turns."""
         return self.stored_report_at or self.last_report_at
 
     @property
     def is_drained(self) -> bool:
-        """Whether an operator wants no rank on it."""
+        """Whether an operator drains it."""
         return self.drain is not None and self.drain.state is DrainState.REQUESTED
 
     @property
     def is_leaving(self) -> bool:
-        """Whether its ranks are to go elsewhere while they can."""
+        """Whether its ranks should move elsewhere while they can."""
         return self.preempt_deadline_at > 0.0 or self.is_drained
 
 
 class RankView(msgspec.Struct, frozen=True):
-    """The newest that is known of a rank of the running generation."""
+    """The newest known facts about a rank of the running generation."""
 
     rank: int
     host_id: str
@@ -93,7 +94,7 @@ class RankView(msgspec.Struct, frozen=True):
     reported_at: float
     exited: WorkerExited | None = None
     exited_at: float = 0.0
-    is_gone: bool = False  # its host told of it once; the daemon that runs there now does not know of it
+    is_gone: bool = False  # its host reported it once; the daemon that runs there now does not know it
 
 
 class GenerationView(msgspec.Struct, frozen=True):
@@ -104,22 +105,22 @@ class GenerationView(msgspec.Struct, frozen=True):
     peers: Mapping[str, tuple[str, ...]]
     started_at: float  # 0.0: granted, not started
     restore_step: int | None
-    restart_count: int  # all restarts of workers that failed
+    restart_count: int  # all restarts after failures of workers
     ranks: tuple[RankView, ...] = ()
     restarts_used: int = -1  # of the budget, see GenerationPlan
     furthest_step: int = -1
     run: str = ""
-    parent_lineage: Lineage = ()  # the history that it was to go on from
-    ran_before_s: float = 0.0  # of one that was adopted: how long it had run by then
+    parent_lineage: Lineage = ()  # the history that it continues
+    ran_before_s: float = 0.0  # how long it had run when it was adopted
 
     @property
     def used_restarts(self) -> int:
-        """Restarts since the last progress; one of an older release never refilled its budget."""
+        """Restarts since the last progress. A generation of an older release never refilled its budget."""
         return self.restart_count if self.restarts_used < 0 else self.restarts_used
 
 
 class PastFailure(msgspec.Struct, frozen=True):
-    """How an earlier generation ended, for telling a bug in the job from a fault in the machine."""
+    """How an earlier generation ended, to distinguish a bug in the job from a fault of a machine."""
 
     generation: int
     cause: str
@@ -136,14 +137,14 @@ class JobView(msgspec.Struct, frozen=True):
     generation: GenerationView | None
     failures: tuple[PastFailure, ...] = ()
     newest_step: int = -1  # highest step that any rank of any generation completed
-    message: str = ""  # of its state
+    message: str = ""  # about its state
     ended_at: float = 0.0  # 0.0: it has not ended
     stored_run: str = ""
-    before: GenerationView | None = None  # of a job that was submitted again: the last generation of its earlier life
+    before: GenerationView | None = None  # the last generation before the job was submitted again
 
     @property
     def run(self) -> str:
-        """What its folders are named after."""
+        """The run that its folders are named after."""
         return self.stored_run or run_id(self.submitted_at)
 
 
@@ -156,19 +157,19 @@ class ActionView(msgspec.Struct, frozen=True):
     phase: str
     started_at: float
     message: str = ""
-    positions: Mapping[str, int] = {}  # str(rank) -> newest completed step, from the hosts that stopped
+    positions: Mapping[str, int] = {}  # str(rank) -> its newest completed step, from the hosts that stopped
     restore_step: int | None = None
     restore_fixed: bool = False
-    failed: Mapping[str, tuple[str, str]] = {}  # hosts that failed in this phase: code, message
+    failed: Mapping[str, tuple[str, str]] = {}  # host that failed in this phase -> code, message
 
     @property
     def of_generation(self) -> int:
-        """The newest generation that it is about."""
+        """The newest generation that the action is about."""
         return self.plan.next.generation if self.plan.next is not None else self.plan.generation
 
 
-class ToldStanding(msgspec.Struct, frozen=True):
-    """What a host that is ahead of the database told, and is not settled. Moments are wall clock, of who took it."""
+class ReportedStanding(msgspec.Struct, frozen=True):
+    """The standing of a host that is ahead of the database, not settled yet. Moments are the receiver's wall clock."""
 
     standing: HostStanding
     told_at: float
@@ -181,13 +182,13 @@ class View(msgspec.Struct, frozen=True):
     jobs: tuple[JobView, ...]
     hosts: tuple[HostView, ...]
     incidents: tuple[Incident, ...]  # not closed
-    actions: tuple[ActionView, ...]  # of each open incident the newest, all open ones, failed starts of running jobs
+    actions: tuple[ActionView, ...]  # the newest of each open incident, all open ones, failed starts of running jobs
     copies: tuple[ShardCopy, ...]  # as last reported
     next_incident: int
     next_decision: int
-    is_whole: bool = True  # all hosts are in it; of very many only those that a round is about
-    cluster: str = ""  # whose database it is
-    standings: tuple[ToldStanding, ...] = ()  # of hosts that are ahead of it
+    is_whole: bool = True  # with very many hosts, a view has only those that a round covers
+    cluster: str = ""  # the identity of the database
+    standings: tuple[ReportedStanding, ...] = ()  # of hosts that are ahead of the database
 
 
 class HostChange(msgspec.Struct, frozen=True):
@@ -195,7 +196,7 @@ class HostChange(msgspec.Struct, frozen=True):
     state: HostState
     reason: str
     preempt_deadline_at: float | None = None  # None: as it was
-    ended_drain: DrainView | None = None  # the wish that is answered: refused if it was requested, else forgotten
+    ended_drain: DrainView | None = None  # the drain that is over: refused if it was still requested
 
 
 class JobChange(msgspec.Struct, frozen=True):
@@ -206,7 +207,7 @@ class JobChange(msgspec.Struct, frozen=True):
 
 
 class AdoptedJob(msgspec.Struct, frozen=True):
-    """A job as its hosts run it, to be supervised from now on."""
+    """A job to supervise from now on, as its hosts run it."""
 
     spec: JobSpec
     plan: GenerationPlan
@@ -215,16 +216,16 @@ class AdoptedJob(msgspec.Struct, frozen=True):
 
 
 class Adoption(msgspec.Struct, frozen=True):
-    """What is taken over from hosts that are ahead of the database."""
+    """What the database takes over from hosts that are ahead of it."""
 
-    settled: tuple[ToldStanding, ...]
-    epoch_floor: int  # the next epoch is above it
-    decision_floor: int  # so is the next decision's number
+    settled: tuple[ReportedStanding, ...]
+    epoch_floor: int  # the next epoch will be higher
+    decision_floor: int  # and the next decision's number
     jobs: tuple[AdoptedJob, ...]
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """All that one round of the policy changes; stored in one transaction with the consumer's position."""
+    """All changes of one round of the policy. Stored in one transaction with the position in the stream."""
 
     incidents: tuple[Incident, ...] = ()  # new or changed, whole
     decisions: tuple[Decision, ...] = ()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from flyball.contracts.cluster import Phase
 from flyball.contracts.decisions import ActionState, Incident
 from services.controller.round.spare_choice import recent_losses
-from services.controller.view import ActionView, GenerationView, JobView, RankView, ToldStanding, View
+from services.controller.view import ActionView, GenerationView, JobView, RankView, ReportedStanding, View
 from services.record.answers import failed_in, said
 from services.record.codec import number_of
 from services.record.host_views import host_views, placement_of
@@ -40,7 +40,7 @@ def load_view(memory: Memory) -> View:
         next_decision=max((memory.decision_floor, *memory.decisions)) + 1,
         cluster=memory.cluster_id,
         standings=tuple(
-            ToldStanding(row.standing, row.received_at, row.first_received_at)
+            ReportedStanding(row.standing, row.received_at, row.first_received_at)
             for _, row in sorted(memory.standings.items())
             if not row.is_settled
         ),

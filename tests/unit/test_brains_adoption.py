@@ -12,7 +12,7 @@ from flyball.contracts.reports.standings import HeldJob, HostStanding, LastObeye
 from services.actuator.host_parts import host_parts
 from services.controller.policy import decide
 from services.controller.rules.adoption import GATHER_S, NOT_ADOPTED, OTHER_CLUSTER_S, WHOLE_WITHIN_S, merged
-from services.controller.view import Outcome, PolicySettings, ToldStanding, View
+from services.controller.view import Outcome, PolicySettings, ReportedStanding, View
 
 NOW = 1000.0
 SPEC = JobSpec("job", ("train.py",), "/work", nnodes=6)
@@ -32,10 +32,10 @@ WHOLE = Placement(
 
 def told(
     *hosts: int, cluster: str = "mine", unanswered_s: float = 100.0, alive: bool = True
-) -> tuple[ToldStanding, ...]:
+) -> tuple[ReportedStanding, ...]:
     parts = host_parts(WHOLE)
     return tuple(
-        ToldStanding(
+        ReportedStanding(
             HostStanding(
                 host_id=f"h{n}",
                 incarnation="i",
@@ -51,7 +51,7 @@ def told(
     )
 
 
-def decided(standings: tuple[ToldStanding, ...], after_s: float) -> Outcome:
+def decided(standings: tuple[ReportedStanding, ...], after_s: float) -> Outcome:
     view = View((), (), (), (), (), next_incident=1, next_decision=1, cluster="mine", standings=standings)
     return decide(view, [], PolicySettings(), NOW + after_s)
 

@@ -304,7 +304,7 @@ def test_without_a_spare_training_goes_on_and_the_operator_is_told_once() -> Non
     first = look(view(host("a"), host("b", drain=ASKED)))
     (decision,) = first.decisions
     assert (decision.kind, decision.rule, decision.action) == (DecisionKind.HOLD, "wait_for_a_spare", None)
-    assert "No spare is free to take its ranks: job job goes on there" in decision.reason
+    assert "No spare is free to take its ranks: job job stays there" in decision.reason
     again = look(view(host("a"), host("b", drain=ASKED), incidents=first.incidents))
     assert again.empty and again.wake_at > NOW
     (later,) = look(view(host("a"), host("b", drain=ASKED), host("c"), incidents=first.incidents)).decisions

@@ -86,8 +86,8 @@ def test_hosts_that_hold_newer_steps_are_waited_for_as_long_as_to_do_those_again
     (decision,) = first.decisions
     assert (decision.kind, decision.rule, decision.action) == (DecisionKind.HOLD, "wait_for_newer_steps", None)
     assert decision.reason.endswith(
-        "a, b held step 49, and no step is in reach: to go on without would give up 50 steps (100 s of training on "
-        "2 ranks). So a, b are waited for first, for up to 100 s."
+        "a, b held step 49, and no step is in reach: to go on without it would give up 50 steps (100 s of training on "
+        "2 ranks). So wait for a, b first, for up to 100 s."
     )
     assert decision.evidence["redo_rank_s"] == 200.0
     assert first.wake_at == NOW + 100.0
@@ -141,7 +141,7 @@ def test_when_enough_holders_are_back_theirs_is_the_history() -> None:
     (decision,) = waits.decisions
     assert (decision.rule, waits.wake_at) == ("wait_for_the_others_that_return", NOW + 14)
     assert decision.reason.endswith(
-        "a reports again, and no worker ended there: for 9.0 s it is seen whether b does too."
+        "a reports again, and no worker ended there: waiting up to 9.0 s for b to report, too."
     )
     decision = restarted(look(*back, copies=both, incidents=waits.incidents, now=NOW + 14))
     assert decision.action is not None and decision.action.next is not None
@@ -166,8 +166,8 @@ def test_a_job_that_must_not_begin_anew_waits_for_whoever_has_a_copy(now: float)
     (decision,) = outcome.decisions
     assert (decision.kind, decision.rule, decision.action) == (DecisionKind.HOLD, "never_from_scratch", None)
     assert decision.reason.endswith(
-        "--never-from-scratch forbids to begin anew, and no copy of any step is in reach. a, b must come back, which "
-        "held step 49. To begin anew all the same: flyball stop job, then the same command with --fresh."
+        "--never-from-scratch forbids starting over, and no copy of any step is in reach. a, b must come back, which "
+        "held step 49. To start over anyway: flyball stop job, then the same command with --fresh."
     )
     assert outcome.incidents[0].state is IncidentState.DECIDING
     assert outcome.incidents[0].holding_for == "a, b with step 49"
@@ -187,10 +187,10 @@ def test_a_restart_without_any_copy_says_so_or_is_forbidden() -> None:
     """All hosts came back empty."""
     decision = restarted(look(*ALL_SILENT, copies=[]))
     assert decision.reason.endswith(
-        "No copy of any step is known: unless a host that is stopped has one, it begins anew."
+        "No copy of any step is known: unless one of the stopped hosts has one, it starts over."
     )
     (decision,) = look(*ALL_SILENT, copies=[], of=job(never=True)).decisions
-    assert "No host is known to hold one. To begin anew all the same: flyball stop job" in decision.reason
+    assert "No host is known to hold one. To start over anyway: flyball stop job" in decision.reason
 
 
 def test_a_generation_that_made_no_step_is_judged_by_what_the_job_took_for_a_step() -> None:

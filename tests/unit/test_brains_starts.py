@@ -115,7 +115,7 @@ def test_one_host_that_cannot_start_is_left_and_gets_no_work() -> None:
     assert moves(decision) == ["c"]
     assert decision.action is not None and decision.action.next is not None
     assert decision.action.next.restart_count == 3
-    assert "a gets no work until an operator has looked at it." in decision.reason
+    assert "a gets no work until an operator releases it." in decision.reason
     (change,) = [c for c in outcome.hosts if c.host_id == "a"]
     assert (change.state, change.reason) == (HostState.CORDONED, decision.reason)
     assert outcome.incidents[0].decisions_made == 0
@@ -161,7 +161,7 @@ def test_a_host_whose_ports_are_all_taken_is_left_after_all() -> None:
 def test_pauses_between_starts_grow() -> None:
     known = incident(FailedStart("a", MISSING, 3, NOW - 20, 5))
     (held,) = look(job(nnodes=1), host("a"), incidents=[known], actions=[action("start", a=MISSING)]).decisions
-    assert held.reason.endswith("It is tried again in 3.0 s.")
+    assert held.reason.endswith("The next attempt is in 3.0 s.")
 
 
 def test_a_job_that_no_host_can_start_fails_when_patience_is_over() -> None:

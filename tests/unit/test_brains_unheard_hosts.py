@@ -86,7 +86,7 @@ def test_a_host_that_others_hear_of_is_suspect_and_nothing_is_done_about_it() ->
     outcome = round_(job, hosts, SUSPECT)
     (change,) = outcome.hosts
     assert change.state is HostState.SUSPECT
-    assert "h0, h2 hear of it and the steps of its job advance: only its way to the supervisor is cut" in change.reason
+    assert "h0, h2 reach it and the steps of its job advance: only its way to the supervisor is cut" in change.reason
     assert not outcome.decisions and not outcome.incidents
     suspect = changed(hosts, outcome)
     assert round_(job, suspect, now=NOW + 60).empty

@@ -12,7 +12,7 @@ from flyball.contracts.decisions import DecisionKind, GenerationPlan, Incident
 from flyball.contracts.reports.standings import HeldJob, decision_number
 from services.controller.round.round import Round
 from services.controller.round.wording import listed
-from services.controller.view import AdoptedJob, Adoption, GenerationView, JobView, ToldStanding
+from services.controller.view import AdoptedJob, Adoption, GenerationView, JobView, ReportedStanding
 from services.rules.incident_states import IncidentEvent
 
 DATABASE_OLDER = "database_older"  # than what hosts obeyed: a backup, or a replica that lost its last seconds
@@ -86,15 +86,15 @@ def _settle(round_: Round, incidents: Iterable[Incident], adoption: Adoption, *,
             round_.advance(round_.incidents[incident.incident_id], IncidentEvent.CLEARED)
 
 
-def _by_cause(round_: Round, told: Iterable[ToldStanding]) -> dict[str, list[ToldStanding]]:
-    found: dict[str, list[ToldStanding]] = {DATABASE_NEW: [], DATABASE_OLDER: []}
+def _by_cause(round_: Round, told: Iterable[ReportedStanding]) -> dict[str, list[ReportedStanding]]:
+    found: dict[str, list[ReportedStanding]] = {DATABASE_NEW: [], DATABASE_OLDER: []}
     for one in told:
         other = one.standing.obeyed.cluster not in ("", round_.view.cluster)
         found[DATABASE_NEW if other else DATABASE_OLDER].append(one)
     return found
 
 
-def _open(round_: Round, cause: str, told: list[ToldStanding]) -> Incident:
+def _open(round_: Round, cause: str, told: list[ReportedStanding]) -> Incident:
     hosts = [one.standing.host_id for one in told]
     newest = max((one.standing.obeyed for one in told), key=lambda obeyed: obeyed.epoch)
     obeyed = f"{listed(hosts)} obeyed {newest.command_id or 'a supervisor'} of epoch {newest.epoch}"
@@ -107,7 +107,7 @@ def _open(round_: Round, cause: str, told: list[ToldStanding]) -> Incident:
     )
 
 
-def _newest_held(told: Iterable[ToldStanding]) -> dict[str, tuple[int, list[tuple[str, HeldJob]]]]:
+def _newest_held(told: Iterable[ReportedStanding]) -> dict[str, tuple[int, list[tuple[str, HeldJob]]]]:
     """job -> the newest generation that hosts were told to start, and what each of them holds of it."""
     found: dict[str, tuple[int, list[tuple[str, HeldJob]]]] = {}
     for one in told:
@@ -121,7 +121,7 @@ def _newest_held(told: Iterable[ToldStanding]) -> dict[str, tuple[int, list[tupl
     return found
 
 
-def _ended(told: Iterable[ToldStanding]) -> dict[str, int]:
+def _ended(told: Iterable[ReportedStanding]) -> dict[str, int]:
     """job -> the newest generation as of which a host was told that the job ended."""
     ended: dict[str, int] = {}
     for one in told:
@@ -150,7 +150,7 @@ def _ranks_of(host_id: str, held: HeldJob) -> tuple[int, ...]:
 
 def _waits_for(
     round_: Round,
-    told: Iterable[ToldStanding],
+    told: Iterable[ReportedStanding],
     lost: Mapping[str, tuple[int, list[tuple[str, HeldJob]]]],
     began: float,
 ) -> tuple[float, str] | None:

@@ -1,5 +1,5 @@
-"""Rules about a host that an operator wants to be left. It is well, and the job comes first: without a host that its
-ranks could go to they stay, and the operator is told."""
+"""Rules for a host that an operator drains. It is healthy, and the job comes first: without a host for its ranks they
+stay, and the drain is refused."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _ASK_AGAIN_S = 1.0
 
 
 def refuse_what_took_too_long(case: Case) -> Verdict | None:
-    """In time or not at all: an operator who asks for a host does not want it half an hour later, unasked."""
+    """Refuse a drain that took too long: half an hour later, the operator may not want it any more."""
     incident, limit = _incident(case), case.settings.max_decisions_per_incident
     generation = case.job.generation
     if generation is None or all(part.host_id != incident.host_id for part in generation.hosts):
-        return None  # a failure has moved them; should they have to come back, that decision refuses it
+        return None  # a failure has moved them; if they come back, that decision refuses the drain
     if incident.decisions_made >= limit:
         why = f"{limit} actions have not moved its ranks"
     elif not incident.action_id and case.now >= _deadline_at(case):
@@ -27,7 +27,7 @@ def refuse_what_took_too_long(case: Case) -> Verdict | None:
     plan = preemption_rules.plan_for_those_that_stand(case)
     return Verdict(
         DecisionKind.HOLD if plan is None else plan.kind,
-        f"{incident.message} It is refused: {why}. Job {case.job.spec.job} goes on where it is.",
+        f"{incident.message} It is refused: {why}. Job {case.job.spec.job} stays where it is.",
         plan=plan,
         evidence={"host": incident.host_id, "decisions": incident.decisions_made},
         gives_up=True,
@@ -36,7 +36,7 @@ def refuse_what_took_too_long(case: Case) -> Verdict | None:
 
 
 def wait_until_all_ranks_step(case: Case) -> Verdict | None:
-    """Ranks that are starting cannot save a step yet; a script that never shows one is not waited for for long."""
+    """Wait for starting ranks, which cannot save a step yet; not for long, as a script may never report one."""
     generation = case.job.generation
     if generation is None or _incident(case).action_id or not case.job.spec.checkpoint.saves:
         return None
@@ -56,7 +56,7 @@ def wait_until_all_ranks_step(case: Case) -> Verdict | None:
 
 
 def save_before_the_host_is_left(case: Case) -> Verdict | None:
-    """Every rank saves the same step, named here, and parks: then nothing is lost. Not without a host to go on at."""
+    """If there is a spare, let every rank save the same step, named here, and park, so that nothing is lost."""
     generation = case.job.generation
     if generation is None:
         return None
@@ -70,15 +70,15 @@ def save_before_the_host_is_left(case: Case) -> Verdict | None:
 
 
 def wait_for_a_spare(case: Case) -> Verdict | None:
-    """Until a host is free, training goes on where it is."""
+    """Train on until a host is free."""
     incident, generation = _incident(case), case.job.generation
     if generation is None or all(part.host_id != incident.host_id for part in generation.hosts):
         return None
     remaining_s = max(0.0, _deadline_at(case) - case.now)
     return Verdict(
         DecisionKind.HOLD,
-        f"{incident.message} No spare is free to take its ranks: job {case.job.spec.job} goes on there, "
-        f"and a host is waited for, for {remaining_s:.0f} s at most.",
+        f"{incident.message} No spare is free to take its ranks: job {case.job.spec.job} stays there, "
+        f"and waits for a host for up to {remaining_s:.0f} s.",
         evidence={"host": incident.host_id, "remaining_s": round(remaining_s, 3)},
         holding_for="a spare host",
         hold_until=case.now + _ASK_AGAIN_S,
@@ -86,7 +86,7 @@ def wait_for_a_spare(case: Case) -> Verdict | None:
 
 
 def _deadline_at(case: Case) -> float:
-    """When the operator's time for it is over; now, if the wish was taken back meanwhile."""
+    """When the operator's time is over; now, if the drain was withdrawn."""
     host = case.round.hosts.get(_incident(case).host_id)
     return host.drain.deadline_at if host is not None and host.drain is not None else case.now
 

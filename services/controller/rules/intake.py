@@ -1,5 +1,5 @@
-"""Takes signals and the state of hosts into a round. A signal may come twice, late, or speak of what is long past:
-such a one is stored by the loop like all others, and changes nothing here."""
+"""Takes signals and the state of hosts into a round. A signal may come twice, late, or be outdated: then it changes
+nothing here, but the loop stores it like all others."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from services.controller.rules import save_rules
 from services.controller.view import GenerationView, HostView, PastFailure, RankView
 from services.rules.incident_states import HOST, HostEvent
 
-_UNHEARD = (HostState.SILENT, HostState.SUSPECT)
+_NOT_REPORTING = (HostState.SILENT, HostState.SUSPECT)
 _WATCHED_S = 20.0
-_RETURNED_AFTER_S = 2.0  # reports that much newer than the silence are a return, even if no sensor said so
-_STAYED_S = 10.0  # as below, for one that has ranks: they may stand and wait
-_OUTLIVED_S = 30.0  # reports that much newer than a notice's deadline: nobody took the host away
-_SAME_NOTICE_S = 1.0  # notices that end that close to each other are one, told again
+_RETURNED_AFTER_S = 2.0  # a report this much newer than the silence is a return, even without a signal
+_STAYED_S = 10.0  # as below, for a host with ranks, which may stand and wait
+_OUTLIVED_S = 30.0  # a report this much later than a notice's deadline: the host was not taken away
+_SAME_NOTICE_S = 1.0  # notices whose deadlines are this close are the same one
 
 
 def take_signals(round_: Round, signals: Sequence[Signal]) -> None:
-    """Let every signal say what it has to say, in order."""
+    """Apply all signals, in order."""
     workers = _Workers(round_)
     for signal in signals:
         match signal.body:
             case WorkerExited() as body:
                 workers.ended(signal, body)
             case WorkerStartFailed() as body:
-                if workers.speaks_for(signal.source, body.job, body.generation, body.rank):
+                if workers.has_rank(signal.source, body.job, body.generation, body.rank):
                     failure = diagnosis.start_failure(body, signal.source, signal.at)
                     round_.reported.setdefault(body.job, []).append(failure)
             case RankStalled() as body:
@@ -58,20 +58,20 @@ def take_signals(round_: Round, signals: Sequence[Signal]) -> None:
                 _host_suspect(round_, signal, body)
             case HostReturned() as body:
                 host = round_.hosts.get(body.host_id)
-                if host is not None and host.state in _UNHEARD:
+                if host is not None and host.state in _NOT_REPORTING:
                     _returned(round_, host, f"it reports again, after {body.away_s:.1f} s")
             case PreemptionNotice() as body:
                 _preempted(round_, signal, body)
-            case _:  # of the rest only saves that fail for long are an incident; the others are on record
+            case _:  # of the others, only failing saves are an incident; the rest is on record
                 save_rules.take_signal(round_, signal)
     workers.settle()
 
 
 def settle_hosts(round_: Round) -> None:
-    """What follows from a host's state by itself, without a signal of this round."""
+    """Apply what follows from the state of hosts, without signals."""
     for host in list(round_.hosts.values()):
-        heard_at = min(host.last_report_at, round_.now)  # of a sensor whose clock is ahead the silence would be no news
-        if host.state in _UNHEARD and heard_at > host.since + _RETURNED_AFTER_S:
+        reported_at = min(host.last_report_at, round_.now)  # a sensor's clock may be ahead
+        if host.state in _NOT_REPORTING and reported_at > host.since + _RETURNED_AFTER_S:
             _returned(round_, host, "it reports again")
         elif host.left_at and host.job and _may(host, HostEvent.FELL_SILENT):
             reason = f"its daemon ended in order while ranks of job {host.job} were placed on it"
@@ -88,17 +88,17 @@ def settle_hosts(round_: Round) -> None:
         ):
             _left(round_, host)
         elif host.state is HostState.CORDONED and _outlived_its_notice(host):
-            reason = f"it reports {_OUTLIVED_S:.0f} s after it was to be taken away, and so was not"
+            reason = f"it reports {_OUTLIVED_S:.0f} s after its deadline, so it was not taken away"
             _release(round_, host, reason)
         elif host.job and 0.0 < host.preempt_deadline_at < host.last_report_at - _STAYED_S and _may_stay(host):
-            reason = f"it reports {_STAYED_S:.0f} s after it was to be taken away, and so was not"
-            said = f"{host.host_id}: {reason}. Its notice is void."
-            round_.decide_host(host.host_id, DecisionKind.HOLD, "withdraw_an_outlived_notice", said)
+            reason = f"it reports {_STAYED_S:.0f} s after its deadline, so it was not taken away"
+            why = f"{host.host_id}: {reason}. Its notice is void."
+            round_.decide_host(host.host_id, DecisionKind.HOLD, "withdraw_an_outlived_notice", why)
             round_.change_host(host.host_id, None, reason, preempt_deadline_at=0.0)
 
 
 def _is_empty(host: HostView) -> bool:
-    """Whether no worker is on it, nor to be on it. Superseded ones are stopped while it is in repair."""
+    """Whether no worker runs or should run on it. Superseded ones are stopped while it is in repair."""
     return not host.job and not host.stale_jobs
 
 
@@ -107,7 +107,7 @@ def _may_stay(host: HostView) -> bool:
 
 
 def _left(round_: Round, host: HostView) -> None:
-    """No rank is on a host that was to be left: it gets none."""
+    """Cordon a host that had to be left, and has no rank any more."""
     if host.is_drained and host.drain is not None:
         why = f": {host.drain.reason}" if host.drain.reason else ""
         reason = f"an operator drained it, and no rank is on it{why}"
@@ -118,11 +118,11 @@ def _left(round_: Round, host: HostView) -> None:
 
 
 def _undrained(round_: Round, host: HostView) -> None:
-    """An operator gives a host back. Ranks that stand for it train on; those that were moved stay where they are."""
+    """An operator withdraws a drain. Ranks that wait for it train on; those that were moved stay where they are."""
     reason = "an operator released it: it may have work again"
     if host.state is HostState.CORDONED:
-        rule, said = "release_an_undrained_host", f"{host.host_id}: {reason}."
-        round_.decide_host(host.host_id, DecisionKind.UNCORDON, rule, said)
+        rule, why = "release_an_undrained_host", f"{host.host_id}: {reason}."
+        round_.decide_host(host.host_id, DecisionKind.UNCORDON, rule, why)
         _release(round_, host, reason, ends_drain=True)
     else:
         round_.change_host(host.host_id, None, host.reason, ends_drain=True)
@@ -140,7 +140,7 @@ def _outlived_its_notice(host: HostView) -> bool:
 
 
 def _present(round_: Round, job: str, generation: int) -> GenerationView | None:
-    """The running job's newest generation, if that is the one."""
+    """The running job's newest generation, if it has this number."""
     view = round_.jobs.get(job)
     if view is None or view.state is not JobState.RUNNING or view.generation is None:
         return None
@@ -148,7 +148,7 @@ def _present(round_: Round, job: str, generation: int) -> GenerationView | None:
 
 
 class _Workers:
-    """What daemons say of workers that ended. Many do in one round, of a world of many: it is gone through once."""
+    """Collects the ended workers of a round. There may be many, so the ranks of a job are rebuilt only once."""
 
     def __init__(self, round_: Round) -> None:
         self._round = round_
@@ -156,8 +156,8 @@ class _Workers:
         self._ranks: dict[str, dict[int, RankView]] = {}
         self._unsettled: dict[str, None] = {}  # jobs
 
-    def speaks_for(self, host_id: str, job: str, generation: int, rank: int) -> bool:
-        """A daemon is heard of the ranks that its host was given in the present generation, and of no others."""
+    def has_rank(self, host_id: str, job: str, generation: int, rank: int) -> bool:
+        """Whether the host was given this rank in the current generation. Signals about other ranks do not count."""
         present = _present(self._round, job, generation)
         if present is None:
             return False
@@ -166,8 +166,8 @@ class _Workers:
         return rank in self._placed[job].get(host_id, ())
 
     def ended(self, signal: Signal, body: WorkerExited) -> None:
-        """The first word on a worker stands."""
-        if body.expected or not self.speaks_for(signal.source, body.job, body.generation, body.rank):
+        """Note the end of a worker; only its first signal counts."""
+        if body.expected or not self.has_rank(signal.source, body.job, body.generation, body.rank):
             return
         generation = self._round.jobs[body.job].generation
         if body.job not in self._ranks and generation is not None:
@@ -179,10 +179,10 @@ class _Workers:
             self._unsettled[body.job] = None
 
     def settle(self) -> None:
-        """Show the round what was said so far."""
+        """Put the ended workers so far into the round."""
         for name in self._unsettled:
             job, ranks = self._round.jobs[name], self._ranks[name]
-            assert job.generation is not None  # else nobody could speak for its ranks
+            assert job.generation is not None  # otherwise no host has a rank of it
             changed = msgspec.structs.replace(job.generation, ranks=tuple(ranks[number] for number in sorted(ranks)))
             self._round.jobs[name] = msgspec.structs.replace(job, generation=changed)
         self._unsettled.clear()
@@ -201,7 +201,7 @@ def _rank_stalled(round_: Round, signal: Signal, body: RankStalled) -> None:
 
 
 def _false_alarm(round_: Round, body: FalseAlarm) -> None:
-    """Say that a stall was none, and note it on the job's record: the restart that it cost is given back."""
+    """Record that a stall was a false alarm, also on the job's record: its restart does not count."""
     generation = _present(round_, body.job, body.generation)
     record = PastFailure(body.generation, diagnosis.FALSE_ALARM, "", "", body.step)
     if generation is None or record in round_.jobs[body.job].failures:
@@ -214,17 +214,17 @@ def _false_alarm(round_: Round, body: FalseAlarm) -> None:
         f"The stall of {ranks_of(body.ranks)} after step {body.step} in generation {body.stalled_generation} was a "
         f"false alarm: generation {body.generation} paused there for {body.paused_s:.1f} s and went on. From now on, "
         f"deadlines of this job are {body.patience:g} times as long; --hang-timeout sets one. "
-        "The restart is given back.",
+        "That restart does not count.",
         {"step": body.step, "paused_s": round(body.paused_s, 3), "patience": body.patience},
     )
     round_.change_job(body.job, job.state, job.message, record)
 
 
 def _host_silent(round_: Round, signal: Signal, body: HostSilent) -> None:
-    host = _unheard(round_, signal, body)
+    host = _not_reporting(round_, signal, body)
     if host is None or not _may(host, HostEvent.FELL_SILENT) or _is_watched_elsewhere(round_, host, body):
         return
-    seen = f"{listed(body.witnesses)} cannot reach it either" if body.witnesses else "nobody else could be asked"
+    seen = f"{listed(body.witnesses)} cannot reach it either" if body.witnesses else "no other host could be asked"
     reason = f"no report for {body.silent_s:.1f} s, where one was due within {body.deadline_s:.1f} s; {seen}."
     if body.together > 1:
         behind = f" behind {body.domain}" if body.domain else ""
@@ -233,28 +233,28 @@ def _host_silent(round_: Round, signal: Signal, body: HostSilent) -> None:
 
 
 def _is_watched_elsewhere(round_: Round, host: HostView, body: HostSilent) -> bool:
-    """Whether another sensor, which has its neighbours to ask, just told that the host lives. That one will tell of its
-    end as well; should it fail meanwhile, the host is looked for anew, which takes longer than this holds."""
+    """Whether another sensor, which can ask the host's neighbours, just reported that it is alive. That sensor will
+    also report its end. If that sensor fails, this one finds the host again after this has expired."""
     was_suspected = host.state is HostState.SUSPECT and round_.now < host.since + _WATCHED_S
     return was_suspected and not body.after_suspect and not body.witnesses
 
 
 def _host_suspect(round_: Round, signal: Signal, body: HostSuspect) -> None:
-    host = _unheard(round_, signal, body)
+    host = _not_reporting(round_, signal, body)
     if host is None or not _may(host, HostEvent.SUSPECTED):
         return
-    hear = "hears" if len(body.reached_by) == 1 else "hear"
-    told = [f"{listed(body.reached_by)} {hear} of it"] if body.reached_by else []
-    told += ["the steps of its job advance"] if body.steps_advance or not told else []
+    reaches = "reaches" if len(body.reached_by) == 1 else "reach"
+    evidence = [f"{listed(body.reached_by)} {reaches} it"] if body.reached_by else []
+    evidence += ["the steps of its job advance"] if body.steps_advance or not evidence else []
     reason = (
         f"no report for {body.silent_s:.1f} s, where one was due within {body.deadline_s:.1f} s; but "
-        f"{' and '.join(told)}: only its way to the supervisor is cut."
+        f"{' and '.join(evidence)}: only its way to the supervisor is cut."
     )
     round_.change_host(body.host_id, HostEvent.SUSPECTED, reason)
 
 
-def _unheard(round_: Round, signal: Signal, body: HostSilent | HostSuspect) -> HostView | None:
-    """The host, unless a report that is newer than half of the silence went to another sensor, or came after all."""
+def _not_reporting(round_: Round, signal: Signal, body: HostSilent | HostSuspect) -> HostView | None:
+    """The host, unless another report came during the second half of its silence, to any sensor."""
     host = round_.hosts.get(body.host_id)
     return host if host is not None and host.last_report_at <= signal.at - body.silent_s / 2 else None
 
@@ -269,13 +269,13 @@ def _returned(round_: Round, host: HostView, reason: str) -> None:
 
 
 def _preempted(round_: Round, signal: Signal, body: PreemptionNotice) -> None:
-    """The host's clock may be any: what it says is how long it had left. That counts from now, as news of a notice
-    travels fast or, from a host that is about to go, not at all."""
+    """Take in a preemption notice. The host's clock may be wrong, so only the remaining time counts, from now: notices
+    arrive quickly, or not at all."""
     host = round_.hosts.get(signal.source)
     if host is None:
         return
     if body.deadline_at <= 0.0:
-        _notice_is_void(round_, host, f"its preemption notice ({body.source}) was taken back")
+        _notice_is_void(round_, host, f"its preemption notice ({body.source}) was withdrawn")
         return
     remaining_s = body.deadline_at - signal.at
     deadline_at = round_.now + remaining_s

@@ -1,4 +1,4 @@
-"""Rules about a job as a whole, and about workers that it left behind."""
+"""Rules for a job as a whole, and for workers that it left behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WELL = (HostState.HEALTHY, HostState.SPARE, HostState.SUSPECT)
 
 
 def stop_on_request(case: Case) -> Verdict | None:
-    """An operator's wish comes before everything else."""
+    """Stop the job on request, before anything else."""
     job = case.job
     if not job.stop_requested:
         return None
@@ -33,8 +33,8 @@ def stop_on_request(case: Case) -> Verdict | None:
 
 
 def _last_step(case: Case) -> int:
-    """The step to save before a job is stopped, -1 for none: where steps outlive the job, not all are saved anyway, and
-    workers are given time."""
+    """The step to save before a job stops; -1 for none. Only if saved steps outlive the job, not all steps are saved
+    anyway, and workers get a grace."""
     job, generation = case.job, case.job.generation
     spec = job.spec.checkpoint
     if generation is None or not spec.is_durable or spec.every_steps == 1 or job.spec.stop_grace_s <= 0:
@@ -43,7 +43,7 @@ def _last_step(case: Case) -> int:
 
 
 def complete_when_all_ranks_are_done(case: Case) -> Verdict | None:
-    """A job succeeded when every rank's worker ended with exit code 0, or crashed once it had said that it is done."""
+    """Complete the job when every worker ended with exit code 0, or crashed after it reported to be done."""
     job, generation = case.job, case.job.generation
     if job.state is not JobState.RUNNING or generation is None or len(generation.ranks) < job.spec.world_size:
         return None
@@ -67,8 +67,8 @@ def complete_when_all_ranks_are_done(case: Case) -> Verdict | None:
 
 
 def start_when_hosts_suffice(case: Case) -> Verdict | None:
-    """A submitted job starts as soon as enough healthy hosts are free that no earlier one waits for, and that are no
-    spares of a running one."""
+    """Start a submitted job once enough healthy hosts are free, without those that an earlier job waits for, and
+    without spares of running jobs."""
     job = case.job
     if job.state is not JobState.SUBMITTED:
         return None
@@ -90,17 +90,17 @@ def start_when_hosts_suffice(case: Case) -> Verdict | None:
 
 
 def reserve_spares(round_: Round, job: JobView) -> None:
-    """Keep free hosts for a running job that asked for spares, against jobs that are not running yet. In very large
-    clusters not all hosts are looked at, and none is kept."""
+    """Reserve free hosts as spares of a running job, before jobs that wait. In very large clusters a round does not
+    cover all hosts, and none is reserved."""
     if job.state is JobState.RUNNING and job.spec.spares and round_.view.is_whole:
         free = [host.host_id for host in round_.free_hosts(job.spec) if host.host_id not in round_.spare_of]
         round_.spare_of.update(dict.fromkeys(free[-job.spec.spares :], job.spec.job))
 
 
 def say_what_is_missing(round_: Round, job: JobView, held: Verdict | None = None) -> None:
-    """A job that waits says what for, and has the hosts kept that are free already: first come, first served. Later
-    jobs go before it where they do not delay it: on hosts that it may not use, or if there are too few for it. `held`:
-    what it waits for where there are hosts enough."""
+    """Set the message of a waiting job, and reserve the hosts that are free already: first come, first served. Later
+    jobs overtake it if that does not delay it: on hosts that it may not use, or if there are too few for it. `held`:
+    what it waits for although there are enough hosts."""
     free = [host.host_id for host in round_.free_hosts(job.spec)]
     kept_for = {host_id: round_.kept_for[host_id] for host_id in free if host_id in round_.kept_for}
     spares = {host_id: round_.spare_of[host_id] for host_id in free if host_id in round_.spare_of}
@@ -122,8 +122,8 @@ def say_what_is_missing(round_: Round, job: JobView, held: Verdict | None = None
 
 
 def _may_start_one_day(round_: Round, job: JobView) -> bool:
-    """Whether there are hosts enough for it, busy ones included. In very large clusters not all hosts are looked at,
-    and nothing is kept: a job that can never start would keep all others waiting."""
+    """Whether there are enough hosts, including busy ones: a job that can never start must not hold up all others. In
+    very large clusters a round does not cover all hosts, and nothing is reserved."""
     if not round_.view.is_whole:
         return False
     named, fresh_at = frozenset(job.spec.hosts), round_.now - round_.settings.spare_fresh_s
@@ -131,12 +131,12 @@ def _may_start_one_day(round_: Round, job: JobView) -> bool:
         h
         for h in round_.hosts.values()
         if h.state in _WELL and not h.left_at and not h.is_leaving and (h.job or h.last_report_at >= fresh_at)
-    )  # nobody looks for a free host that is switched off
+    )  # a free host that is switched off does not count
     return sum(not named or host.host_id in named for host in well) >= job.spec.nnodes
 
 
 def stop_superseded_workers(case: Case) -> Verdict | None:
-    """A host that was away and comes back with workers of an old generation gets no work before they are stopped."""
+    """Stop the old workers of a host that came back, before it gets work."""
     incident = case.incident
     if incident is None:
         return None

@@ -1,4 +1,4 @@
-"""Rules about a host that will be taken away at a known time."""
+"""Rules for a host that will be taken away at a known time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from services.controller.rules.step_ahead import is_stepping, step_ahead
 from services.controller.view import ActionView, GenerationView, HostView
 
 _ASK_AGAIN_S = 1.0
-_SPARE_BACK_S = 3.0  # for a spare that was lost while ranks saved, or another, before they are let go
+_SPARE_BACK_S = 3.0  # wait for another spare, if one is lost while ranks save, before they are released
 
 
 def give_up_after_too_many_decisions(case: Case) -> Verdict | None:
-    """Training goes on until the host goes; its loss is then an incident of its own."""
+    """Give up after too many actions. Training goes on until the host goes; its loss is an incident of its own."""
     incident, limit = case.incident, case.settings.max_decisions_per_incident
     if incident is None or incident.decisions_made < limit:
         return None
@@ -25,7 +25,7 @@ def give_up_after_too_many_decisions(case: Case) -> Verdict | None:
     train_on = "" if plan is None else " The ranks train on where they are."
     return Verdict(
         DecisionKind.HOLD if plan is None else plan.kind,
-        f"{incident.message} {limit} actions have not ended it: it is left to an operator.{train_on}",
+        f"{incident.message} {limit} actions have not ended it: an operator must take over.{train_on}",
         plan=plan,
         evidence={"decisions": incident.decisions_made},
         gives_up=True,
@@ -34,7 +34,8 @@ def give_up_after_too_many_decisions(case: Case) -> Verdict | None:
 
 
 def let_the_other_incident_go_first(case: Case) -> Verdict | None:
-    """One incident at a time changes the generation. A failure goes first, and leaves the preempted host too."""
+    """Wait for another incident: only one at a time may change the generation. A failure goes first; its restart also
+    leaves the preempted host."""
     if case.incident is None:
         return None
     failure = tracking.failure_of(case.round, case.job.spec.job)
@@ -56,8 +57,8 @@ def let_the_other_incident_go_first(case: Case) -> Verdict | None:
 
 
 def save_before_the_host_goes(case: Case) -> Verdict | None:
-    """Every rank saves the same step, named here, and parks: then nothing is lost. With no spare in sight training goes
-    on for as long as the notice allows."""
+    """Let every rank save the same step, named here, and park, so that nothing is lost. Without a spare, train on for
+    as long as the notice allows."""
     incident, generation = case.incident, case.job.generation
     if incident is None or generation is None:
         return None
@@ -74,15 +75,16 @@ def save_before_the_host_goes(case: Case) -> Verdict | None:
 
 
 def save_and_park(case: Case, remaining_s: float, *, deadline_s: float, spares: Sequence[HostView]) -> Verdict:
-    """An emergency checkpoint at a step ahead of all ranks, `deadline_s` for it and for the slow tiers."""
+    """The verdict for an emergency checkpoint at a step ahead of all ranks, within `deadline_s` including slow
+    tiers."""
     incident, generation = case.incident, case.job.generation
-    assert incident is not None and generation is not None, "the rule that calls this has looked"
+    assert incident is not None and generation is not None, "checked by the calling rule"
     step = step_ahead(case, generation)
     deadline_s = min(case.settings.action_deadline_s, deadline_s)
     return Verdict(
         DecisionKind.EMERGENCY_CHECKPOINT,
         f"{incident.message} {remaining_s:.1f} s are left: every rank saves step {step} and parks, "
-        + (f"then {spares[0].host_id} takes over." if spares else "then a spare is waited for."),
+        + (f"then {spares[0].host_id} takes over." if spares else "then they wait for a spare."),
         plan=plans.save_plan(case, generation, step, deadline_s=deadline_s, spares=spares),
         evidence={
             "host": incident.host_id,
@@ -94,7 +96,7 @@ def save_and_park(case: Case, remaining_s: float, *, deadline_s: float, spares: 
 
 
 def restart_ranks_that_did_not_go_on(case: Case) -> Verdict | None:
-    """They were let go, and could not be told or did not move."""
+    """Restart ranks that were released, but did not get the command or did not move."""
     earlier = last_action(case)
     if earlier is None or earlier.plan.kind is not DecisionKind.RESUME:
         return None
@@ -102,13 +104,13 @@ def restart_ranks_that_did_not_go_on(case: Case) -> Verdict | None:
 
 
 def let_the_ranks_go(case: Case) -> Verdict | None:
-    """Ranks that saved and stand are for a host to go on at. Without one, or when the host is not to be left any more,
-    they train on where they are; if the host is about to go, they stay."""
+    """Release parked ranks, to train on where they are, if no spare is left or the host need not be left any more. If
+    the host is about to go, they stay parked."""
     incident, generation = case.incident, case.job.generation
     if incident is None or generation is None or not _stand(case):
         return None
     if not tracking.is_wanted(case.round, incident):
-        return _resume(case, generation, "It is not to be left any more")
+        return _resume(case, generation, "It need not be left any more")
     is_last_call = incident.cause == PREEMPTION_NOTICE and _remaining_s(case) <= 2.0 * case.settings.emergency_reserve_s
     if is_last_call or case.round.free_hosts(case.job.spec):
         return None
@@ -117,14 +119,14 @@ def let_the_ranks_go(case: Case) -> Verdict | None:
         return _resume(case, generation, "No host is free to take its ranks any more")
     return Verdict(
         DecisionKind.HOLD,
-        f"{incident.message} All ranks stand, and the spare is gone: another is waited for.",
+        f"{incident.message} All ranks are parked, and the spare is gone: waiting for another.",
         holding_for="another spare",
         hold_until=until,
     )
 
 
 def last_action(case: Case) -> ActionView | None:
-    """What was done for the incident last, if it still holds: neither superseded nor of an earlier generation."""
+    """The incident's last action, unless it is superseded or about an earlier generation."""
     incident, generation = case.incident, case.job.generation
     action = case.round.actions.get(incident.action_id) if incident is not None else None
     if action is None or generation is None or action.state is ActionState.SUPERSEDED:
@@ -133,13 +135,13 @@ def last_action(case: Case) -> ActionView | None:
 
 
 def plan_for_those_that_stand(case: Case) -> ActionPlan | None:
-    """Ranks that stand at an emergency step are let go with the incident that they stand for."""
+    """A plan to release the ranks that are parked for this incident, if there are any."""
     generation = case.job.generation
     return plans.resume_plan(case, generation) if generation is not None and _stand(case) else None
 
 
 def _stand(case: Case) -> bool:
-    """Whether ranks were told to save and stand, and nothing else since."""
+    """Whether ranks got the command to save and park, and no other since."""
     earlier = last_action(case)
     return earlier is not None and earlier.plan.kind is DecisionKind.EMERGENCY_CHECKPOINT and earlier.state.ended
 
@@ -156,7 +158,7 @@ def _resume(case: Case, generation: GenerationView, why: str) -> Verdict:
 
 
 def wait_for_a_spare(case: Case) -> Verdict | None:
-    """Until a host appears, training goes on where it is."""
+    """Train on until a host appears."""
     incident, generation = case.incident, case.job.generation
     if incident is None or generation is None:
         return None

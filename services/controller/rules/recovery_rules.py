@@ -1,4 +1,4 @@
-"""Rules about a generation that failed."""
+"""Rules for a generation that failed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEAVING = (HostState.CORDONED, HostState.IN_REPAIR, HostState.DEGRADED)
 
 
 def fail_after_too_many_decisions(case: Case) -> Verdict | None:
-    """An incident that this many actions did not end needs a person."""
+    """Fail the job if this many actions have not ended the incident: a person must look at it."""
     incident, limit = _incident(case), case.settings.max_decisions_per_incident
     if incident.decisions_made < limit:
         return None
@@ -29,7 +29,7 @@ def fail_after_too_many_decisions(case: Case) -> Verdict | None:
 
 
 def fail_on_identical_exception(case: Case) -> Verdict | None:
-    """The same exception at the same step again is a bug in the job, not a fault in the machine."""
+    """Fail the job if the same exception comes at the same step again: a bug, not a fault of a machine."""
     incident, limit = _incident(case), case.settings.identical_exception_limit
     if incident.cause != WORKER_EXCEPTION:
         return None
@@ -48,7 +48,7 @@ def fail_on_identical_exception(case: Case) -> Verdict | None:
 
 
 def back_off_after_a_failed_action(case: Case) -> Verdict | None:
-    """Between actions that fail lies some time, more with each."""
+    """Wait between failed actions, longer each time."""
     incident, action = _incident(case), _last_action(case)
     if action is None or not is_retry(case):
         return None
@@ -66,7 +66,7 @@ def back_off_after_a_failed_action(case: Case) -> Verdict | None:
 
 
 def fail_when_restarts_are_used_up(case: Case) -> Verdict | None:
-    """Failures of the workers themselves, without progress in between, count against --max-restarts."""
+    """Fail the job if its workers failed too often without progress in between (--max-restarts)."""
     incident, generation, limit = _incident(case), _generation(case), case.job.spec.max_restarts
     if incident.cause not in guardrails.WORKER_CAUSES:
         return None
@@ -83,8 +83,8 @@ def fail_when_restarts_are_used_up(case: Case) -> Verdict | None:
 
 
 def restart_from_an_older_recovery_point(case: Case) -> Verdict | None:
-    """A step that could not be restored is left out of the history, at once if there is an older one, else when trying
-    it again failed too."""
+    """Skip a step that cannot be restored: at once if there is an older recovery point, otherwise after a second failed
+    attempt."""
     incident, generation = _incident(case), _generation(case)
     step = generation.restore_step
     if incident.cause != RESTORE_FAILED or step is None or incident.generation != generation.generation:
@@ -104,12 +104,12 @@ def restart_from_an_older_recovery_point(case: Case) -> Verdict | None:
 
 
 def migrate_to_spare(case: Case) -> Verdict | None:
-    """Ranks of hosts that are lost, or about to be, go to spares; all other ranks keep their hosts."""
+    """Move the ranks of hosts that are lost, or about to be, to spares; all other ranks keep their hosts."""
     return _migrate(case)
 
 
 def wait_for_a_spare(case: Case) -> Verdict | None:
-    """Without enough hosts the job waits; every host that appears is looked at."""
+    """Wait for a host if there are too few."""
     lost, _ = _lost_and_leaving(case)
     if not lost:
         return None
@@ -125,7 +125,7 @@ def wait_for_a_spare(case: Case) -> Verdict | None:
 
 
 def take_a_drained_host_back(case: Case) -> Verdict | None:
-    """A drain whose spare is lost before the ranks train there cannot be carried out: they go back."""
+    """Move ranks back to a drained host if their spare is lost before they train there: the drain is refused."""
     lost, leaving = _lost_and_leaving(case)
     present = {part.host_id for part in _generation(case).hosts}
     drains = (i for i in case.round.open_incidents(case.job.spec.job) if i.cause == DRAIN_REQUESTED)
@@ -143,7 +143,7 @@ def take_a_drained_host_back(case: Case) -> Verdict | None:
 
 
 def restart_in_place(case: Case) -> Verdict:
-    """With its hosts well, the job starts again where it is, from the newest recovery point."""
+    """Restart on the same hosts, if they are healthy, from the newest recovery point."""
     following = _generation(case).generation + 1
     return _restart(case, f"No host has to be replaced: generation {following} starts in place.")
 
@@ -152,7 +152,7 @@ def restart_in_place(case: Case) -> Verdict:
 
 
 def _restart(case: Case, what: str, *, lineage: Lineage | None = None) -> Verdict:
-    """Restart on the present hosts, or on spares where hosts are lost or leaving."""
+    """Restart on the current hosts, or on spares where hosts are lost or leaving."""
     moved = _migrate(case, lineage=lineage)
     if moved is not None:
         return moved
@@ -170,8 +170,8 @@ def _restart(case: Case, what: str, *, lineage: Lineage | None = None) -> Verdic
 
 
 def move(case: Case, leave: Sequence[str], *, avoid: Collection[str], given_up: Collection[str] = ()) -> Verdict | None:
-    """Ranks of all these hosts go to spares, and to none of `avoid`; None if there are too few. `given_up`: of the
-    hosts those that are not asked for anything any more."""
+    """Move the ranks of all these hosts to spares outside `avoid`; None if there are too few. `given_up`: hosts among
+    them that get no commands any more."""
     lost, leaving = _lost_and_leaving(case)
     free = [host for host in case.round.free_hosts(case.job.spec) if host.host_id not in avoid]
     first = [host_id for host_id in leave if host_id not in lost]
@@ -196,7 +196,7 @@ def _move(
     if not lost and not leaving:
         return None
     incident, generation = _incident(case), _generation(case)
-    moving = (lost + leaving)[: max(len(lost), len(free))]  # who leaves on notice can wait; who is lost cannot
+    moving = (lost + leaving)[: max(len(lost), len(free))]  # leaving hosts can wait, lost ones cannot
     hosts = spare_choice.replace(generation.hosts, moving, free, case.round.hosts) if moving else None
     if hosts is None:
         return None
@@ -216,7 +216,7 @@ def _move(
 
 def _moves(before: tuple[HostRanks, ...], after: tuple[HostRanks, ...]) -> str:
     moved = _moved(before, after)
-    more = f" So it is with {len(moved) - NAMED} more." if len(moved) > NAMED else ""
+    more = f" {len(moved) - NAMED} more move likewise." if len(moved) > NAMED else ""
     return " ".join(f"{new.host_id} takes {ranks_of(new.ranks)} of {old.host_id}." for old, new in moved[:NAMED]) + more
 
 
@@ -225,7 +225,7 @@ def _moved(before: tuple[HostRanks, ...], after: tuple[HostRanks, ...]) -> list[
 
 
 def _lost_and_leaving(case: Case) -> tuple[list[str], list[str]]:
-    """Hosts of the present generation that cannot be asked, and those that should be left while they can."""
+    """The current generation's hosts that are unreachable, and those to leave while they are reachable."""
     lost, leaving = [], []
     for part in _generation(case).hosts:
         host = case.round.hosts.get(part.host_id)
@@ -237,7 +237,7 @@ def _lost_and_leaving(case: Case) -> tuple[list[str], list[str]]:
 
 
 def fail(case: Case, reason: str, evidence: Evidence) -> Verdict:
-    """End the job, for a reason in complete sentences."""
+    """The verdict to fail the job; `reason` in complete sentences."""
     return Verdict(
         DecisionKind.FAIL_JOB,
         reason,
@@ -282,7 +282,7 @@ def _last_action(case: Case) -> ActionView | None:
 
 
 def is_retry(case: Case) -> bool:
-    """Whether the incident's last action failed: what it was for is known, and still wanted."""
+    """Whether the incident's last action failed, so that its purpose is known and still wanted."""
     action = _last_action(case)
     return action is not None and action.state in (ActionState.FAILED, ActionState.TIMED_OUT)
 

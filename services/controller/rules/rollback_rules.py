@@ -1,8 +1,8 @@
-"""Rules about a restart that would go further back than the newest recovery point that hosts told of.
+"""Rules for a restart that would go further back than the newest recovery point that hosts reported.
 
-Steps that only hosts out of reach hold are given up aloud: first those hosts are waited for, for as long as it would
-take to do the steps again. Ranks that wait and ranks that repeat steps cost the same, so whether the hosts come back or
-not, at most twice the least possible is lost (the ski rental problem). `--never-from-scratch` has no end of the wait.
+If only unreachable hosts hold newer steps, wait for these hosts first, for as long as it would take to redo the steps.
+Waiting and redoing cost the same, so the loss is at most twice the minimum, whether the hosts come back or not (the ski
+rental problem). With `--never-from-scratch` the wait has no end.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _TIERS = (Tier.MEMORY, Tier.DISK, Tier.PERSISTENT)
 
 
 class Rollback(msgspec.Struct, frozen=True):
-    """From the newest recovery point that any host told of to the newest in reach; step -1: from scratch."""
+    """From the newest recovery point that any host reported to the newest in reach; step -1: from scratch."""
 
-    told_step: int
+    reported_step: int
     reach_step: int
-    holders: tuple[str, ...]  # out of reach, with copies of the step that was told of
-    away_since: float  # wall clock; of the holders the one that is away for the shortest time
-    step_s: float  # as measured
+    holders: tuple[str, ...]  # unreachable hosts with copies of the newest reported step
+    away_since: float  # wall clock, of the holder that went away last
+    step_s: float  # measured duration of a step
     ranks: int
 
     @property
     def steps(self) -> int:
-        return self.told_step - self.reach_step
+        return self.reported_step - self.reach_step
 
     @property
     def redo_s(self) -> float:
@@ -42,12 +42,12 @@ class Rollback(msgspec.Struct, frozen=True):
 
     @property
     def awaited(self) -> str:
-        return f"{listed(self.holders)} with step {self.told_step}"
+        return f"{listed(self.holders)} with step {self.reported_step}"
 
     @property
     def evidence(self) -> dict[str, str | int | float | bool | None]:
         return {
-            "told_step": self.told_step,
+            "told_step": self.reported_step,
             "reach_step": self.reach_step,
             "steps_given_up": self.steps,
             "holders": kept(self.holders),
@@ -62,28 +62,28 @@ class Rollback(msgspec.Struct, frozen=True):
         return f"{self.steps} step{'' if self.steps == 1 else 's'} ({self.redo_s:.0f} s of training on {ranks})"
 
     def until(self, *, since: float, longest_s: float) -> float:
-        """When the wait has cost as much as to do the steps again. It began when both were known: that the job has to
+        """When the wait has cost as much as redoing the steps. It starts when both are known: that the job must
         restart, and that the holders are away."""
         return max(since, self.away_since) + min(self.redo_s, longest_s)
 
 
 def never_from_scratch(case: Case, wanted: Verdict) -> Verdict | None:
-    """Where the user forbids it, a job that has saved steps waits for somebody who has one, whatever that costs."""
+    """With --never-from-scratch, a job that has saved steps waits for a host with a copy, however long it takes."""
     plan = wanted.plan
     if plan is None or plan.next is None or case.incident is None or not plan.spec.never_from_scratch:
-        return None  # a job that goes on after it had ended: what its hosts hold shows when they are told its history
+        return None  # a job that continues after its end: its hosts list their copies only when they are asked
     if _reach_step(case, plan) >= 0 or not _has_saved(case.job):
         return None
     found = rollback_of(case, plan)
     whom, awaited = "No host is known to hold one", "a copy of any step"
     if found is not None:
-        whom = f"{listed(found.holders)} must come back, which held step {found.told_step}"
+        whom = f"{listed(found.holders)} must come back, which held step {found.reported_step}"
         awaited = found.awaited
     job = case.job.spec.job
     return Verdict(
         DecisionKind.HOLD,
-        f"{case.incident.message} --never-from-scratch forbids to begin anew, and no copy of any step is in reach. "
-        f"{whom}. To begin anew all the same: flyball stop {job}, then the same command with --fresh.",
+        f"{case.incident.message} --never-from-scratch forbids starting over, and no copy of any step is in reach. "
+        f"{whom}. To start over anyway: flyball stop {job}, then the same command with --fresh.",
         evidence={"newest_step": case.job.newest_step, **(found.evidence if found is not None else {})},
         holding_for=awaited,
         hold_until=case.now + _ASK_AGAIN_S,
@@ -91,7 +91,7 @@ def never_from_scratch(case: Case, wanted: Verdict) -> Verdict | None:
 
 
 def wait_for_newer_steps(case: Case, wanted: Verdict) -> Verdict | None:
-    """Hosts that hold newer steps are waited for as long as to do those again would take."""
+    """Wait for hosts that hold newer steps, as long as it would take to redo these."""
     found = rollback_of(case, wanted.plan)
     if found is None or found.redo_s < case.settings.rollback_free_s:
         return None
@@ -103,9 +103,8 @@ def wait_for_newer_steps(case: Case, wanted: Verdict) -> Verdict | None:
     named = listed(found.holders)
     return Verdict(
         DecisionKind.HOLD,
-        f"{message} {named} held step {found.told_step}, and {reach}: to go on without would give up "
-        f"{found.given_up}. So {named} {'is' if len(found.holders) == 1 else 'are'} waited for first, "
-        f"for up to {until - case.now:.0f} s.",
+        f"{message} {named} held step {found.reported_step}, and {reach}: to go on without it would give up "
+        f"{found.given_up}. So wait for {named} first, for up to {until - case.now:.0f} s.",
         evidence={**found.evidence, "wait_s": round(until - case.now, 1)},
         holding_for=found.awaited,
         hold_until=until,
@@ -113,18 +112,18 @@ def wait_for_newer_steps(case: Case, wanted: Verdict) -> Verdict | None:
 
 
 def say_what_is_given_up(case: Case, wanted: Verdict) -> Verdict:
-    """A restart that goes back behind what hosts told of says so, and how far."""
+    """Add to a restart's reason which steps it gives up, if any."""
     found = rollback_of(case, wanted.plan)
     if found is not None:
         named = listed(found.holders)
-        why = f"{named}, which held step {found.told_step}, did not come back in time"
+        why = f"{named}, which held step {found.reported_step}, did not come back in time"
         if found.redo_s < case.settings.rollback_free_s:
-            why = f"{named} held step {found.told_step}, and that is too little to wait for"
+            why = f"{named} held step {found.reported_step}, and that is too little to wait for"
         reason = f"{wanted.reason} It gives up {found.given_up}: {why}."
         evidence = found.evidence
     elif _begins_anew(case, wanted.plan):
         why = "No copy of any step is known" if _has_saved(case.job) else "No checkpoint of it is known"
-        reason = f"{wanted.reason} {why}: unless a host that is stopped has one, it begins anew."
+        reason = f"{wanted.reason} {why}: unless one of the stopped hosts has one, it starts over."
         evidence = {"newest_step": case.job.newest_step}
     else:
         return wanted
@@ -132,56 +131,56 @@ def say_what_is_given_up(case: Case, wanted: Verdict) -> Verdict:
 
 
 def rollback_of(case: Case, plan: ActionPlan | None) -> Rollback | None:
-    """How far a start goes back behind the newest recovery point that hosts told of; None if it does not."""
+    """How far a start goes back behind the newest recovery point that hosts reported; None if it does not."""
     if plan is None or plan.next is None:
         return None
     copies = [copy for copy in case.round.view.copies if copy.job == plan.job]
     history = plan.next.parent_lineage
-    told = newest_point(complete_points(copies, history, plan.spec.world_size), history)
+    reported = newest_point(complete_points(copies, history, plan.spec.world_size), history)
     reach_step = _reach_step(case, plan)
-    if told is None or told[0] <= reach_step:
+    if reported is None or reported[0] <= reach_step:
         return None
-    holders = {copy.host_id for copy in copies if (copy.step, copy.generation) == told} - {"", *plan.stop_hosts}
+    holders = {copy.host_id for copy in copies if (copy.step, copy.generation) == reported} - {"", *plan.stop_hosts}
     hosts = case.round.hosts
     away = [hosts[name].since for name in holders if name in hosts and case.round.is_silent(name)]
     return Rollback(
-        told_step=told[0],
+        reported_step=reported[0],
         reach_step=reach_step,
         holders=tuple(sorted(holders)),
         away_since=max(away, default=0.0),
-        step_s=_step_s(case, told[0]),
+        step_s=_step_s(case, reported[0]),
         ranks=plan.spec.world_size,
     )
 
 
 def _reach_step(case: Case, plan: ActionPlan) -> int:
-    """The newest step of the history to go on from that is whole on the hosts which are asked, and in the store."""
+    """The newest step of the history that is complete on the hosts of the plan, or in the store."""
     assert plan.next is not None, "a plan that starts nothing restores nothing"
     return plans.known_step(case, plan.next.parent_lineage, plan.stop_hosts)
 
 
 def _begins_anew(case: Case, plan: ActionPlan | None) -> bool:
-    """Whether a job restarts without a copy of any step that is known."""
+    """Whether a job restarts without any known copy of a step."""
     return plan is not None and plan.next is not None and case.incident is not None and _reach_step(case, plan) < 0
 
 
-def _step_s(case: Case, told_step: int) -> float:
-    """What a step took in the present generation, start-up and pauses included: they would come again. Of one that made
-    none it is what the job took for a step so far."""
+def _step_s(case: Case, reported_step: int) -> float:
+    """The time per step in the current generation, with start-up and pauses, which would come again. Without steps in
+    it, the time per step of the job so far."""
     job, generation = case.job, case.job.generation or case.job.before
-    ran_before_s = generation.ran_before_s if generation is not None else 0.0  # a new database knows the job since then
+    ran_before_s = generation.ran_before_s if generation is not None else 0.0  # before its adoption
     if generation is not None and generation.started_at > 0.0 and generation.ranks:
         restored = -1 if generation.restore_step is None else generation.restore_step
         made = newest_common_step(generation) - restored
         if made > 0:
-            heard_at = max(rank.reported_at for rank in generation.ranks)
-            return max(0.0, heard_at - generation.started_at + ran_before_s) / made
+            reported_at = max(rank.reported_at for rank in generation.ranks)
+            return max(0.0, reported_at - generation.started_at + ran_before_s) / made
     since = case.incident.opened_at if case.incident is not None else case.now
-    return max(0.0, since - job.submitted_at + ran_before_s) / (max(told_step, job.newest_step) + 1)
+    return max(0.0, since - job.submitted_at + ran_before_s) / (max(reported_step, job.newest_step) + 1)
 
 
 def _has_saved(job: JobView) -> bool:
-    """Whether there should be a copy of some step."""
+    """Whether the job should have saved some step."""
     policies = [job.spec.checkpoint.policy(tier) for tier in _TIERS]
     due = (p.every_s > 0.0 or 0 < p.every_steps <= job.newest_step + 1 for p in policies)
     return job.newest_step >= 0 and any(due)

@@ -1,5 +1,5 @@
-"""Saves that fail for long: an incident beside others, which says so until saves are kept again. Training goes on, and
-nothing is restarted for it: that would lose what was trained since the last save that was kept."""
+"""Rules for saves that keep failing: an incident beside others, until saves succeed again. Training goes on. A restart
+would lose the progress since the last successful save."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOOK_AGAIN_S = 60.0
 
 
 def take_signal(round_: Round, signal: Signal) -> None:
-    """Take what a host says of saves that fail for long; nothing else."""
+    """Take in signals about failing saves; ignore others."""
     match signal.body:
         case SavesFailing() as body:
             _take_failing(round_, signal, body)
@@ -25,13 +25,13 @@ def take_signal(round_: Round, signal: Signal) -> None:
 
 
 def follow(round_: Round, job: JobView, incident: Incident) -> None:
-    """It is of one generation: what fails in the next one is told anew."""
+    """Close the incident with its generation: failures in the next one are reported again."""
     if job.generation is None or job.generation.generation != incident.generation:
         round_.advance(incident, IncidentEvent.CLEARED)
 
 
 def hold_while_saves_fail(case: Case) -> Verdict | None:
-    """Say it, and do nothing."""
+    """Hold: say so, and do nothing."""
     incident = case.incident
     if incident is None:
         return None
@@ -40,14 +40,14 @@ def hold_while_saves_fail(case: Case) -> Verdict | None:
         DecisionKind.HOLD,
         f"{incident.message} Training goes on, and a failure would cost all steps since the newest recovery point.{on}",
         evidence={"hosts": kept(incident.hosts)},
-        holding_for="a save that is kept",
+        holding_for="a save that succeeds",
         hold_until=case.now + _LOOK_AGAIN_S,
     )
 
 
 def _take_failing(round_: Round, signal: Signal, body: SavesFailing) -> None:
-    """Open the job's incident, or add a host to it."""
-    if not body.ranks or not _speaks_of(round_, signal.source, body):
+    """Open the job's incident, or add the host to it."""
+    if not body.ranks or not _is_current(round_, signal.source, body):
         return
     incident = _incident_of(round_, body.job)
     if incident is not None:
@@ -59,14 +59,14 @@ def _take_failing(round_: Round, signal: Signal, body: SavesFailing) -> None:
         host_id=signal.source,
         hosts=(signal.source,),
         cause=SAVES_FAILING,
-        message=f"No save of {ranks_of(body.ranks)} on {signal.source} is kept: {failed}: {body.message}",
+        message=f"No save of {ranks_of(body.ranks)} on {signal.source} succeeds: {failed}: {body.message}",
         generation=body.generation,
         observed_at=signal.at,
     )
 
 
 def _take_recovered(round_: Round, signal: Signal, body: SavesRecovered) -> None:
-    """A host's saves are kept again; with those of the last such host the incident is over."""
+    """A host's saves succeed again. The incident is over with its last host."""
     incident = _incident_of(round_, body.job)
     if incident is None or body.generation != incident.generation or signal.source not in incident.hosts:
         return
@@ -78,8 +78,8 @@ def _incident_of(round_: Round, job: str) -> Incident | None:
     return next((i for i in round_.open_incidents(job) if i.cause == SAVES_FAILING), None)
 
 
-def _speaks_of(round_: Round, host_id: str, body: SavesFailing) -> bool:
-    """Whether it is about the present generation, and the host has ranks of that."""
+def _is_current(round_: Round, host_id: str, body: SavesFailing) -> bool:
+    """Whether the signal is about the current generation, and the host has ranks of it."""
     job = round_.jobs.get(body.job)
     generation = job.generation if job is not None and job.state is JobState.RUNNING else None
     if generation is None or generation.generation != body.generation:

@@ -1,8 +1,8 @@
-"""Rules about a generation that hosts could not start: a file that is not there, a full disk, a port that was taken.
+"""Rules for a generation that hosts could not start: a missing file, a full disk, a port in use.
 
-A place is blamed before the job: what fails on one host is that host's until another host fails alike. Its ranks go to
-a spare, and it gets no work until an operator has looked at it. What fails everywhere (a share that is away) is waited
-for, and what is nobody's fault but ours (a port race) is tried again. None of it counts against --max-restarts.
+Blame a host before the job: a failure on one host is that host's, until another host fails alike. Its ranks go to a
+spare, and it gets no work until an operator releases it. If all hosts fail (a missing share), wait. If the cause is
+Flyball's own (a port race), retry. None of this counts against --max-restarts.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ from services.controller.rules import recovery_rules
 from services.controller.view import GenerationView
 from services.rules.incident_states import HostEvent
 
-# Also what a daemon brings upon itself: a spawner that died, an exception, an answer that came late.
+# Flyball's own failures, also of a daemon: a dead spawner, an exception, a late answer.
 _OURS = frozenset(
     {PortInUse.code, STORE_ENDED, StaleCommand.code, Unreachable.code, FlyballError.code}
     | {"interrupted", "superseded", "spawn_failed", "timed_out"}
 )
-_OURS_TIMES = 3  # so often in a row on one host, and it is the host's after all
-_ASK_AGAIN_S = 1.0  # a spare may come first
-_LONG_BACK_OFF_S = 45.0  # when patience is over, and a host is waited for
+_OURS_TIMES = 3  # in a row on one host; after that, blame the host
+_ASK_AGAIN_S = 1.0  # a spare may appear
+_LONG_BACK_OFF_S = 45.0  # once patience is over
 
 
 def note_failed_starts(round_: Round, incident: Incident, generation: GenerationView) -> None:
-    """Add to an incident the hosts that could not start the job's present generation, or could not note that they were
-    to stop the one before. What hosts fail alike that share nothing is no host's fault: those that were to have no
-    work for it get some again."""
+    """Add to an incident the hosts that could not start the current generation, or could not record the order to stop
+    the previous one. If several hosts fail alike, no host is to blame: cordoned ones may have work again."""
     known = {(start.host_id, start.code): start for start in incident.failed_starts}
-    # Longer ago, it is not the same row: the longest pause, and an attempt that takes as long as one may, belong to it.
+    # Failures belong to one row if no more than the longest pause and the longest attempt lie between them.
     row_s = max(round_.settings.start_patience_s, _LONG_BACK_OFF_S + round_.settings.action_deadline_s)
     for key in _failed(round_, incident, generation):
         before = known.get(key)
@@ -56,13 +55,13 @@ def note_failed_starts(round_: Round, incident: Incident, generation: Generation
             continue
         if _is_alike(start, incident) and not _is_well_elsewhere(generation, incident):
             reason = f"other hosts cannot start job {incident.job} either ({start.code}): it may have work again"
-            said = f"{host.host_id}: {reason}."
-            round_.decide_host(host.host_id, DecisionKind.UNCORDON, "give_back_what_is_not_to_blame", said)
+            why = f"{host.host_id}: {reason}."
+            round_.decide_host(host.host_id, DecisionKind.UNCORDON, "give_back_what_is_not_to_blame", why)
             round_.change_host(host.host_id, HostEvent.RELEASED, reason)
 
 
 def _failed(round_: Round, incident: Incident, generation: GenerationView) -> list[tuple[str, str]]:
-    """Hosts and codes, of what is known in this round."""
+    """The failed hosts and their error codes, as far as this round knows."""
     found: list[tuple[str, str]] = []
     if incident.generation == generation.generation:
         failures = diagnosis.failed_starts(round_.actions.values(), incident.job, generation, round_.now)
@@ -75,27 +74,27 @@ def _failed(round_: Round, incident: Incident, generation: GenerationView) -> li
 
 
 def wait_for_the_other_starts(case: Case) -> Verdict | None:
-    """Whether others fail alike shows within moments."""
+    """Wait a moment to see whether other hosts fail alike."""
     incident, generation = case.incident, case.job.generation
     if incident is None or generation is None or generation.started_at == 0.0:
         return None
     if all(_is_ours(start) for start in _here(case)):
         return None
-    told = {rank.host_id for rank in generation.ranks} | {start.host_id for start in _here(case)}
-    unheard = [part.host_id for part in generation.hosts if part.host_id not in told]
+    answered = {rank.host_id for rank in generation.ranks} | {start.host_id for start in _here(case)}
+    missing = [part.host_id for part in generation.hosts if part.host_id not in answered]
     until = incident.since + case.settings.root_cause_window_s
-    if not unheard or case.now >= until:
+    if not missing or case.now >= until:
         return None
     return Verdict(
         DecisionKind.HOLD,
-        f"{incident.message} Whether {listed(unheard)} can start is awaited for up to {until - case.now:.1f} s.",
-        holding_for=f"word of {listed(unheard)}",
+        f"{incident.message} Waiting up to {until - case.now:.1f} s to see whether {listed(missing)} can start.",
+        holding_for=f"a report of {listed(missing)}",
         hold_until=until,
     )
 
 
 def leave_a_host_that_cannot_start(case: Case) -> Verdict | None:
-    """Its ranks go to a host that has not failed so, and it gets no work until somebody has looked at it."""
+    """Move its ranks to a host that has not failed like this, and cordon it until an operator releases it."""
     incident, generation = case.incident, case.job.generation
     if incident is None or generation is None:
         return None
@@ -104,14 +103,14 @@ def leave_a_host_that_cannot_start(case: Case) -> Verdict | None:
     if not failed or (everywhere and len(failed) > 1):
         return None
     names = tuple(dict.fromkeys(start.host_id for start in failed))
-    given_up = names if generation.started_at == 0.0 else ()  # they cannot even be told to stop
+    given_up = names if generation.started_at == 0.0 else ()  # they cannot even record the order to stop
     if given_up and plans.loses_without(case, generation, given_up):
-        return None  # somebody has to make room there
+        return None  # a person must make room there
     tried = {start.host_id for start in incident.failed_starts}
     verdict = recovery_rules.move(case, names, avoid=tried, given_up=given_up)
     if verdict is None:
         return None
-    blame = "" if everywhere else f" {listed(names)} gets no work until an operator has looked at it."
+    blame = "" if everywhere else f" {listed(names)} gets no work until an operator releases it."
     return Verdict(
         verdict.kind,
         f"{verdict.reason}{blame}",
@@ -123,11 +122,11 @@ def leave_a_host_that_cannot_start(case: Case) -> Verdict | None:
 
 
 def fail_what_starts_nowhere(case: Case) -> Verdict | None:
-    """A job whose ranks no host can start is failed when patience is over: with a host left that could, it waits."""
+    """Fail a job that no host can start, when patience is over. While a host is left that might, wait."""
     here, incident, generation = _here(case), case.incident, case.job.generation
     if not here or incident is None or generation is None or not _is_overdue(case, here):
         return None
-    codes = {start.code for start in here}  # what others failed with before may be mended by now
+    codes = {start.code for start in here}  # other failures of earlier attempts may be mended by now
     tried = {start.host_id for start in incident.failed_starts if start.code in codes}
     is_alike = any(_is_alike(start, incident) for start in here) and not _is_well_elsewhere(generation, incident)
     others = [host for host in _others(case) if host not in tried]
@@ -140,7 +139,7 @@ def fail_what_starts_nowhere(case: Case) -> Verdict | None:
 
 
 def start_again(case: Case) -> Verdict | None:
-    """In place, after a pause that grows: a share comes back, a disk gets room, the next port is free."""
+    """Restart in place after a growing pause: a share comes back, a disk gets room, the next port is free."""
     here, incident = _here(case), case.incident
     if not here or incident is None:
         return None
@@ -150,7 +149,7 @@ def start_again(case: Case) -> Verdict | None:
     if case.now < until:
         return Verdict(
             DecisionKind.HOLD,
-            f"{incident.message} It is tried again in {until - case.now:.1f} s.",
+            f"{incident.message} The next attempt is in {until - case.now:.1f} s.",
             evidence={"times": times},
             holding_for=f"some time to pass after start {times} failed",
             hold_until=min(until, case.now + _ASK_AGAIN_S),
@@ -160,17 +159,17 @@ def start_again(case: Case) -> Verdict | None:
 
 
 def _here(case: Case) -> list[FailedStart]:
-    """Those of the present generation, if the incident is about them now."""
+    """The failed starts of the current generation, if the incident is about them now."""
     incident, generation = case.incident, case.job.generation
     if incident is None or generation is None:
         return []
     if incident.generation == generation.generation and incident.cause != WORKER_START_FAILED:
-        return []  # it began, and failed otherwise
+        return []  # it started, and failed in another way
     return [start for start in incident.failed_starts if start.generation == generation.generation]
 
 
 def _is_well_elsewhere(generation: GenerationView, incident: Incident) -> bool:
-    """Whether a host has started its ranks of the generation, or could be told to: then what others lack is not missing
+    """Whether a host has started its ranks of the generation, or accepted the order to. Then the failure is not
     everywhere."""
     failed = {start.host_id for start in incident.failed_starts if start.generation == generation.generation}
     if generation.started_at == 0.0:
@@ -179,7 +178,7 @@ def _is_well_elsewhere(generation: GenerationView, incident: Incident) -> bool:
 
 
 def _others(case: Case) -> list[str]:
-    """Hosts that could have the ranks one day: busy ones too, and those that are not heard of."""
+    """Hosts that could take the ranks one day, also busy and silent ones."""
     named = case.job.spec.hosts
     return [
         host.host_id for host in case.round.hosts.values() if not host.left_at and (not named or host.host_id in named)

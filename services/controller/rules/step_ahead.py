@@ -1,4 +1,4 @@
-"""Which step every rank can still save: ahead of all of them when the command arrives. Pure."""
+"""Chooses a step that every rank can still save: ahead of all ranks when the command arrives. Pure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from flyball.contracts.cluster import Phase
 from services.controller.round.round import Case
 from services.controller.view import GenerationView
 
-_DISPATCH_S = 0.25  # from the decision until the step is armed everywhere; ranks go on meanwhile
+_DISPATCH_S = 0.25  # from the decision until the step is armed on all ranks, which train on meanwhile
 
 
 def is_stepping(case: Case, generation: GenerationView) -> bool:
-    """Whether all ranks are there and past their start, so that a named step can be met."""
+    """Whether all ranks are present and past their start, so that they can meet at a named step."""
     ranks = generation.ranks
     return (
         len(ranks) == case.job.spec.world_size
@@ -23,8 +23,8 @@ def is_stepping(case: Case, generation: GenerationView) -> bool:
 
 
 def step_ahead(case: Case, generation: GenerationView) -> int:
-    """A step that no rank has passed when the command arrives: reports are a little old, and ranks go on meanwhile. One
-    that is passed all the same is named anew by the playbook."""
+    """A step that no rank will have passed when the command arrives: reports are a little old, and ranks train on. If a
+    rank passes it all the same, the playbook names a later one."""
     restored = -1 if generation.restore_step is None else generation.restore_step
     newest = 0.0
     for rank in generation.ranks:

@@ -1,4 +1,4 @@
-"""Follows incidents through what happened since the last round, and finds what is wrong now. It decides nothing."""
+"""Moves incidents on by what happened since the last round, and finds what is wrong now. Decides nothing."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from services.controller.rules import save_rules, start_rules
 from services.controller.view import ActionView, GenerationView, HostView, JobView, PastFailure, RankView
 from services.rules.incident_states import IncidentEvent
 
-_STALE_AFTER_S = 2.0  # a report this much newer than the generation's start still shows older workers: they run on
+_STALE_AFTER_S = 2.0  # if a report this much later than the start still shows older workers, they keep running
 _CLEAN_WITHIN_S = 15.0
-_TOLD_OF_WITHIN_S = 10.0  # of a start that succeeded: a host that tells of no worker since then has none
+_REPORTED_WITHIN_S = 10.0  # after a successful start; a host that reports no worker by then has none
 _ASK_AGAIN_S = 1.0
-_ENDED_AFTER_S = 20.0  # as above, for a job that ended: by then its hosts have been told, with their workers' grace
+_ENDED_AFTER_S = 20.0  # likewise after the end of a job, with time for its commands and its workers' grace
 
 
 def failure_of(round_: Round, job: str) -> Incident | None:
-    """The job's open incident about a generation that failed; there is at most one."""
+    """The job's open incident about a failed generation; there is at most one."""
     return next((i for i in round_.open_incidents(job) if i.cause not in BESIDE_FAILURES), None)
 
 
 def follow(round_: Round, job: JobView) -> None:
-    """Move the job's incidents on by what their actions, ranks and hosts did."""
+    """Move the job's incidents on, by their actions, ranks and hosts."""
     for incident in round_.open_incidents(job.spec.job):
         if incident.cause == SUPERSEDED_WORKERS:
             _follow_stale_workers(round_, incident)
@@ -58,7 +58,7 @@ def follow(round_: Round, job: JobView) -> None:
 
 
 def diagnose(round_: Round, job: JobView) -> None:
-    """Find what is wrong with the job's present generation, and open or deepen its incident."""
+    """Find what is wrong with the job's current generation, and open its incident or update the cause."""
     generation = job.generation
     if generation is None or job.state is not JobState.RUNNING:
         return
@@ -75,7 +75,7 @@ def diagnose(round_: Round, job: JobView) -> None:
 
 
 def find_left_behind(round_: Round, job: JobView) -> None:
-    """All that is left to do about a job that has ended: workers on hosts that could not be told."""
+    """For an ended job, find workers on hosts that did not get the command to stop."""
     for incident in round_.open_incidents(job.spec.job):
         if incident.cause == SUPERSEDED_WORKERS:
             _follow_stale_workers(round_, incident)
@@ -112,7 +112,7 @@ def _follow_action(round_: Round, job: JobView, incident: Incident) -> None:
 
 
 def _waits_for_the_silent(round_: Round, job: JobView, action: ActionView) -> bool:
-    """Whether a host that is to be stopped fell silent. One that is to be started is found by its generation."""
+    """Whether a host that has to stop its workers fell silent. Hosts of the next generation are checked with it."""
     if action.plan.next is None or action.phase not in ("", "stop"):
         return False
     present = {part.host_id for part in job.generation.hosts} if job.generation else set()
@@ -120,10 +120,10 @@ def _waits_for_the_silent(round_: Round, job: JobView, action: ActionView) -> bo
 
 
 def _failed_step(incident: Incident, action: ActionView | None) -> int:
-    """The newest step completed by all ranks before the failure, as far as an action's hosts have told.
+    """The newest step that all ranks completed before the failure, by the answers of an action's hosts.
 
-    What a lost host's ranks completed last is lost with them. They count like the slowest of the others, since ranks
-    that train together wait for each other: the lost steps are never said to be fewer than they were.
+    The last steps of a lost host's ranks are unknown. They count like the slowest other rank, since ranks that train
+    together wait for each other. So the number of lost steps is never too low.
     """
     if action is None or not action.positions or action.plan.next is None:
         return incident.failed_step
@@ -131,15 +131,15 @@ def _failed_step(incident: Incident, action: ActionView | None) -> int:
 
 
 def _verify(round_: Round, job: JobView, incident: Incident) -> None:
-    """Resolved is an incident when every rank has gone past the failed step, not when processes are up."""
+    """Resolve an incident once every rank has completed a step past the failed one, not when processes are up."""
     generation = job.generation
     if generation is None or generation.started_at == 0.0:
         return
     threshold = max(incident.failed_step, incident.restored_step)
     is_whole = len(generation.ranks) == job.spec.world_size
     ranks = generation.ranks if is_whole else ()
-    stands = any(rank.phase is Phase.PARKED for rank in ranks)  # it was let go: the detector waits for no such rank
-    patience_s = round_.settings.verify_deadline_s if is_whole and not stands else _TOLD_OF_WITHIN_S
+    stands = any(rank.phase is Phase.PARKED for rank in ranks)  # the detector does not watch parked ranks
+    patience_s = round_.settings.verify_deadline_s if is_whole and not stands else _REPORTED_WITHIN_S
     if ranks and all(rank.step > threshold for rank in ranks):
         round_.advance(incident, IncidentEvent.STEPS_ADVANCED)
     elif threshold < 0 and ranks and all(_shows_no_steps(rank) for rank in ranks):
@@ -147,14 +147,17 @@ def _verify(round_: Round, job: JobView, incident: Incident) -> None:
     elif not _is_known_since(round_, generation, due := incident.since + patience_s):
         round_.wake(max(due, round_.now + _ASK_AGAIN_S))
     elif ranks and all(rank.phase not in (Phase.STARTING, Phase.RESTORING, Phase.PARKED) for rank in ranks):
-        round_.wake(round_.now + round_.settings.verify_deadline_s)  # long steps; if they stop, the detector tells
-    elif failure_of(round_, job.spec.job) in (None, incident):  # else that one is about to start another generation
+        round_.wake(round_.now + round_.settings.verify_deadline_s)  # long steps; the detector reports it if they stop
+    elif failure_of(round_, job.spec.job) in (
+        None,
+        incident,
+    ):  # otherwise that one starts another generation
         round_.advance(incident, IncidentEvent.VERIFY_OVERDUE)
 
 
 def _is_known_since(round_: Round, generation: GenerationView, at: float) -> bool:
-    """Whether `at` is over and what every host of the generation reported since is known: after an outage of the
-    control plane, or of the database, its workers may long be well."""
+    """Whether `at` has passed, and every host of the generation has reported since. After an outage of the control
+    plane or the database, its workers may have been well for long."""
     hosts = (round_.hosts.get(part.host_id) for part in generation.hosts)
     return round_.now >= at and all(host is None or host.known_at > at for host in hosts)
 
@@ -164,7 +167,7 @@ def _shows_no_steps(rank: RankView) -> bool:
 
 
 def _watch_life(round_: Round, incident: Incident, ranks: Sequence[RankView]) -> None:
-    """A script that does not attach (or has not yet, and lost nothing): living on is all that it can show."""
+    """Resolve the incident of a script that does not attach, or has not yet, once its workers have run for a while."""
     due = incident.since + round_.settings.unwatched_verify_s
     if round_.now >= due and all(rank.reported_at >= incident.since for rank in ranks):
         round_.advance(incident, IncidentEvent.STEPS_ADVANCED)
@@ -173,7 +176,7 @@ def _watch_life(round_: Round, incident: Incident, ranks: Sequence[RankView]) ->
 
 
 def _clear(round_: Round, job: JobView, incident: Incident) -> None:
-    """An incident whose cause went away before anything was done."""
+    """Close an incident whose cause went away by itself."""
     generation = job.generation
     if generation is None:
         return
@@ -183,10 +186,10 @@ def _clear(round_: Round, job: JobView, incident: Incident) -> None:
             action is not None
             and action.state is not ActionState.SUPERSEDED
             and action.of_generation == generation.generation
-        )  # what was done for it still holds
-        migrates = stands and action is not None and action.plan.next is not None  # then it sees to its own end
+        )  # its last action still holds
+        migrates = stands and action is not None and action.plan.next is not None  # then that action ends it
         is_left = all(part.host_id != incident.host_id for part in generation.hosts)
-        # A drained host may have to take its ranks back, as long as they do not train elsewhere.
+        # A drained host may have to take its ranks back, until they train elsewhere.
         may_return = incident.cause == DRAIN_REQUESTED and failure_of(round_, job.spec.job) is not None
         is_over = is_left and not migrates and not (may_return and is_wanted(round_, incident))
         if is_over or (not stands and not is_wanted(round_, incident)):
@@ -202,7 +205,7 @@ def _clear(round_: Round, job: JobView, incident: Incident) -> None:
 
 
 def is_wanted(round_: Round, incident: Incident) -> bool:
-    """Whether the host is still to be left: a notice or a drain may come to nothing."""
+    """Whether the host must still be left: a notice or a drain may be withdrawn."""
     host = round_.hosts.get(incident.host_id)
     if host is None:
         return False
@@ -243,7 +246,7 @@ def _silent_hosts(round_: Round, generation: GenerationView) -> list[HostView]:
 
 
 def _never_started(round_: Round, job: JobView, generation: GenerationView) -> Failure | None:
-    """A generation whose action ended without an incident to tell of it, and whose ranks are not all there."""
+    """The failure of a generation whose ranks are not all there, though no action or incident is open."""
     if any(round_.open_actions(job.spec.job)) or failure_of(round_, job.spec.job) is not None:
         return None
     present = {rank.rank for rank in generation.ranks}
@@ -255,7 +258,7 @@ def _never_started(round_: Round, job: JobView, generation: GenerationView) -> F
         return None
     return Failure(
         cause=START_OVERDUE,
-        message=f"Generation {generation.generation} did not start: nothing is heard of {ranks_of(missing)}.",
+        message=f"Generation {generation.generation} did not start: {ranks_of(missing)} did not report.",
         generation=generation.generation,
         at=round_.now,
         rank=missing[0] if missing else -1,
@@ -264,14 +267,14 @@ def _never_started(round_: Round, job: JobView, generation: GenerationView) -> F
 
 
 def _parked_for_nothing(round_: Round, job: JobView, generation: GenerationView) -> Failure | None:
-    """Ranks that stand at the step of an emergency save that the database does not know: it went back, or was lost, and
-    they would stand for ever."""
+    """The failure of ranks parked at an emergency step that the database does not know, since it was set back or lost.
+    They would wait forever."""
     parked = [rank.rank for rank in generation.ranks if rank.phase is Phase.PARKED and rank.exited is None]
     if not parked or any(round_.open_actions(job.spec.job)) or round_.open_incidents(job.spec.job):
         return None
     return Failure(
         cause=RANKS_PARKED,
-        message=f"{ranks_of(parked).capitalize()} saved a step and wait to be let go; nobody knows what for.",
+        message=f"{ranks_of(parked).capitalize()} saved a step and wait to be released, but no action knows why.",
         generation=generation.generation,
         at=round_.now,
         rank=parked[0],
@@ -280,7 +283,7 @@ def _parked_for_nothing(round_: Round, job: JobView, generation: GenerationView)
 
 
 def _record(round_: Round, job: JobView, generation: GenerationView, failure: Failure) -> None:
-    """Open the job's incident, start it anew for a newer generation, or deepen its cause."""
+    """Open the job's incident, reopen it for a newer generation, or update its cause."""
     incident = failure_of(round_, job.spec.job)
     facts: dict[str, Any] = {
         "cause": failure.cause,
@@ -295,7 +298,7 @@ def _record(round_: Round, job: JobView, generation: GenerationView, failure: Fa
     elif incident.generation < generation.generation:
         failed = max(incident.failed_step, newest_common_step(generation))
         facts["failed_step"] = failed
-        if progress_of(generation, round_.settings):  # then the last decision was right
+        if progress_of(generation, round_.settings):  # so the last decision was right
             facts |= {"decisions_made": 0, "failed_starts": ()}
         round_.advance(incident, IncidentEvent.FAILED_AGAIN, **facts)
     elif incident.state is IncidentState.DECIDING and failure.explains(incident.cause):
@@ -303,20 +306,20 @@ def _record(round_: Round, job: JobView, generation: GenerationView, failure: Fa
     else:
         return
     record = failure.record
-    if not failure.is_step_known:  # then "the same step" cannot be said of it
+    if not failure.is_step_known:  # so it cannot be compared by step
         record = PastFailure(record.generation, record.cause, "", "", record.step)
     round_.change_job(job.spec.job, job.state, job.message, record)
 
 
 def _find_notices(round_: Round, job: JobView, generation: GenerationView) -> None:
     known = {i.host_id for i in round_.open_incidents(job.spec.job) if i.cause == PREEMPTION_NOTICE}
-    common = functools.cache(lambda: newest_common_step(generation))  # of a world of ranks, for many hosts at once
+    common = functools.cache(lambda: newest_common_step(generation))  # once for all hosts
     for part in generation.hosts:
         host = round_.hosts.get(part.host_id)
         if host is None or host.preempt_deadline_at == 0.0 or host.host_id in known:
             continue
         if host.state in (HostState.SILENT, HostState.CORDONED):
-            continue  # lost already, or an earlier incident gave up on it
+            continue  # lost already, or given up by an earlier incident
         round_.open_incident(
             job=job.spec.job,
             host_id=host.host_id,
@@ -330,7 +333,7 @@ def _find_notices(round_: Round, job: JobView, generation: GenerationView) -> No
 
 def _find_drains(round_: Round, job: JobView, generation: GenerationView) -> None:
     known = {i.host_id for i in round_.open_incidents(job.spec.job) if i.cause in DEPARTURES}
-    common = functools.cache(lambda: newest_common_step(generation))  # of a world of ranks, for many hosts at once
+    common = functools.cache(lambda: newest_common_step(generation))  # once for all hosts
     for part in generation.hosts:
         host = round_.hosts.get(part.host_id)
         if host is None or host.drain is None or not host.is_drained or host.host_id in known:

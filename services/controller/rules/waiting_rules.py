@@ -1,4 +1,4 @@
-"""Rules that wait for what shows within moments: what the root cause is, who else is lost, and who is back."""
+"""Rules that wait for news within moments: the root cause, further lost hosts, returning hosts."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from services.controller.round.wording import kept, listed
 from services.controller.rules.recovery_rules import is_retry
 from services.controller.view import GenerationView, HostView
 
-_UNHEARD_WINDOWS = 5  # root-cause windows that a host's own word is waited for
+_SILENT_WINDOWS = 5  # how many root-cause windows to wait for a report of a host
 
 
 def wait_for_the_root_cause(case: Case) -> Verdict | None:
-    """A lost connection says that somebody is gone, not who: wait for what tells it, longer while a host of the job has
-    not been heard of since."""
+    """A lost connection shows that a rank is gone, but not which. Wait for the cause, longer while a host of the job
+    has not reported since."""
     asked = _asked_about(case, CONNECTION_LOST)
     if asked is None:
         return None
     incident, generation = asked
     window_s = case.settings.root_cause_window_s
-    unheard = [host.host_id for host in _known_hosts(case, generation) if host.last_report_at < incident.since]
+    unreported = [host.host_id for host in _known_hosts(case, generation) if host.last_report_at < incident.since]
     until = incident.since + window_s
-    if case.now >= until and unheard:
-        until = incident.since + _UNHEARD_WINDOWS * window_s
+    if case.now >= until and unreported:
+        until = incident.since + _SILENT_WINDOWS * window_s
     if case.now >= until:
         return None
-    awaited = f"word of {listed(unheard)}" if case.now >= incident.since + window_s else "the root cause"
+    awaited = f"a report of {listed(unreported)}" if case.now >= incident.since + window_s else "the root cause"
     return Verdict(
         DecisionKind.HOLD,
-        f"{incident.message} That follows from another failure, which has not been reported yet: "
-        f"{awaited} is awaited for up to {until - case.now:.1f} s.",
-        evidence={"unheard": kept(unheard), "window_s": window_s},
+        f"{incident.message} Another failure must have caused this, which has not been reported yet: "
+        f"waiting for {awaited} for up to {until - case.now:.1f} s.",
+        evidence={"unheard": kept(unreported), "window_s": window_s},
         holding_for=awaited,
         hold_until=until,
     )
 
 
 def wait_for_the_others_that_fell(case: Case) -> Verdict | None:
-    """Where a host fell silent, others may have too (a switch, a cut, machines that are paused), and be found moments
-    later, or by other sensors: one decision for all of them."""
+    """If a host fell silent, others may have too (a switch, a network cut, paused machines). Other sensors may find
+    them moments later. Make one decision for all."""
     asked = _asked_about(case, HOST_SILENT)
     if asked is None:
         return None
@@ -51,25 +51,26 @@ def wait_for_the_others_that_fell(case: Case) -> Verdict | None:
     until = max((host.since for host in silent), default=0.0) + window_s
     newest = max(
         host.last_report_at for host in case.round.hosts.values()
-    )  # the sensors' clock is not the controller's
+    )  # by the sensors' clocks, not the controller's
     fell_at = max((host.last_report_at for host in silent), default=newest)
-    heard_by = min(0.5 * (fell_at + newest), newest - window_s)  # whoever was not may have fallen as well
-    unheard = [h.host_id for h in hosts if not case.round.is_silent(h.host_id) and h.last_report_at < heard_by]
-    if not unheard or case.now >= until:
+    reported_by = min(0.5 * (fell_at + newest), newest - window_s)  # others may have fallen as well
+    unreported = [h.host_id for h in hosts if not case.round.is_silent(h.host_id) and h.last_report_at < reported_by]
+    if not unreported or case.now >= until:
         return None
-    named = listed(unheard)
+    named = listed(unreported)
     return Verdict(
         DecisionKind.HOLD,
-        f"{incident.message} Nothing was heard since of {named}: "
-        f"for {until - case.now:.1f} s it is seen whether more hosts are lost.",
-        evidence={"unheard": kept(unheard)},
-        holding_for=f"word of {named}",
+        f"{incident.message} {named} {'has' if len(unreported) == 1 else 'have'} not reported since: "
+        f"waiting up to {until - case.now:.1f} s to see whether more hosts are lost.",
+        evidence={"unheard": kept(unreported)},
+        holding_for=f"a report of {named}",
         hold_until=until,
     )
 
 
 def wait_for_the_others_that_return(case: Case) -> Verdict | None:
-    """Hosts that were away together come back one after the other, and their ranks may never have stopped."""
+    """Hosts that were silent together come back one after the other, and their ranks may never have stopped: wait for
+    all."""
     asked = _asked_about(case, HOST_SILENT)
     if asked is None:
         return None
@@ -77,14 +78,14 @@ def wait_for_the_others_that_return(case: Case) -> Verdict | None:
     hosts = _known_hosts(case, generation)
     away = [host.host_id for host in hosts if host.state is HostState.SILENT]
     returned = [host for host in hosts if host.state is not HostState.SILENT and host.since > incident.opened_at]
-    until = max((host.since for host in returned), default=0.0) + _UNHEARD_WINDOWS * case.settings.root_cause_window_s
+    until = max((host.since for host in returned), default=0.0) + _SILENT_WINDOWS * case.settings.root_cause_window_s
     if not away or case.now >= until or any(rank.exited for rank in generation.ranks):
         return None
     named = listed([host.host_id for host in returned])
     return Verdict(
         DecisionKind.HOLD,
         f"{incident.message} {named} {'reports' if len(returned) == 1 else 'report'} again, and no worker ended there: "
-        f"for {until - case.now:.1f} s it is seen whether {listed(away)} {'does' if len(away) == 1 else 'do'} too.",
+        f"waiting up to {until - case.now:.1f} s for {listed(away)} to report, too.",
         evidence={"away": kept(away)},
         holding_for=f"the return of {listed(away)}",
         hold_until=until,
@@ -92,7 +93,7 @@ def wait_for_the_others_that_return(case: Case) -> Verdict | None:
 
 
 def watch_returned_hosts(case: Case) -> Verdict | None:
-    """Hosts that were silent and report again may never have stopped training: look whether steps advance."""
+    """Hosts that report again may never have stopped training: wait to see whether steps advance."""
     asked = _asked_about(case, HOST_SILENT)
     if asked is None:
         return None
@@ -106,14 +107,14 @@ def watch_returned_hosts(case: Case) -> Verdict | None:
     return Verdict(
         DecisionKind.HOLD,
         f"All hosts of generation {generation.generation} report again, and no worker ended: "
-        f"for {until - case.now:.1f} s it is seen whether steps advance past {incident.failed_step}.",
+        f"waiting up to {until - case.now:.1f} s to see whether steps advance past {incident.failed_step}.",
         holding_for="steps to advance after the return",
         hold_until=until,
     )
 
 
 def _asked_about(case: Case, cause: str) -> tuple[Incident, GenerationView] | None:
-    """The incident, if it has this cause, is about the present generation, and nothing was done about it in vain."""
+    """The incident and its generation, if it has this cause, is about the current generation, and no action failed."""
     incident, generation = case.incident, case.job.generation
     if incident is None or generation is None or incident.cause != cause:
         return None

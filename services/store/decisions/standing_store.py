@@ -12,7 +12,7 @@ from flyball.contracts.cluster import JobState
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.reports.standings import HostStanding, LastObeyed, database_knows
 from services.actuator.ports import Judgement
-from services.controller.view import AdoptedJob, Adoption, ToldStanding
+from services.controller.view import AdoptedJob, Adoption, ReportedStanding
 from services.record.codec import dump, load, number_of
 from services.record.step_events import restore_step_of
 from services.store.decisions.signal_writer import raise_watermarks
@@ -97,11 +97,11 @@ def decision_floor(connection: Connection) -> int:
     return int(connection.scalar(select(cluster.c.decision_floor)) or 0)
 
 
-def unsettled(connection: Connection) -> tuple[ToldStanding, ...]:
+def unsettled(connection: Connection) -> tuple[ReportedStanding, ...]:
     """Return the standings of hosts that are ahead, by host. Usually empty."""
     query = select(standings).where(~standings.c.is_settled).order_by(standings.c.host_id)
     return tuple(
-        ToldStanding(load(row.document, HostStanding), row.told_at, row.first_told_at)
+        ReportedStanding(load(row.document, HostStanding), row.told_at, row.first_told_at)
         for row in connection.execute(query)
     )
 
