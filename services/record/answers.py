@@ -1,4 +1,4 @@
-"""What the hosts of an action answered to its commands. Pure."""
+"""Sums up the answers of an action's hosts to its commands. Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from flyball.contracts.decisions import CommandUpdate, UpdateState
 
 
 class ActionAnswers(msgspec.Struct, frozen=True):
-    """What the hosts of an action have answered so far."""
+    """The answers of an action's hosts so far."""
 
     positions: Mapping[str, int]  # str(rank) -> newest completed step that any answer names
-    failed: Mapping[tuple[str, str], tuple[str, str]]  # phase and host, if its last answer there is that it failed
+    failed: Mapping[
+        tuple[str, str], tuple[str, str]
+    ]  # phase and host that failed -> code, message
 
 
-def said(answers: Iterable[CommandUpdate]) -> ActionAnswers:
-    """What answers of one action say together, in the order of their commands. Pure."""
+def sum_up(answers: Iterable[CommandUpdate]) -> ActionAnswers:
+    """Sum up the answers of one action, in the order of their commands. Pure."""
     newest: dict[str, int] = {}
     failed: dict[tuple[str, str], tuple[str, str]] = {}
     for update in answers:
@@ -33,7 +35,7 @@ def said(answers: Iterable[CommandUpdate]) -> ActionAnswers:
 
 
 def failed_in(answers: ActionAnswers, phase: str) -> dict[str, tuple[str, str]]:
-    """Host -> code and message, of those that failed in a phase. Pure."""
+    """host -> code and message, for hosts that failed in a phase. Pure."""
     return {host: why for (of_phase, host), why in answers.failed.items() if of_phase == phase}
 
 

@@ -1,4 +1,4 @@
-"""How contract values are written into columns, and what a signal is about."""
+"""Writes contract values into columns, and reads them; finds the subject of a signal."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from flyball.contracts.reports.signals import Signal
 
 
 def dump(value: object) -> str:
-    """JSON text of a contract value."""
+    """The JSON text of a contract value."""
     return msgspec.json.encode(value).decode()
 
 
 def load(document: str, kind: Any) -> Any:  # noqa: ANN401 - a generic alias such as dict[str, int] has no common type
-    """The contract value of a document that this store wrote."""
+    """The contract value in a document that the store wrote."""
     return wire.decoder_of(kind).decode(document)
 
 
 def shown(spec: JobSpec) -> JobSpec:
-    """A specification as people may see it: its environment may carry secrets, so that only the names are shown."""
+    """A job's specification for display. Its environment may contain secrets, so only the names are shown."""
     names = {field: dict.fromkeys(getattr(spec, field), "***") for field in ("env", "user_env", "sealed_env")}
     return msgspec.structs.replace(spec, **names)
 
 
 def plain(value: object) -> Any:  # noqa: ANN401 - JSON has no static type
-    """A contract value as the dicts, lists and numbers that its JSON has."""
+    """A contract value as plain dicts, lists and numbers."""
     return msgspec.json.decode(msgspec.json.encode(value))
 
 
 def number_of(identifier: str) -> int:
-    """17 for "dec-17". Raises NotFound for what is no identifier of ours."""
+    """17 for "dec-17". Raises NotFound for anything but an identifier."""
     _, _, digits = identifier.rpartition("-")
     if not digits.isascii() or not digits.isdigit() or len(digits) > 18:
         raise NotFound(f"{identifier!r} names nothing.", hint="identifiers look like dec-17 or inc-4")
@@ -42,7 +42,7 @@ def number_of(identifier: str) -> int:
 
 
 class Subject(msgspec.Struct, frozen=True):
-    """Whom a signal is about."""
+    """The host, job and rank that a signal is about."""
 
     kind: str
     job: str
@@ -51,7 +51,7 @@ class Subject(msgspec.Struct, frozen=True):
 
 
 def subject_of(signal: Signal) -> Subject:
-    """From the body's own fields; a body that names no host is about the one that sent it."""
+    """The subject, from the fields of the body. A body without a host is about its sender."""
     body = signal.body
     return Subject(
         kind=str(type(body).__struct_config__.tag),

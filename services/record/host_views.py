@@ -1,4 +1,4 @@
-"""Hosts as the policy sees them: what their rows say, with the newest generation of every job. Pure."""
+"""Builds the policy's view of hosts, from their rows and the newest generation of every job. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.controller.view import DrainView, HostView, JobView, RankView
 
 
 class CachedHost(msgspec.Struct, gc=False):
-    """One host, as the policy looks at it. `last_report_at`: of the newest report that is stored."""
+    """The stored facts about a host. `last_report_at`: of the newest stored report."""
 
     host_id: str
     version: int = -1
@@ -32,14 +32,14 @@ class CachedHost(msgspec.Struct, gc=False):
     copies_of: frozenset[str] = frozenset()  # jobs
     last_report_at: float = 0.0
     workers: Mapping[str, int] = {}
-    ranks: Mapping[tuple[str, int], tuple[RankView, ...]] = {}  # (job, generation) -> as the host saw them last
+    ranks: Mapping[tuple[str, int], tuple[RankView, ...]] = {}  # (job, generation) -> as last reported by the host
 
 
 def newest_ranks(
     cached: Mapping[str, CachedHost], job: str, generation: int, given: Mapping[str, Collection[int]]
 ) -> dict[int, RankView]:
-    """Rank -> as the host saw it that has it. `given`: host -> the ranks that it was given in this generation; of
-    others it is not heard."""
+    """rank -> as its host last reported it. `given`: host -> the ranks that it was given in this generation; its
+    reports about others do not count."""
     found: dict[int, RankView] = {}
     key = (job, generation)
     for host_id, mine in given.items():
@@ -53,7 +53,7 @@ Newest: TypeAlias = Mapping[str, tuple[int, bool]]  # job -> its newest generati
 
 
 def placement_of(job_views: Sequence[JobView]) -> tuple[Mapping[str, str], Newest]:
-    """Host -> the job that has ranks on it, and job -> its newest generation (-1: none) and whether it has ended."""
+    """host -> the job with ranks on it; and job -> its newest generation (-1: none), and whether it has ended."""
     placed = {
         host.host_id: view.spec.job
         for view in job_views
@@ -71,12 +71,12 @@ def host_views(
     placed: Mapping[str, str],
     newest: Newest,
     drains: Mapping[str, DrainView] = MappingProxyType({}),
-    heard_at: Callable[[str], float] = lambda _: 0.0,
+    received_at: Callable[[str], float] = lambda _: 0.0,
     *,
     losses: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[HostView, ...]:
-    """From rows with the columns of `hosts` and `workers` (job -> generation of its live workers), what `placement_of`
-    says of all jobs, what operators want of hosts, and how often each was lost lately. Pure."""
+    """The views of hosts, from rows with the columns of `hosts` and `workers` (job -> generation of its live workers),
+    the result of `placement_of` for all jobs, drains, and how often each host was lost lately. Pure."""
     return tuple(
         HostView(
             host_id=row.host_id,
@@ -86,7 +86,7 @@ def host_views(
             failure_domain=row.failure_domain,
             engine_address=row.engine_address,
             free_port=row.free_port,
-            last_report_at=max(row.last_report_at, heard_at(row.host_id)),
+            last_report_at=max(row.last_report_at, received_at(row.host_id)),
             preempt_deadline_at=row.preempt_deadline_at,
             job=placed.get(row.host_id, ""),
             reason=row.reason,
@@ -101,8 +101,8 @@ def host_views(
 
 
 def _stale_jobs(workers: Mapping[str, int], newest: Newest, placed: str | None) -> Mapping[str, int]:
-    """Jobs whose workers here were superseded; `placed`: the job that has ranks here. A database that went back may
-    grant a generation's number again: workers of the newest one are superseded too where it has no rank."""
+    """The jobs with superseded workers on a host. `placed`: the job with ranks there. A database that was set back may
+    grant a generation number again. So workers of the newest generation are superseded, too, where it has no rank."""
     if all(job == placed and newest.get(job) == (generation, False) for job, generation in workers.items()):
         return {}  # as nearly always
     return {
@@ -117,7 +117,7 @@ def _is_stale(generation: int, newest: int, has_ended: bool, *, is_placed: bool)
 
 
 class OtherHosts:
-    """Hosts of which a job may want to know that has no rank on them."""
+    """An index of hosts that a job without ranks on them may need."""
 
     def __init__(self) -> None:
         self._cached: Mapping[str, CachedHost] = {}
@@ -128,7 +128,7 @@ class OtherHosts:
     def note(
         self, cached: Mapping[str, CachedHost], changed: Iterable[str], placed: Mapping[str, str], newest: Newest
     ) -> None:
-        """What all hosts are now. Of very many, only those that changed are looked at, unless jobs have."""
+        """Take in the current hosts. Only changed hosts are looked at, unless jobs have changed."""
         if (placed, newest) != (self._placed, self._newest):
             self._found = set()
             changed = cached
@@ -138,7 +138,7 @@ class OtherHosts:
         self._found.intersection_update(cached)
 
     def of(self, jobs: Collection[str]) -> Iterator[str]:
-        """Those of which one of these jobs may want to know, as `focused` chooses hosts."""
+        """The hosts that one of these jobs may need, as `focused` chooses them."""
         for name in self._found:
             host = self._cached[name]
             if (

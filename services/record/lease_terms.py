@@ -1,14 +1,14 @@
-"""Who may lead, and under which epoch: what the lease row says, judged by two clocks. Pure."""
+"""Which controller may lead, and under which epoch, by the lease row and two clocks. Pure."""
 
 from __future__ import annotations
 
 import msgspec
 
-MARGIN = 0.2  # of the time to live: the holder stops that much early, for clocks that run at other speeds
+MARGIN = 0.2  # of the time to live: the holder stops this much early, since clocks may run at different speeds
 
 
 class Issuer(msgspec.Struct, frozen=True):
-    """Under which epoch commands are written, and the incarnation of the database that this epoch began."""
+    """The epoch of new commands, and the database incarnation that began with it."""
 
     epoch: int
     incarnation: str
@@ -23,10 +23,10 @@ class Held(msgspec.Struct, frozen=True):
 
 
 class Renewals:
-    """Watches whether a lease that another one holds is renewed, on this process's own clock.
+    """Watches by this process's own clock whether the holder of a lease renews it.
 
-    The database's clock may be set back, by an hour or a year: then a lease whose holder died does not run out for as
-    long. A live holder renews it several times in its time to live, so that one which stood still for longer is over.
+    The database's clock may be set back by an hour or a year: then the lease of a dead holder would not run out for as
+    long. A live holder renews several times within the time to live, so a lease that did not change for longer is over.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Renewals:
         self._since_s = 0.0
 
     def is_over(self, held: Held, now_s: float, ttl_s: float) -> bool:
-        """Note what the row says now; whether it has said so for longer than its holder may lead. `now_s` is a
+        """Note the current row; returns whether it has not changed for longer than its holder may lead. `now_s`:
         monotonic clock. All controllers of a cluster have the same `ttl_s`."""
         if held != self._seen:
             self._seen, self._since_s = held, now_s
@@ -42,7 +42,7 @@ class Renewals:
 
 
 def epoch_for(holder: str, held: Held, now: float, *, has_held: bool, is_over: bool) -> int | None:
-    """The epoch under which `holder` may lead from now on, None if it may not. Pure. `has_held`: this process led
+    """The epoch under which `holder` may lead from now on; None if it may not. Pure. `has_held`: this process led
     before, see `ControllerLease`. `is_over`: the lease was not renewed in time, whatever the database's clock says."""
     has_run_out = held.expires_at <= now or is_over
     if held.holder == holder and not has_run_out:

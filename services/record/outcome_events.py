@@ -1,4 +1,4 @@
-"""What a round of the policy tells the event log. Pure: the SQL store and the simulator's say the same."""
+"""The events of a round of the policy, for the SQL store and the simulator's. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _GONE = (HostState.SILENT, HostState.IN_REPAIR)
 
 
 def of_host(change: HostChange, before: HostState, now: float) -> list[Event]:
-    """A host that can be used no more, or again."""
+    """The event of a host that becomes unusable, or usable again."""
     if (change.state in _GONE) == (before in _GONE):
         return []
     kind = EventKind.HOST_LEFT if change.state in _GONE else EventKind.HOST_JOINED
     return [Event(at=now, kind=kind, host_id=change.host_id, data={"reason": change.reason})]
 
 
-def is_told_apart(before: Incident | None, incident: Incident) -> bool:
-    """Whether an incident's history gets a new line."""
+def is_news(before: Incident | None, incident: Incident) -> bool:
+    """Whether the incident's history gets a new entry."""
     return before is None or (before.state, before.cause, before.message) != (
         incident.state,
         incident.cause,
@@ -28,7 +28,7 @@ def is_told_apart(before: Incident | None, incident: Incident) -> bool:
 
 
 def of_incident(before: Incident | None, incident: Incident) -> list[Event]:
-    """An incident that is new, or closed now."""
+    """The events of an incident that is new, or closed now."""
     events = []
     if before is None:
         events.append(_incident(incident, EventKind.INCIDENT_OPENED, incident.opened_at))
@@ -38,7 +38,7 @@ def of_incident(before: Incident | None, incident: Incident) -> list[Event]:
 
 
 def of_decision(decision: Decision) -> list[Event]:
-    """A decision, and the generation that it grants."""
+    """The events of a decision, and of the generation that it grants."""
     plan = decision.action
     events = [
         Event(
@@ -70,7 +70,7 @@ def of_decision(decision: Decision) -> list[Event]:
 
 
 def of_job(change: JobChange, before: JobState, now: float) -> list[Event]:
-    """A job that ended."""
+    """The event of a job that ended."""
     if not change.state.ended or before.ended:
         return []
     data = {"outcome": change.state.value, "message": change.message}

@@ -1,4 +1,4 @@
-"""Where the ranks of a host are, as one document per host: rows of ranks would be eight times as many. Pure."""
+"""The positions of a host's ranks in one document per host: rows per rank would be eight times as many. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.record.report_events import RankKey, RankRow
 
 
 class ReportedPosition(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The newest that a host said of a rank; `reported_at` 0.0: only that it completed steps."""
+    """What a host last reported about a rank; `reported_at` 0.0: only completed steps."""
 
     rank: int
     pid: int
@@ -22,7 +22,7 @@ class ReportedPosition(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class JobPositions(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Ranks of one generation, those that have ended included."""
+    """The ranks of one generation, including those that ended."""
 
     job: str
     generation: int
@@ -35,7 +35,7 @@ def read_positions(document: str) -> list[JobPositions]:
 
 
 def rows_of(positions: Iterable[JobPositions], host_id: str) -> dict[RankKey, RankRow]:
-    """As `report_events.merge` takes them."""
+    """The rows for `report_events.merge`."""
     return {
         (part.job, part.generation, rank.rank): RankRow(
             host_id=host_id,
@@ -51,7 +51,7 @@ def rows_of(positions: Iterable[JobPositions], host_id: str) -> dict[RankKey, Ra
 
 
 def document_of(rows: Mapping[RankKey, RankRow], newest: Mapping[str, int]) -> str:
-    """What is kept: the ranks of the generations in `newest`. What others did is in the event log."""
+    """The document: the ranks of the generations in `newest`. The event log has what others did."""
     parts: dict[tuple[str, int], list[ReportedPosition]] = {}
     for (job, generation, rank), row in rows.items():
         if newest.get(job) == generation and (row.reported_at or row.step >= 0):

@@ -1,4 +1,4 @@
-"""What is new in a report, compared with what is stored of its ranks. Pure."""
+"""Finds what is new in a report, compared with the stored state of its ranks. Pure."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ RankKey = tuple[str, int, int]  # job, generation, rank
 EventData: TypeAlias = Mapping[str, str | int | float | bool | list[int | float | str] | None]
 
 
-LATE_S = 30.0  # a report that much older than the newest came late; older still, and the host's clock was set back
+LATE_S = 30.0  # an older report than the newest came late, up to this age; beyond it, the host's clock was set back
 
 
 class Before(msgspec.Struct, frozen=True):
-    """What is known of a host's newest report."""
+    """The stored facts about a host's newest report."""
 
     incarnation: str = ""
     sent_at: float = 0.0
@@ -38,22 +38,22 @@ Received: TypeAlias = tuple[Report, float]  # with the wall clock of its receipt
 
 
 class RankRow(msgspec.Struct):
-    """A row of the ranks table, as far as reports change it."""
+    """The part of a row of the ranks table that reports change."""
 
     host_id: str = ""
     pid: int = 0
     step: int = -1
     phase: int = Phase.STARTING
     reported_at: float = 0.0
-    is_gone: bool = False  # a newer incarnation of its host's daemon does not know of it
+    is_gone: bool = False  # a newer incarnation of its host's daemon does not know it
     marks: str | None = None
     restored_at: float = 0.0
     restored: str | None = None
 
 
 def sift(reports: Sequence[Received], known: Mapping[str, Before]) -> tuple[list[Received], dict[str, Received]]:
-    """Those that did not come before, and by host the one whose facts count: the newest, unless all came late.
-    What a second daemon of a host says is left out: its sensor may not know the first, which reports to another."""
+    """The new reports, and host -> the report whose facts count: the newest, unless all came late. Reports of a second
+    daemon of a host are left out: its sensor may not know the first one, which reports elsewhere."""
     newest = dict(known)
     fresh: list[Received] = []
     current: dict[str, Received] = {}
@@ -80,7 +80,7 @@ def _is_one_too_many(report: Report, received_at: float, before: Before) -> bool
 
 
 def workers_of(report: Report) -> dict[str, int]:
-    """Job -> newest generation of the live workers that a report shows."""
+    """job -> the newest generation of its live workers in a report."""
     generations_of: dict[str, int] = {}
     for workers in report.workers:
         generations_of[workers.job] = max(workers.generation, generations_of.get(workers.job, -1))
@@ -90,12 +90,12 @@ def workers_of(report: Report) -> dict[str, int]:
 def parts_of(
     report: Report,
 ) -> tuple[Sequence[Workers | CompletedSteps | RankMarks | RestoreReport | ShardCopy], ...]:
-    """Everything in a report that names a job."""
+    """All parts of a report that name a job."""
     return report.workers, report.completed, report.marks, report.restores, report.copies
 
 
 def ranks_of(report: Report) -> set[RankKey]:
-    """The ranks of which a report says something new, copies apart: those lie on hosts that do not run the rank."""
+    """The ranks that a report is about, except for copies: these may be on hosts that do not run the rank."""
     columns: tuple[Workers | CompletedSteps, ...] = (*report.workers, *report.completed)
     parts: tuple[RankMarks | RestoreReport, ...] = (*report.marks, *report.restores)
     keys = {(part.job, part.generation, rank) for part in columns for rank in part.ranks}
@@ -110,8 +110,8 @@ def merge(
     granted: Collection[tuple[str, int]],
     is_current: bool,
 ) -> Iterator[Event]:
-    """Bring `rows` up to date and yield the events that this takes, those of steps apart (`event_of_steps`). Of a
-    report that came late (not `is_current`) the status of the ranks is old and does not count; all else does."""
+    """Update `rows`, and yield the events of that, except for steps (`event_of_steps`). In a late report (not
+    `is_current`) the positions of ranks are outdated, and do not count; everything else does."""
     host_id = report.facts.host_id
     if is_current:
         for status in statuses_in(report.workers, report.progress):
@@ -122,22 +122,22 @@ def merge(
             row = rows[steps.job, steps.generation, rank]
             row.host_id = row.host_id or host_id
             row.step = max(row.step, steps.last_step)
-    told: defaultdict[tuple[EventKind, str, int], list[Event]] = defaultdict(list)
+    found: defaultdict[tuple[EventKind, str, int], list[Event]] = defaultdict(list)
     for marks in report.marks:
         if (marks.job, marks.generation) in granted:
             for event in _marks(rows[marks.job, marks.generation, marks.rank], marks, report):
-                told[event.kind, event.job, event.generation].append(event)
+                found[event.kind, event.job, event.generation].append(event)
     for restored in report.restores:
         if (restored.job, restored.generation) in granted:
             for event in _restored(rows[restored.job, restored.generation, restored.rank], restored, host_id):
-                told[event.kind, event.job, event.generation].append(event)
-    yield from map(summed_up, told.values())
+                found[event.kind, event.job, event.generation].append(event)
+    yield from map(summed_up, found.values())
 
 
 def mark_gone(rows: Mapping[RankKey, RankRow], report: Report, before: str) -> None:
-    """Note the ranks of which a host told, and its daemon does not know any more since it is another one: `before` is
-    the incarnation whose report was the newest until this one ('': none). A daemon that is started again has adopted
-    its workers, and told how the others ended; one that finds nothing was started on an empty machine."""
+    """Mark ranks that a host reported, but that its new daemon does not know. `before`: the incarnation of the newest
+    earlier report ('': none). A restarted daemon has adopted its workers, and reported how others ended. One that
+    knows no ranks was started on an empty machine."""
     if before in ("", report.incarnation):
         return
     known = {(of.job, of.generation, rank) for of in report.workers for rank in of.ranks}
@@ -147,7 +147,7 @@ def mark_gone(rows: Mapping[RankKey, RankRow], report: Report, before: str) -> N
 
 
 def event_of_steps(summary: StepSummary) -> Event:
-    """What a summary tells the log."""
+    """The event of a summary."""
     data: dict[str, str | int | float | bool | list[int | float | str] | None] = {
         "first_step": summary.first_step,
         "completed_at": list(summary.completed_at),

@@ -1,7 +1,7 @@
-"""What is kept for how long, and how step events are merged. Pure.
+"""How long records are kept, and how step events are merged. Pure.
 
-A running job writes one step event a second for each sensor: 29 MB a day on SQLite. Those of ten minutes are merged
-into one that tells of the same steps at the same moments, so that goodput stays what it was: 2.2 MB are left.
+A running job writes one step event per second and sensor: 29 MB a day on SQLite. The events of ten minutes are merged
+into one with the same steps and times, so goodput stays the same: 2.2 MB remain.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from flyball.contracts.events import Event, EventKind
 
 DAY_S = 86_400.0
 SPAN_S = 600.0  # of a merged event
-LEAST_LUMP_S = 0.1  # shorter waits are told of no finer than SPAN_S
+LEAST_LUMP_S = 0.1  # shorter waits are kept per SPAN_S only
 LUMP_FACTOR = 3.0
 AVERAGED_EVENTS = 20
-LATE_S = 5.0  # a signal that took longer was kept waiting, which goodput accounts for
+LATE_S = 5.0  # a signal that took longer had to wait, which goodput accounts for
 _TOTALS = ("save_blocked_s", "data_wait_s")  # since the generation began
 _GREATEST = ("slowest_step", "ranks", *_TOTALS)
 
@@ -26,21 +26,21 @@ _GREATEST = ("slowest_step", "ranks", *_TOTALS)
 class RetentionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long the supervisor keeps what it no longer needs to decide."""
 
-    steps_in_full_s: float = 3600.0  # then step events are merged
+    steps_in_full_s: float = 3600.0  # until step events are merged
     detail_days: float = 7.0  # signals, commands and the changes of actions, once they are over
     history_days: float = 365.0  # jobs that ended, with their events, incidents and decisions
     dead_host_days: float = 7.0  # hosts that left or fell silent, and have no rank
-    max_signals: int = 1_000_000  # the newest, however young the others are
+    max_signals: int = 1_000_000  # only the newest are kept, whatever the age of the others
 
     def __post_init__(self) -> None:
-        """Raises ValueError for an age that is not above 0."""
+        """Raises ValueError unless all values are above 0."""
         for name in self.__struct_fields__:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0")
 
 
 class Merged(msgspec.Struct, frozen=True):
-    """`event` replaces the event `number`; those in `gone` are part of it."""
+    """`event` replaces event `number`, and contains those in `gone`."""
 
     number: int
     event: Event
@@ -48,7 +48,7 @@ class Merged(msgspec.Struct, frozen=True):
 
 
 class _Run:
-    """Summaries of one sensor, each of which begins at the step after the last one's."""
+    """Summaries of one sensor that follow each other without a gap."""
 
     def __init__(self, number: int, event: Event, first_step: int) -> None:
         self.numbers = [number]
@@ -75,8 +75,8 @@ class _Run:
 
 
 class _Lumps:
-    """Finds the events in which a total grew far more than it does on average: a save that blocked, data that was late.
-    Goodput must know in which step that was."""
+    """Finds the events in which a total grew far more than on average: a save that blocked, or late data. Goodput must
+    know the step."""
 
     def __init__(self) -> None:
         self._before: dict[str, float] = {}
@@ -95,10 +95,10 @@ class _Lumps:
 
 
 def merge_steps(events: Iterable[tuple[int, Event]]) -> list[Merged]:
-    """Merge the step summaries among these (number, event) pairs of one job, which are in the order of their numbers.
+    """Merge the step summaries among these (number, event) pairs of one job, in the order of their numbers.
 
-    Only summaries that follow each other without a gap are merged, so that a step which is told twice, by slower ranks
-    or in a second epoch, is still told twice. One in which a save or data held training up stays alone.
+    Only summaries that follow each other without a gap are merged: a step that was reported twice, by slower ranks or
+    in a second epoch, stays twice. A summary in which a save or data held up training stays as it is.
     """
     open_runs: dict[tuple[int, str, int], dict[int, _Run]] = defaultdict(dict)  # next step -> run
     lumps: dict[tuple[int, str], _Lumps] = defaultdict(_Lumps)
@@ -123,12 +123,12 @@ def merge_steps(events: Iterable[tuple[int, Event]]) -> list[Merged]:
 
 
 def span_of(at: float) -> int:
-    """The ten minutes that a moment belongs to."""
+    """The number of the ten minutes around this moment."""
     return int(at // SPAN_S)
 
 
 def is_prompt_signal(event: Event) -> bool:
-    """Whether this tells of a signal that was heard at once: goodput asks only for those that had to wait."""
+    """Whether this is about a signal that arrived at once: goodput needs only those that had to wait."""
     observed_at = event.data.get("observed_at")
     return event.kind is EventKind.SIGNAL and isinstance(observed_at, int | float) and event.at - observed_at <= LATE_S
 

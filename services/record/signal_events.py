@@ -1,4 +1,4 @@
-"""Signals as the log has them: their keys, which of them a column can hold, and the event of each."""
+"""Signals in the event log: their keys, which of them fit into columns, and the event of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def key_of(signal: Signal) -> SignalKey:
 
 
 def is_storable(signal: Signal) -> bool:
-    """Whether names and numbers fit their columns. Contracts bound neither incarnations nor integers."""
+    """Whether names and numbers fit into their columns. Contracts limit neither incarnations nor integers."""
     numbers = (getattr(signal.body, name, 0) for name in ("generation", "pid"))
     steps = (getattr(signal.body, name, 0) for name in ("last_step", "step"))  # some scripts count tokens
     return (
@@ -35,18 +35,18 @@ def is_storable(signal: Signal) -> bool:
 
 
 def storable(signals: Iterable[Signal]) -> Iterator[Signal]:
-    """What is to be stored of these, in their order: themselves, or what stands for those that no column can hold."""
+    """The signals to store, in order; those that do not fit into columns are replaced."""
     for signal in signals:
         if is_storable(signal):
             yield signal
         elif is_storable(stand_in := unstorable(signal, "a value does not fit its column")):
             yield stand_in
-        else:  # whoever this is, it is no daemon and no sensor of ours
+        else:  # not a daemon or sensor of Flyball
             _log.error("signal_dropped", source=signal.source[:64], kind=type(signal.body).__name__)
 
 
 def event_of(signal: Signal, now: float) -> Event:
-    """What a signal that is stored tells the log. Pure."""
+    """The event of a stored signal. Pure."""
     subject = subject_of(signal)
     return Event(
         at=now,

@@ -1,4 +1,4 @@
-"""A move of a playbook as the log has it, and the generation that its commands carry. Pure."""
+"""The events of a playbook's move, and the generation that its commands carry. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STOP_PHASE = "stop"
 
 
 class Position(msgspec.Struct, frozen=True):
-    """Where an action stands before the step."""
+    """The state of an action before the step."""
 
     action_id: str
     incident_id: str
@@ -29,7 +29,7 @@ class Position(msgspec.Struct, frozen=True):
 
 
 def events_of(position: Position, step: PlaybookStep, now: float) -> list[Event]:
-    """What a step tells the log. Pure."""
+    """The events of a step. Pure."""
     events = list(step.events)
     if position.phase == STOP_PHASE != step.phase or (step.phase == STOP_PHASE and step.state is ActionState.SUCCEEDED):
         events.append(_event(position, EventKind.WORKERS_STOPPED, position.plan.generation, now))
@@ -42,7 +42,7 @@ def events_of(position: Position, step: PlaybookStep, now: float) -> list[Event]
 
 
 def restore_step_of(placement: Placement) -> int | None:
-    """None: from scratch."""
+    """The step to restore; None: from scratch."""
     return placement.restore.step if placement.restore is not None else None
 
 
@@ -57,9 +57,9 @@ def ended_event(position: Position, state: ActionState, now: float) -> Event:
 
 
 def fence_generation(plan: ActionPlan, draft: CommandDraft, granted: int | None) -> int:
-    """Only a start carries the new generation. All else carries the one before it, be it running or itself only
-    granted: so the stop passes before the start, and is refused after it. `granted`: the job's newest. Pure.
-    """
+    """The generation that a command carries. Only a start carries the new one. All others carry the one before it,
+    running or only granted: so a stop is accepted before the start, and refused after it. `granted`: the job's newest
+    generation. Pure."""
     if isinstance(draft.body, StartWorkers):
         return draft.body.placement.generation
     if plan.next is not None:
@@ -68,7 +68,7 @@ def fence_generation(plan: ActionPlan, draft: CommandDraft, granted: int | None)
 
 
 def command_of(position: Position, draft: CommandDraft, granted: int | None, issuer: Issuer) -> Command:
-    """What a host is given. `granted`: the job's newest generation. Pure."""
+    """The command for a host. `granted`: the job's newest generation. Pure."""
     return Command(
         command_id=issued_id(draft.command_id, issuer.incarnation),
         action_id=position.action_id,

@@ -1,4 +1,4 @@
-"""The state machines of incident, action and host: one transition table each. What a table lacks is illegal."""
+"""The state machines of incident, action and host: one transition table each. Any other transition is illegal."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Happening = TypeVar("Happening", bound=StrEnum)
 
 
 class Machine(Generic[State, Happening]):
-    """States, what may happen in each, and where that leads."""
+    """The states, the events that each allows, and the states that follow."""
 
     def __init__(self, name: str, table: Mapping[State, Mapping[Happening, State]]) -> None:
         self.name = name
         self.table = table
 
     def advance(self, state: State, event: Happening) -> State:
-        """The state after `event`; raises IllegalTransition if the table has no such row."""
+        """The state after `event`. Raises IllegalTransition if the table has no such row."""
         following = self.table[state].get(event)
         if following is None:
             raise IllegalTransition(
@@ -34,21 +34,21 @@ class Machine(Generic[State, Happening]):
 
 class IncidentEvent(StrEnum):
     DIAGNOSED = "diagnosed"
-    ACTED = "acted"  # a decision with an action was made
-    SAVED = "saved"  # the emergency checkpoint is there; the next decision follows
+    ACTED = "acted"  # an action was decided
+    SAVED = "saved"  # the emergency checkpoint is complete; the next decision follows
     ACTION_SUCCEEDED = "action_succeeded"
     ACTION_FAILED = "action_failed"  # or timed out
-    SUPERSEDED = "superseded"  # the action was, by a more urgent decision
+    SUPERSEDED = "superseded"  # a more urgent decision superseded the action
     FAILED_AGAIN = "failed_again"  # a newer generation failed before steps advanced
     VERIFY_OVERDUE = "verify_overdue"
     STEPS_ADVANCED = "steps_advanced"  # past the failed step, on every rank
-    CLEARED = "cleared"  # there is nothing left to handle
+    CLEARED = "cleared"  # nothing is left to handle
     GAVE_UP = "gave_up"
 
 
 class ActionEvent(StrEnum):
     BEGAN = "began"  # the first commands are in the outbox
-    ANSWERED = "answered"  # a host said that it is at it
+    ANSWERED = "answered"  # every host has acknowledged its command
     COMPLETED = "completed"
     FAILED = "failed"
     DEADLINE_PASSED = "deadline_passed"
@@ -59,10 +59,10 @@ class HostEvent(StrEnum):
     SUSPECTED = "suspected"
     TRUSTED = "trusted"
     FELL_SILENT = "fell_silent"
-    REJOINED = "rejoined"  # reports again, and its ranks are still wanted
-    RETURNED = "returned"  # reports again, free
-    RETURNED_BUSY = "returned_busy"  # reports again, with workers that were superseded
-    CLEANED = "cleaned"  # those are gone
+    REJOINED = "rejoined"  # reports again, with ranks that are still current
+    RETURNED = "returned"  # reports again, without ranks
+    RETURNED_BUSY = "returned_busy"  # reports again, with superseded workers
+    CLEANED = "cleaned"  # its superseded workers are gone
     DEGRADED = "degraded"
     CORDONED = "cordoned"
     RELEASED = "released"

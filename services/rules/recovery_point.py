@@ -1,5 +1,5 @@
-"""The recovery point, derived from verified copies: the newest step that every rank can be restored from, and where
-each rank gets its bytes."""
+"""Derives the recovery point from verified copies: the newest step that all ranks can restore, and each rank's
+sources."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from flyball.contracts.recovery import by_nearness, complete_points, is_within_r
 
 
 def newest_step(copies: Iterable[ShardCopy], lineage: Lineage, world_size: int) -> int | None:
-    """The newest step of which every rank has a copy, all from one generation and alive by lineage; None if there is
-    no such step."""
+    """The newest step of the lineage with copies for every rank, all from one generation; None if there is none."""
     point = newest_point(complete_points(copies, lineage, world_size), lineage)
     return point[0] if point else None
 
@@ -56,7 +55,7 @@ def plan_restore(
 
 
 def before(lineage: Lineage, step: int) -> Lineage:
-    """The history without `step` and everything after it: for going back to an older recovery point."""
+    """The history before `step`, for a restore of an older recovery point."""
     last = step - 1
     return tuple(
         msgspec.structs.replace(entry, upto_step=last if entry.upto_step is None else min(entry.upto_step, last))

@@ -1,8 +1,8 @@
-"""What stands for a signal that cannot be read or stored, for example one of another release. Pure.
+"""Replaces signals that cannot be read or stored, for example of another release. Pure.
 
-Its seq counts as told: else nothing of its sender would be committed any more, and the sender would keep, and send
-again, all that came after it. Of what does not even tell whose it is nothing can stand here: that is a gap, and its
-sender, which still has it, sends it again.
+The replacement keeps the seq. Otherwise no later signal of its sender could be committed, and the sender would send all
+of them again and again. A signal without a readable sender cannot be replaced: it leaves a gap, and its sender sends it
+again.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from flyball.contracts.identity import Incarnation, Seq
 from flyball.contracts.reports.signals import Signal, SignalUnreadable
 from flyball.contracts.wire import decode
 
-KEPT_CHARACTERS = 4_000  # of the document, for whoever looks into it
-_LATEST = 1e11  # the bound of a moment
+KEPT_CHARACTERS = 4_000  # of the document, for a person who investigates
+_LATEST = 1e11  # the largest valid time
 
 
 class _Head(msgspec.Struct, frozen=True):
-    """As much of a signal as every release has."""
+    """The fields of a signal that every release has."""
 
     source: str
     incarnation: Incarnation
@@ -33,7 +33,7 @@ class _Body(msgspec.Struct, frozen=True):
 
 
 def read_signal(document: bytes | str) -> Signal:
-    """A signal as a bus has it, or what stands for it. Raises InvalidMessage if it does not tell whose it is."""
+    """Decode a signal from a bus, or replace it. Raises InvalidMessage if its sender cannot be read."""
     try:
         return decode(document, Signal)
     except InvalidMessage as error:
@@ -43,7 +43,7 @@ def read_signal(document: bytes | str) -> Signal:
 
 
 def unstorable(signal: Signal, reason: str) -> Signal:
-    """What stands for a signal with values that have no place in the store."""
+    """The replacement of a signal whose values do not fit into the store."""
     head = _Head(signal.source, signal.incarnation, signal.seq, signal.at)
     return _stand_in(head, str(type(signal.body).__struct_config__.tag), reason, str(signal.body))
 

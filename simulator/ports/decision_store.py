@@ -184,7 +184,7 @@ def _store_incidents(memory: Memory, changed: Sequence[Incident]) -> list[Event]
     for incident in changed:
         number = number_of(incident.incident_id)
         before = memory.incidents.get(number)
-        if outcome_events.is_told_apart(before, incident):
+        if outcome_events.is_news(before, incident):
             memory.incident_changes.append(StateChange(number, incident.since, incident.state, incident.message))
         events += outcome_events.of_incident(before, incident)
         memory.incidents[number] = incident

@@ -8,7 +8,7 @@ from flyball.contracts.cluster import Phase
 from flyball.contracts.decisions import ActionState, Incident
 from services.controller.round.spare_choice import recent_losses
 from services.controller.view import ActionView, GenerationView, JobView, RankView, ReportedStanding, View
-from services.record.answers import failed_in, said
+from services.record.answers import failed_in, sum_up
 from services.record.codec import number_of
 from services.record.host_views import host_views, placement_of
 from simulator.ports.memory import ActionRow, JobRow, Memory
@@ -110,7 +110,7 @@ def _wanted(memory: Memory, incidents: Iterable[Incident]) -> list[ActionRow]:
 
 
 def _action(memory: Memory, row: ActionRow) -> ActionView:
-    answers = said(command.update for command in row.commands if command.update is not None)
+    answers = sum_up(command.update for command in row.commands if command.update is not None)
     fixed = next((g for g in memory.generations.values() if g.decision == row.number and g.started_at > 0.0), None)
     return ActionView(
         action_id=f"act-{row.number}",

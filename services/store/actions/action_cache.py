@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Row, Select, select
 
 from flyball.contracts.decisions import ActionPlan, Command, CommandResult, CommandUpdate
 from services.actuator.ports import OutboxCommand
-from services.record.answers import ActionAnswers, said
+from services.record.answers import ActionAnswers, sum_up
 from services.record.codec import load
 from services.store.sql import events
 from services.store.sql.tables import actions, commands
@@ -87,7 +87,7 @@ class AnswerCache:
             answers[action][number] = msgspec.structs.replace(update, result=positions)
         changed = {action for action, _, _ in fresh} | (answers.keys() - known.keys())
         newest = {number: known for number, known in self._newest.items() if number in answers}
-        newest |= {action: said(answers[action][number] for number in sorted(answers[action])) for action in changed}
+        newest |= {action: sum_up(answers[action][number] for number in sorted(answers[action])) for action in changed}
         self._answers, self._newest, self._revision = answers, newest, revision
         return newest
 

@@ -70,7 +70,7 @@ def store_incidents(connection: Connection, changed: Sequence[Incident], decided
             connection.execute(insert(incidents).values(number=number, decided_at=0.0, **values))
         else:
             connection.execute(update(incidents).where(incidents.c.number == number).values(values))
-        if outcome_events.is_told_apart(before, incident):
+        if outcome_events.is_news(before, incident):
             connection.execute(
                 insert(incident_changes).values(
                     incident=number,
