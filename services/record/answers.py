@@ -13,9 +13,7 @@ class ActionAnswers(msgspec.Struct, frozen=True):
     """The answers of an action's hosts so far."""
 
     positions: Mapping[str, int]  # str(rank) -> newest completed step that any answer names
-    failed: Mapping[
-        tuple[str, str], tuple[str, str]
-    ]  # phase and host that failed -> code, message
+    failed: Mapping[tuple[str, str], tuple[str, str]]  # phase and host that failed -> code, message
 
 
 def sum_up(answers: Iterable[CommandUpdate]) -> ActionAnswers:
