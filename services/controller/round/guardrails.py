@@ -1,11 +1,10 @@
-"""What keeps a recovery from becoming a loop that burns GPU hours.
+"""Keeps recoveries from becoming a loop that burns GPU hours.
 
-The restart budget (`max_restarts`) counts restarts without progress in between. Every restart of workers that failed
-by themselves burns one, whether a signal, an exception, a lost connection or a hang ended them. A restart that the
-machines caused (host silent, preemption, a copy that could not be restored) burns none, nor does one more attempt at a
-start: what a host could not start (`start_rules`), or nobody knows why. The decision limit of the incident, and the
-patience with starts, bound those. A generation that went further than
-every generation before it refills the budget.
+The restart budget (`max_restarts`) counts restarts without progress in between. Every restart after a failure of the
+workers themselves counts: a signal, an exception, a lost connection or a hang. Restarts that machines caused (a silent
+host, a preemption, a copy that could not be restored) do not count, nor do repeated starts (`start_rules`, or an
+unknown cause). The incident's limit of decisions and the patience with starts bound those. A generation that gets
+further than all before it refills the budget.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+", re.IGNORECASE)
 
 
 class Budget(msgspec.Struct, frozen=True):
-    """What a generation leaves to the one after it."""
+    """The restart budget that a generation leaves to the next one."""
 
     restart_count: int  # all restarts of workers that failed, over the job's life
     used: int  # of max_restarts: those since the last progress
@@ -37,7 +36,7 @@ class Budget(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, generation: GenerationView) -> Budget:
-        """What the generation was granted with."""
+        """The budget with which the generation was granted."""
         return cls(generation.restart_count, generation.used_restarts, generation.furthest_step)
 
 
@@ -89,13 +88,13 @@ def _counted_from(generation: GenerationView) -> int:
 
 
 def _furthest_step(generation: GenerationView) -> int:
-    """By any rank: what one rank had done already is progress for none."""
+    """The furthest step of any rank: to redo it is no progress."""
     steps = [max(rank.step, rank.exited.last_step if rank.exited else -1) for rank in generation.ranks]
     return max([_counted_from(generation), *steps])
 
 
 def _ended_at(ranks: Iterable[RankView]) -> float:
-    """When the first worker ended; of workers that live (a hang), when they were heard of last."""
+    """When the first worker ended; if all run (a hang), when they last reported."""
     ranks = tuple(ranks)
     exits = [rank.exited_at for rank in ranks if rank.exited is not None]
     return min(exits) if exits else max(rank.reported_at for rank in ranks)
@@ -118,7 +117,7 @@ def is_identical(one: PastFailure, other: PastFailure) -> bool:
 
 
 def times_seen(failure: PastFailure, failures: Iterable[PastFailure]) -> int:
-    """In how many generations, its own included, this failure happened."""
+    """How many generations, including its own, had this failure."""
     return len({failure.generation} | {past.generation for past in failures if is_identical(past, failure)})
 
 

@@ -1,4 +1,4 @@
-"""Which hosts hold the replicas of which. Pure.
+"""Chooses which hosts hold whose replicas. Pure.
 
 Every host has min(replicas, hosts - 1) holders and is holder for as many others: memory is planned for that. Holders
 are in other failure domains as far as the counts allow it. When a host was replaced, the new one takes its place, so

@@ -1,4 +1,4 @@
-"""Which hosts get which ranks. Pure."""
+"""Chooses the hosts for ranks. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists of hosts and ranks in sentences and in evidence: as long as a person reads, however large a world is. Pure."""
+"""Lists of hosts and ranks for sentences and evidence, short enough to read in a world of any size. Pure."""
 
 from __future__ import annotations
 

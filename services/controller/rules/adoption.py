@@ -1,6 +1,6 @@
-"""What to do when hosts know more than the database: a backup was restored, a replica lost its last seconds, the
-database is another one. Their word counts: epochs and numbers go on above what they have seen, and jobs that they run
-are supervised as they run (docs/decisions/0015)."""
+"""Takes over what hosts know if they are ahead of the database: a backup was restored, a replica lost its last
+seconds, or the database is another one. Epochs and numbers continue above what the hosts have seen, and their jobs are
+supervised as they run (docs/decisions/0015)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from services.controller.round.wording import listed
 from services.controller.view import AdoptedJob, Adoption, GenerationView, JobView, ReportedStanding
 from services.rules.incident_states import IncidentEvent
 
-DATABASE_OLDER = "database_older"  # than what hosts obeyed: a backup, or a replica that lost its last seconds
-DATABASE_NEW = "database_new"  # hosts obeyed another one
+DATABASE_OLDER = "database_older"  # hosts obeyed newer commands: a backup, or a replica that lost its last seconds
+DATABASE_NEW = "database_new"  # hosts obeyed commands of another database
 NOT_ADOPTED = "job_not_adopted"
 
-GATHER_S = 2.0  # from the first host that tells: others tell within moments
-OTHER_CLUSTER_S = 15.0  # a supervisor that hosts obeyed, and that nobody heard for so long, is taken for gone
-WHOLE_WITHIN_S = 20.0  # until then the other hosts of a job that is not whole are waited for
+GATHER_S = 2.0  # from the first standing: others follow within moments
+OTHER_CLUSTER_S = 15.0  # another supervisor counts as gone if hosts had no contact with it for so long
+WHOLE_WITHIN_S = 20.0  # how long to wait for the other hosts of an incomplete job
 
 
 def take_in(round_: Round) -> None:
-    """Take over what hosts know. A job about which they know more is left alone until the round after it is adopted:
-    the view shows what it was before."""
+    """Take over what hosts know. A job about which they know more is left alone until the round after its adoption: the
+    view shows its earlier state."""
     told = round_.view.standings
     open_now = {i.cause: i for i in round_.incidents.values() if i.cause in (DATABASE_OLDER, DATABASE_NEW)}
     _close_adopted(round_)
@@ -69,7 +69,7 @@ def take_in(round_: Round) -> None:
 
 
 def _settle(round_: Round, incidents: Iterable[Incident], adoption: Adoption, *, is_all: bool) -> None:
-    """Put on record from where on is counted. What cannot be adopted keeps the incidents open."""
+    """Record where epochs and numbers continue. Jobs that cannot be adopted keep the incidents open."""
     evidence = {
         "epoch": adoption.epoch_floor,
         "number": adoption.decision_floor,
@@ -108,7 +108,7 @@ def _open(round_: Round, cause: str, told: list[ReportedStanding]) -> Incident:
 
 
 def _newest_held(told: Iterable[ReportedStanding]) -> dict[str, tuple[int, list[tuple[str, HeldJob]]]]:
-    """job -> the newest generation that hosts were told to start, and what each of them holds of it."""
+    """job -> the newest generation that hosts got a command to start, and what each of them holds of it."""
     found: dict[str, tuple[int, list[tuple[str, HeldJob]]]] = {}
     for one in told:
         for held in one.standing.jobs:
@@ -122,7 +122,7 @@ def _newest_held(told: Iterable[ReportedStanding]) -> dict[str, tuple[int, list[
 
 
 def _ended(told: Iterable[ReportedStanding]) -> dict[str, int]:
-    """job -> the newest generation as of which a host was told that the job ended."""
+    """job -> the newest generation with which a host got a command to end the job."""
     ended: dict[str, int] = {}
     for one in told:
         for job, generation in one.standing.ended.items():
@@ -154,7 +154,7 @@ def _waits_for(
     lost: Mapping[str, tuple[int, list[tuple[str, HeldJob]]]],
     began: float,
 ) -> tuple[float, str] | None:
-    """Until when nothing is taken over yet, and for what."""
+    """Until when to wait with the takeover, and for what."""
     if round_.now < began + GATHER_S:
         return began + GATHER_S, "Other hosts may be about to tell more"
     for one in told:
@@ -173,12 +173,12 @@ def _waits_for(
 
 
 def _placed(parts: list[tuple[str, HeldJob]]) -> dict[str, HostRanks]:
-    """All hosts of a generation, as far as those that told know them; rank 0's knows all."""
+    """All hosts of a generation that are known from standings; rank 0's host knows all."""
     return {host.host_id: host for _, held in parts for host in held.placement.hosts}
 
 
 def _missing(generation: int, parts: list[tuple[str, HeldJob]]) -> str:
-    """Ranks of which nobody tells where they are, in words; '' if there are none."""
+    """The ranks whose hosts are unknown, in words; '' if there are none."""
     world_size = parts[0][1].placement.world_size
     known = {rank for host in _placed(parts).values() for rank in host.ranks}
     missing = sorted(set(range(world_size)) - known)
@@ -217,7 +217,7 @@ def _newest(view: JobView) -> int:
 
 
 def _forget_what_is_past(round_: Round, job: str, known: JobView | None) -> None:
-    """Actions and incidents about older generations: what is wrong now is found anew."""
+    """End actions and incidents about older generations: current faults are found again."""
     if known is None:
         return
     round_.supersede_all(job)
@@ -226,7 +226,7 @@ def _forget_what_is_past(round_: Round, job: str, known: JobView | None) -> None
 
 
 def _cannot_adopt(round_: Round, job: str, generation: int, parts: list[tuple[str, HeldJob]]) -> None:
-    """Say so, once; the incident stays open until the job is supervised, or none of its ranks runs."""
+    """Open an incident, once. It stays open until the job is supervised, or none of its ranks runs."""
     round_.wake(round_.now + GATHER_S)
     if any(i.cause == NOT_ADOPTED and i.job == job for i in round_.incidents.values() if not i.state.closed):
         return
@@ -247,7 +247,7 @@ def _cannot_adopt(round_: Round, job: str, generation: int, parts: list[tuple[st
 
 
 def _close_adopted(round_: Round) -> None:
-    """Of jobs that are supervised by now, or that none of the hosts runs any more that told of it."""
+    """Close the incidents of jobs that are supervised by now, or that none of their hosts runs any more."""
     running = {held.spec.job for one in round_.view.standings for held in one.standing.jobs if held.ranks}
     for incident in list(round_.incidents.values()):
         view = round_.jobs.get(incident.job)
@@ -257,7 +257,7 @@ def _close_adopted(round_: Round) -> None:
 
 
 def _end_what_ended(round_: Round, ended: Mapping[str, int], held: Mapping[str, int]) -> None:
-    """A job that the database takes for running, and that hosts were told had ended."""
+    """Stop jobs that are running for the database, but whose hosts got a command to end them."""
     for job, generation in sorted(ended.items()):
         view = round_.jobs.get(job)
         if view is None or view.state.ended or held.get(job, -1) > generation or view.generation is None:
@@ -270,7 +270,7 @@ def _end_what_ended(round_: Round, ended: Mapping[str, int], held: Mapping[str, 
 
 
 def merged(parts: list[Placement]) -> Placement:
-    """The whole placement, from those parts of it that hosts were given. Pure."""
+    """The whole placement, from the parts that hosts got. Pure."""
     hosts = {host.host_id: host for part in parts for host in part.hosts}
     peers = {owner: holders for part in parts for owner, holders in part.peers.items()}
     whole = max(parts, key=lambda part: len(part.hosts))
@@ -293,7 +293,7 @@ def merged(parts: list[Placement]) -> Placement:
 
 
 def plan_of(placement: Placement, *, known_step: int, ran_s: float) -> GenerationPlan:
-    """The grant that led to a placement, as far as the placement tells. Pure."""
+    """The grant that led to a placement, as far as it shows in the placement. Pure."""
     history = placement.lineage[:-1]
     return GenerationPlan(
         job=placement.job,
