@@ -1,14 +1,14 @@
-"""What checkpoints cost: Flyball's engine, what the machine can do, and other engines, in one run on one machine.
+"""Measures the cost of checkpoints: Flyball's engine, the machine's limits, and other engines, in one run.
 
     python benchmarks/checkpoint.py                                  tables for 0.5 and 2 GiB of state
     python benchmarks/checkpoint.py --json --size 2                  one JSON object on stdout, progress on stderr
-    python benchmarks/checkpoint.py --peers all --peers-venv ~/peers   the other engines too, installed there once
+    python benchmarks/checkpoint.py --peers all --peers-venv ~/peers   other engines too, installed there once
 
-The state is a GPT-2-like model and its AdamW moments in float32. Every ratio is of interleaved pairs: a value and the
-floor that was measured beside it, in the same process. Every part runs in a process of its own, and every engine of
-Flyball's is a real engine process. Run it on a machine that does nothing else; it needs 2 cores or more.
+The state is a GPT-2-like model and its AdamW moments in float32. Every ratio is of
+interleaved pairs: a value, and the floor measured next to it in the same process. Every part runs in its own process,
+with real engine processes on Flyball's side. Run it on an otherwise idle machine with 2 cores or more.
 
-Exit codes: 0, 1 if a part of Flyball's could not be measured, 2 for wrong arguments, 7 if there is too little memory.
+Exit codes: 0; 1 if a part of Flyball could not be measured; 2 for wrong arguments; 7 for too little memory.
 """
 
 from __future__ import annotations
@@ -36,19 +36,23 @@ from checkpoint_bench.parts import (  # noqa: E402
 )
 
 GIB = 1 << 30
-STATES_AT_ONCE = 8  # state, gradients, two engines' slots, and a floor's buffer, in the largest part
+STATES_AT_ONCE = 8  # in the largest part: state, gradients, two engines' slots, and a floor's buffer
 BASE_BYTES = 2 * GIB
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object, of the last size where several")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--size", default="0.5,2", help="GiB of state, one or more with commas (0.5,2)")
     parser.add_argument("--repeats", type=int, default=7, help="interleaved repeats of every measurement (7)")
     parser.add_argument("--only", default="", help=f"parts with commas: {', '.join(FLYBALL_PARTS)}")
     parser.add_argument("--peers", default="none", help=f"none, all, or names with commas: {', '.join(PEERS)}")
-    parser.add_argument("--peers-venv", type=Path, help="made there if it is not, outside the repository")
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="on the disk to be measured (here)")
+    parser.add_argument(
+        "--peers-venv", type=Path, help="virtual environment of the peers, outside the repository; created if missing"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path.cwd(), help="folder on the disk to measure (default: the current one)"
+    )
     options = parser.parse_args()
     try:
         options.sizes = [float(size) for size in options.size.split(",")]
@@ -57,9 +61,9 @@ def parse() -> argparse.Namespace:
     options.parts = _names(parser, "--only", options.only or "all", FLYBALL_PARTS)
     options.peer_names = [] if options.peers == "none" else _names(parser, "--peers", options.peers, PEERS)
     if options.peer_names and options.peers_venv is None:
-        parser.error("--peers needs --peers-venv DIR: they are installed there, never into this environment")
+        parser.error("--peers needs --peers-venv DIR: they are installed there, not into this environment")
     if options.repeats < 1 or min(options.sizes) < 0.005:
-        parser.error("at least 1 repeat and 0.005 GiB of state are needed")
+        parser.error("--repeats must be at least 1, and --size at least 0.005")
     return options
 
 
@@ -69,14 +73,14 @@ def _names(parser: argparse.ArgumentParser, option: str, given: str, known: tupl
     names = [name for name in given.split(",") if name]
     for name in names:
         if name not in known:
-            parser.error(f"{option}: there is no {name!r}; there are {', '.join(known)}")
+            parser.error(f"{option}: no such part {name!r}; choose from {', '.join(known)}")
     return names
 
 
 def main() -> int:
     options = parse()
     for folder in (Path(tempfile.gettempdir()), options.folder):
-        remove_leftovers(folder)  # slots would be taken for memory that others need
+        remove_leftovers(folder)  # old slots take up memory
     needed = int(max(options.sizes) * GIB) * STATES_AT_ONCE + BASE_BYTES
     available = available_bytes()
     if available < needed:

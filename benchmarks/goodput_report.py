@@ -1,15 +1,14 @@
-"""How long a goodput report takes: a log of a million events of 1,000 ranks, from the file to the JSON, on one core.
+"""Measures a goodput report on one core: from a log file of a million events of 1,000 ranks to the JSON.
 
     python benchmarks/goodput_report.py                 a table
     python benchmarks/goodput_report.py --json          one JSON object on stdout, progress on stderr
 
-The log is written into a temporary folder: every rank tells of each of its steps by itself, each with a delay of its
-own, and every so often an incident stops the job, loses steps and starts the next generation. The schedule of outages
-is known, so the report is checked against it. What is measured is `flyball goodput report LOG -o json` in a fresh
-process that may use one core: seconds from its start to its end, seconds of the processor (which others' work beside it
-does not lengthen), and its peak of resident memory.
+It writes the log into a temporary folder. Every rank reports each step separately, with its own delay. From time to
+time an incident stops the job, loses steps and starts the next generation. The report is checked against this known
+schedule. It measures `flyball goodput report LOG -o json` in a fresh process on one core: seconds from start to end,
+CPU seconds (other processes do not add to these), and peak resident memory.
 
-Exit codes: 0, 1 if the command failed or its report is wrong.
+Exit codes: 0; 1 if the command failed or its report is wrong.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from typing import BinaryIO
 
 ROOT = Path(__file__).resolve().parents[1]
 STEP_S = 2.0
-JITTER_S = 0.02  # ranks complete a step within so much
+JITTER_S = 0.02  # all ranks complete a step within this time
 STARTED_AT = 1_700_000_000.0
 LOST_STEPS = 3  # per incident
-# Of each incident, in order: what the controller and the workers then do.
+# Durations of an incident's stages, in order.
 STAGES_S = {"detection": 4.0, "decision": 0.5, "stop": 2.0, "restart": 20.0, "restore": 5.0}
 COMMAND = ["-P", "-c", "from flyball.cli.main import main; main()", "goodput", "report"]
 
 
 @dataclass(frozen=True)
 class Truth:
-    """What the log was written from, in seconds of the job."""
+    """The known figures of the log. Times are those of the job."""
 
     events: int
     elapsed_s: float
@@ -51,7 +50,7 @@ class Truth:
 
 @dataclass(frozen=True)
 class Run:
-    """One report, and what it took."""
+    """One report, and its cost."""
 
     seconds: float
     cpu_seconds: float
@@ -62,17 +61,17 @@ class Run:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--events", type=int, default=1_000_000, help="about so many (1,000,000)")
-    parser.add_argument("--ranks", type=int, default=1_000, help="of the job (1,000)")
-    parser.add_argument("--incidents", type=int, default=10, help="spread over the job (10)")
-    parser.add_argument("--repeats", type=int, default=3, help="of the measurement (3)")
+    parser.add_argument("--events", type=int, default=1_000_000, help="approximate number of events (1,000,000)")
+    parser.add_argument("--ranks", type=int, default=1_000, help="ranks of the job (1,000)")
+    parser.add_argument("--incidents", type=int, default=10, help="incidents, spread over the job (10)")
+    parser.add_argument("--repeats", type=int, default=3, help="repeats of the measurement (3)")
     options = parser.parse_args()
     if min(options.events, options.ranks, options.incidents + 1, options.repeats) < 1:
-        parser.error("--events, --ranks and --repeats are at least 1, --incidents at least 0")
+        parser.error("--events, --ranks and --repeats must be at least 1, --incidents at least 0")
     steps = max(options.events // options.ranks, (LOST_STEPS + 2) * (options.incidents + 1))
     with tempfile.TemporaryDirectory(prefix="flyball-goodput-") as folder:
         log = Path(folder, "events.jsonl")
-        _say(f"writing {steps} steps of {options.ranks} ranks")
+        _log(f"writing {steps} steps of {options.ranks} ranks")
         with log.open("wb", buffering=1 << 20) as file:
             truth = _Writer(file, options.ranks).write(steps, options.incidents)
         truth = Truth(**{**vars(truth), "size_bytes": log.stat().st_size})
@@ -80,10 +79,10 @@ def main() -> int:
         runs = []
         for repeat in range(options.repeats):
             run = _measure(log)
-            _say(f"run {repeat + 1} of {options.repeats}: {run.seconds:.2f} s, {run.peak_rss_bytes >> 20} MiB")
+            _log(f"run {repeat + 1} of {options.repeats}: {run.seconds:.2f} s, {run.peak_rss_bytes >> 20} MiB")
             runs.append(run)
     report = runs[0].report
-    wrong = _wrong(report, truth)
+    wrong = _differences(report, truth)
     result = {
         "events": truth.events,
         "ranks": options.ranks,
@@ -107,38 +106,38 @@ def main() -> int:
         for name, value in result.items():
             print(f"{name:20} {value}")
     for problem in wrong:
-        _say(problem)
+        _log(problem)
     return 1 if wrong else 0
 
 
 class _Writer:
-    """Writes events and keeps the truth."""
+    """Writes events and records the true figures."""
 
     def __init__(self, file: BinaryIO, ranks: int) -> None:
         self._file = file
         self._ranks = ranks
         chance = random.Random(7)
         self._delays = sorted(chance.uniform(0.0, JITTER_S) for _ in range(ranks))
-        # The ranks of a host are not those that are late together.
+        # Late ranks are not all on the same hosts.
         self._order = chance.sample(range(ranks), ranks)
         self._now = STARTED_AT
         self._events = 0
         self._useful_s = 0.0
 
     def write(self, steps: int, incidents: int) -> Truth:
-        """`steps` are executed, some of them again."""
-        self._tell("job_submitted", {"world_size": self._ranks})
+        """Write the log of `steps` executed steps, including repeated ones."""
+        self._write("job_submitted", {"world_size": self._ranks})
         self._now += 10.0
         per_generation = steps // (incidents + 1)
         step, incident_id = -1, ""
         for generation in range(1, incidents + 2):
-            self._tell("generation_started", {"restore_step": None if step < 0 else step}, generation, incident_id)
+            self._write("generation_started", {"restore_step": None if step < 0 else step}, generation, incident_id)
             spawned_at, restore_began_at = self._now, self._now + STAGES_S["restart"]
             restored_at = restore_began_at + STAGES_S["restore"]
             self._now = restored_at
             marks = {"spawned_at": spawned_at, "restore_began_at": restore_began_at, "restored_at": restored_at}
             for rank in range(self._ranks):
-                self._tell("rank_marks", marks, generation, rank=rank)
+                self._write("rank_marks", marks, generation, rank=rank)
             last = generation == incidents + 1
             count = steps - per_generation * incidents if last else per_generation
             for _ in range(count):
@@ -152,12 +151,12 @@ class _Writer:
             incident_id = f"inc-{generation}"
             self._now += STAGES_S["detection"]
             host = f"host-{generation:04d}"
-            self._tell("incident_opened", {"cause": "host_silent"}, generation, incident_id, host=host)
+            self._write("incident_opened", {"cause": "host_silent"}, generation, incident_id, host=host)
             self._now += STAGES_S["decision"]
-            self._tell("decision", {"kind": "migrate_to_spare"}, generation, incident_id)
+            self._write("decision", {"kind": "migrate_to_spare"}, generation, incident_id)
             self._now += STAGES_S["stop"]
-            self._tell("workers_stopped", {}, generation, incident_id)
-        self._tell("job_ended", {"outcome": "succeeded"})
+            self._write("workers_stopped", {}, generation, incident_id)
+        self._write("job_ended", {"outcome": "succeeded"})
         elapsed_s = self._now - STARTED_AT
         return Truth(self._events, elapsed_s, self._useful_s, incidents, 0)
 
@@ -166,7 +165,7 @@ class _Writer:
         self._now += STEP_S
         lines = []
         for rank, delay in zip(self._order, self._delays, strict=True):
-            # The last rank's delay is the end of the step: then the schedule is the truth.
+            # The last rank ends the step, so the schedule gives the true times.
             at = began + STEP_S - self._delays[-1] + delay
             lines.append(
                 b'{"at":%.6f,"kind":"steps","job":"llama","generation":%d,"rank":%d,"host_id":"host-%04d",'
@@ -175,7 +174,7 @@ class _Writer:
         self._file.write(b"".join(lines))
         self._events += len(lines)
 
-    def _tell(
+    def _write(
         self,
         kind: str,
         data: dict[str, object],
@@ -200,7 +199,7 @@ class _Writer:
 
 
 def _measure(log: Path) -> Run:
-    """One fresh process."""
+    """Measure one report in a fresh process."""
     began = time.perf_counter()
     with subprocess.Popen(
         [sys.executable, *COMMAND, str(log), "-o", "json"],
@@ -218,21 +217,21 @@ def _measure(log: Path) -> Run:
     return Run(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, json.loads(answer))
 
 
-def _wrong(report: dict[str, object], truth: Truth) -> list[str]:
-    """What of the report is not the truth, to within one step."""
+def _differences(report: dict[str, object], truth: Truth) -> list[str]:
+    """Figures of the report that differ from the truth by more than one step."""
     found = []
-    for name, told, true in (
+    for name, reported, true in (
         ("elapsed_s", report["elapsed_s"], truth.elapsed_s),
         ("useful", report["seconds_by_category"]["useful"], truth.useful_s),  # type: ignore[index]
     ):
-        if abs(float(told) - true) > STEP_S:  # type: ignore[arg-type]
-            found.append(f"{name} is {told}, and was {true}.")
+        if abs(float(reported) - true) > STEP_S:  # type: ignore[arg-type]
+            found.append(f"{name} is {reported}, but should be {true}.")
     if report["interruptions"] != truth.incidents:
-        found.append(f"interruptions are {report['interruptions']}, and were {truth.incidents}.")
+        found.append(f"interruptions are {report['interruptions']}, but should be {truth.incidents}.")
     return found
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

@@ -1,11 +1,11 @@
-"""Kill everything of a `flyball run` at a random moment, and run the same command again: what was lost?
+"""Kills every process of a `flyball run` at a random moment, runs the same command again, and counts lost steps.
 
     python benchmarks/kill_everything.py                  five times
     python benchmarks/kill_everything.py --times 20 --json
 
-Command, supervisor, daemon, spawner, engine and workers get SIGKILL. What was committed is then read from the slots and
-disks by `flyball ckpt ls`, without a server; the same command is run again, and its first step shows where it went on.
-Every third time (--reboot-every) the shared memory is removed as well, as a reboot does: then the disk counts.
+Command, supervisor, daemon, spawner, engine and workers get SIGKILL. Then `flyball ckpt ls` reads the committed steps
+from slots and disks, without a server. The same command runs again, and its first step shows where it resumed. Every
+third time (--reboot-every) the shared memory is removed too, like by a reboot, so only the disk counts.
 Exit code 1 if a resumed step is older than the newest committed one.
 """
 
@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--reboot-every", type=int, default=3, help="0: never")
-    parser.add_argument("--within-s", type=float, default=6.0, help="the longest that training goes on before the kill")
+    parser.add_argument("--within-s", type=float, default=6.0, help="longest training time before the kill")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rng = random.Random(options.seed)
@@ -53,12 +53,12 @@ def main() -> int:
         print(json.dumps({"seed": options.seed, "kills": rows, "lost": len(lost)}, indent=2))
     else:
         show(rows)
-        print(f"{len(rows)} kills, {len(lost)} went on from an older step than the newest committed one")
+        print(f"{len(rows)} kills, {len(lost)} resumed from an older step than the newest committed one")
     return 1 if lost else 0
 
 
 def kill_once(place: Path, rng: random.Random, number: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One life of the job: it goes on from the one before, trains for a while, and is killed with all it has."""
+    """One life of the job: it resumes, trains for a while, and all its processes are killed."""
     reboot = bool(options.reboot_every) and number % options.reboot_every == 0
     before = generations(place)
     process = start(place)
@@ -67,7 +67,7 @@ def kill_once(place: Path, rng: random.Random, number: int, options: argparse.Na
         after_s = rng.uniform(0.0, options.within_s)
         time.sleep(after_s)
     finally:
-        process.kill()  # nothing of it may tidy up
+        process.kill()  # before anything can clean up
         kill_all(place)
         process.wait()
     if reboot:
@@ -123,7 +123,7 @@ def output(place: Path) -> str:
 
 
 def rank_logs(place: Path) -> dict[int, Path]:
-    """Generation -> the log of rank 0."""
+    """Rank 0's log by generation."""
     logs = (place / "s").glob(f"jobs/{JOB}/host/logs/{JOB}/g*/rank0.log")
     return {int(log.parent.name[1:]): log for log in logs}
 
@@ -133,7 +133,7 @@ def generations(place: Path) -> set[int]:
 
 
 def steps_of(log: Path) -> list[int]:
-    """The steps that rank 0 printed; each is printed after both ranks made it."""
+    """The steps that rank 0 printed, each after both ranks completed it."""
     lines = log.read_text(errors="replace").splitlines()
     return [int(line.split()[1]) for line in lines if line.startswith("step ") and len(line.split()) == 4]
 
@@ -143,13 +143,13 @@ def made_steps(place: Path, before: set[int]) -> bool:
 
 
 def first_new_step(place: Path, before: set[int]) -> int:
-    """Of the first generation of this life: a later one has gone back for another reason."""
+    """The first step of this life's first generation. A later one may have restarted for another reason."""
     found = {generation: steps_of(log) for generation, log in rank_logs(place).items() if generation not in before}
     return next(steps[0] for _, steps in sorted(found.items()) if steps)
 
 
 def newest_committed(place: Path) -> dict[str, Any]:
-    """The recovery point as it lies in slots and on the disk, read by a process of its own."""
+    """The recovery point in slots and on disk, read by a separate process."""
     environ = os.environ | folders(place)
     command = [sys.executable, "-m", "flyball.cli.main", "ckpt", "ls", "--job", JOB, "-o", "json"]
     done = subprocess.run(command, env=environ, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -162,11 +162,11 @@ def newest_committed(place: Path) -> dict[str, Any]:
 
 
 def kill_all(place: Path) -> None:
-    """SIGKILL to every process of this folder, by its id, until there is none."""
+    """Send SIGKILL to every process of this folder, by pid, until none is left."""
     deadline = time.monotonic() + TIMEOUT_S
     while left := [process for process in psutil.process_iter() if belongs(process, place)]:
         if time.monotonic() > deadline:
-            raise SystemExit(f"these processes do not end: {left}")
+            raise SystemExit(f"these processes did not end: {left}")
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -187,7 +187,7 @@ def wait_for(condition: Callable[[], object], place: Path, process: subprocess.P
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"no step was made; the command wrote:\n{output(place)[-4000:]}")
+            raise SystemExit(f"no step completed; the command wrote:\n{output(place)[-4000:]}")
         time.sleep(0.02)
 
 

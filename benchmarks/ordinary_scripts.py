@@ -1,15 +1,15 @@
-"""Ordinary training scripts under `flyball run`: none of them may be taken for a fault.
+"""Runs ordinary training scripts under `flyball run`: Flyball must not mistake any of them for a fault.
 
-    python benchmarks/ordinary_scripts.py                            all of them, also under torchrun; a table
-    python benchmarks/ordinary_scripts.py --load 4                   beside 4 processes that keep processors busy
-    python benchmarks/ordinary_scripts.py --only profiler --json     one of them; one JSON object on stdout
+    python benchmarks/ordinary_scripts.py                            all scripts, also under torchrun; a table
+    python benchmarks/ordinary_scripts.py --load 4                   beside 4 busy processes
+    python benchmarks/ordinary_scripts.py --only profiler --json     one script; one JSON object on stdout
 
-The scripts in ordinary_scripts/ are written as users write theirs: they evaluate, save, compile, profile, wait for data
-or for one another, fork, print, with and without a line of Flyball in them. Each must run to its end under Flyball with
-no decision but those that start and complete its job, and no restart. Exit code 1 if one does not.
+The scripts in ordinary_scripts/ do what users' scripts do: evaluate, save, compile, profile, wait for data or for each
+other, fork, print. Some use Flyball, some do not. Each must run to its end under Flyball without a restart, and with no
+decisions except those that start and complete its job. Exit code 1 if one does not.
 
-A script's second line says what it needs: `# corpus: ranks=2 needs=tqdm,g++`. One whose needs are missing is skipped,
-and that is said; `pip install 'flyball[ordinary]'` brings what pip can. OMP_NUM_THREADS is 1 everywhere.
+A script's second line lists its requirements: `# corpus: ranks=2 needs=tqdm,g++`. A script with missing requirements is
+reported as skipped; `pip install 'flyball[ordinary]'` installs those on PyPI. OMP_NUM_THREADS is 1 everywhere.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ QUESTION = b"Go on? "
 
 @dataclass(frozen=True)
 class Script:
-    """One script of the corpus, and what its second line says."""
+    """One script of the corpus, with the settings of its second line."""
 
     path: Path
     ranks: int
     needs: tuple[str, ...]
-    answers_after_s: float | None  # it asks `Go on?` at its terminal; somebody types "yes" so long after that
+    answers_after_s: float | None  # delay before "yes" is typed when the script asks `Go on?` at its terminal
 
     @property
     def name(self) -> str:
@@ -69,14 +69,14 @@ class Script:
 class Ended:
     """How one command ended."""
 
-    code: int | None  # None: it was stopped after the time limit
+    code: int | None  # None: stopped at the time limit
     seconds: float
     output_tail: str
 
 
 @dataclass
 class Row:
-    """What one script did."""
+    """The result of one script."""
 
     script: str
     ranks: int
@@ -84,7 +84,7 @@ class Row:
     torchrun_s: float | None = None
     flyball_s: float | None = None
     restarts: int = 0
-    decisions: list[dict[str, object]] = field(default_factory=list)  # those that are neither start nor completion
+    decisions: list[dict[str, object]] = field(default_factory=list)  # all except start and completion
     problems: list[str] = field(default_factory=list)
     output_tail: str = ""  # of a command that failed
 
@@ -122,12 +122,12 @@ def flyball(script: Script, state: Path) -> list[str]:
 
 
 def execute(command: list[str], script: Script, folder: Path, timeout_s: float) -> Ended:
-    """Run a command to its end, or to the time limit: then it and everything that it started are ended."""
+    """Run a command. At the time limit, end it and everything that it started."""
     log = folder / "output.log"
     began = time.monotonic()
     with log.open("wb") as output, _keyboard(script.answers_after_s, output) as terminal:
         process = subprocess.Popen(
-            command if terminal is None else ["setsid", "--ctty", *command],  # as a shell's commands have theirs
+            command if terminal is None else ["setsid", "--ctty", *command],  # its controlling terminal, as in a shell
             stdin=subprocess.DEVNULL if terminal is None else terminal,
             stdout=output if terminal is None else terminal,
             stderr=output if terminal is None else terminal,
@@ -150,7 +150,7 @@ def execute(command: list[str], script: Script, folder: Path, timeout_s: float) 
 
 @contextmanager
 def _keyboard(answers_after_s: float | None, output: IO[bytes]) -> Iterator[int | None]:
-    """A terminal at which somebody answers the script's question, its screen kept in `output`; None if nobody does."""
+    """A terminal that answers the script's question and copies its screen to `output`; None if there is no question."""
     if answers_after_s is None:
         yield None
         return
@@ -166,9 +166,9 @@ def _keyboard(answers_after_s: float | None, output: IO[bytes]) -> Iterator[int 
 
 
 def _watch_screen(terminal: int, output: IO[bytes], answers_after_s: float) -> None:
-    """Keep what is shown, and type "yes" so long after the question."""
+    """Copy the screen to `output`, and type "yes" `answers_after_s` after the question."""
     shown, asked_at, answered = b"", 0.0, False
-    with suppress(OSError):  # what a terminal says when nobody has its other end
+    with suppress(OSError):  # raised when the other end is closed
         while True:
             if select.select([terminal], [], [], LOOK_INTERVAL_S)[0]:
                 part = os.read(terminal, 65536)
@@ -193,7 +193,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def decisions_in(state: Path) -> list[dict[str, object]]:
-    """What the run's supervisor decided, oldest first, from the database that it left."""
+    """The decisions of the run's supervisor, oldest first, from its database."""
     database = state / "supervisor" / "flyball.sqlite"
     if not database.exists():
         return []
@@ -233,7 +233,7 @@ def measure(script: Script, launchers: Sequence[str], timeout_s: float) -> Row:
 def _take(row: Row, launcher: str, ended: Ended) -> float | None:
     if ended.code != 0:
         row.problems.append(
-            f"{launcher}: " + ("not ended in time" if ended.code is None else f"exit code {ended.code}")
+            f"{launcher}: " + ("did not end in time" if ended.code is None else f"exit code {ended.code}")
         )
         row.output_tail = ended.output_tail
         return None
@@ -242,7 +242,7 @@ def _take(row: Row, launcher: str, ended: Ended) -> float | None:
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """So many processes that always want a processor."""
+    """Run `count` processes that keep the CPU busy."""
     processes = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
     try:
         yield
@@ -269,13 +269,17 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Decisions about ordinary scripts, and what they cost over torchrun.")
+    parser = argparse.ArgumentParser(
+        description="Decisions about ordinary scripts, and their slowdown against torchrun."
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this script; may be repeated")
-    parser.add_argument("--corpus", type=Path, default=CORPUS, metavar="DIR", help="scripts of your own instead")
-    parser.add_argument("--load", type=int, default=0, metavar="N", help="busy processes beside each script")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="run only this script; may be repeated"
+    )
+    parser.add_argument("--corpus", type=Path, default=CORPUS, metavar="DIR", help="folder of your own scripts")
+    parser.add_argument("--load", type=int, default=0, metavar="N", help="busy processes to run beside each script")
     parser.add_argument("--launcher", choices=["flyball", "torchrun", "both"], default="both")
-    parser.add_argument("--timeout-s", type=float, default=600.0, help="for one script under one launcher")
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="limit for one script under one launcher")
     options = parser.parse_args()
     launchers = ["torchrun", "flyball"] if options.launcher == "both" else [options.launcher]
 

@@ -1,10 +1,9 @@
-"""What Flyball costs a training step: `job.step`, without and with a loss or an event file, and `job.save` of the
-example's model and optimizer.
+"""Measures what Flyball costs a training step: `job.step` (plain, with a loss, with an event file) and `job.save`.
 
     python benchmarks/trainer_overhead.py [--json] [--saves N]
 
-One rank, no engine process beside it (it commits for itself, on a thread), one thread for torch, as under
-`flyball run` with several ranks per host. Run it on a machine that does nothing else.
+It saves the example's model and optimizer. One rank commits its own saves on a thread, without an engine process. torch
+has one thread, as under `flyball run` with several ranks per host. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def identity(prefix: str, every_steps: int) -> WorkerIdentity:
 
 
 def trained_state() -> tuple[dict[str, object], Callable[[], None]]:
-    """The example's state after one step, and a function that does another."""
+    """The example's state after one step, and a function that runs another step."""
     example = runpy.run_path(str(EXAMPLE))
     options = example["parse"]([])
     model = example["GPT"](options.layers, options.width, options.heads, options.context)
@@ -76,7 +75,7 @@ def step_ns(job: Job, loss: object = None) -> float:
 
 
 def cpu_ms_per_s(events: str) -> float:
-    """What the process does while the training thread only completes a step now and then."""
+    """CPU time of the process while the training thread only completes occasional steps."""
     with Job(read_identity({}), events=events) as job:
         began_s, cpu_s = time.perf_counter(), time.process_time()
         for step in range(WATCHED_STEPS):
@@ -86,11 +85,11 @@ def cpu_ms_per_s(events: str) -> float:
 
 
 def measure_events(folder: str) -> dict[str, float]:
-    """With an event file a step costs the training thread what it does without; a thread beside it writes."""
+    """With an event file, a separate thread writes, so the training thread's cost per step should not change."""
     with Job(read_identity({}), events=f"{folder}/fast.jsonl") as job:
-        told_step_ns = step_ns(job)
+        step_events_ns = step_ns(job)
     cpu_ms = cpu_ms_per_s(f"{folder}/watched.jsonl") - cpu_ms_per_s("")
-    return {"step_events_ns": round(told_step_ns, 1), "events_cpu_ms_per_s": round(max(cpu_ms, 0.0), 2)}
+    return {"step_events_ns": round(step_events_ns, 1), "events_cpu_ms_per_s": round(max(cpu_ms, 0.0), 2)}
 
 
 def measure(prefix: str, saves: int) -> dict[str, float]:
@@ -110,13 +109,13 @@ def measure(prefix: str, saves: int) -> dict[str, float]:
             due_ms.append((saved_s - trained_s) * 1e3)
         else:
             not_due_us.append((saved_s - trained_s) * 1e6)
-            assert due.staged.wait(10.0), due.error  # it was copied beside this step
+            assert due.staged.wait(10.0), due.error  # it was copied during this step
     job.close()
     segments = RankSegments.open(rank_segment(prefix, "benchmark", 0))
     payload_bytes = max(view.payload_bytes for view in segments.slots())
     segments.unlink()
     segments.close()
-    settled_ms = due_ms[2:]  # the first two make their slots
+    settled_ms = due_ms[2:]  # the first two create their slots
     return {
         "step_ns": round(plain_step_ns, 1),
         "step_loss_float_ns": round(float_ns, 1),

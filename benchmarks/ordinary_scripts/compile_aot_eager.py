@@ -1,4 +1,4 @@
-"""torch.compile on two ranks with a backend that needs no compiler; the evaluation mode compiles anew."""
+"""torch.compile on two ranks with a backend that needs no compiler; evaluation mode compiles again."""
 # corpus: ranks=2
 
 import torch

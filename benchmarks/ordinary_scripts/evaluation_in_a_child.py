@@ -1,4 +1,4 @@
-"""Every 250 steps a script of its own evaluates the checkpoint, as a child process; the trainer waits for it."""
+"""Every 250 steps a child process evaluates the checkpoint with its own script; the trainer waits for it."""
 # corpus: ranks=1
 
 import subprocess

@@ -1,4 +1,4 @@
-"""Forks: children augment data and hand it back through pipes, some outlive their batch."""
+"""Forks children that augment data and return it through pipes; some outlive their batch."""
 # corpus: ranks=1
 
 import multiprocessing

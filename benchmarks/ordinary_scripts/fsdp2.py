@@ -1,4 +1,4 @@
-"""FSDP2 on gloo, with a sharded checkpoint of its own after each part, and steps that are told."""
+"""FSDP2 on gloo. Reports its steps, and writes its own sharded checkpoint after each part."""
 # corpus: ranks=2
 
 import tempfile

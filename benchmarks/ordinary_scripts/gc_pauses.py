@@ -1,4 +1,4 @@
-"""Python's collector runs every 100 steps only, over millions of objects, longer on one rank than on the other."""
+"""Python's garbage collector runs only every 100 steps, over millions of objects, longer on one rank than the other."""
 # corpus: ranks=2
 
 import gc

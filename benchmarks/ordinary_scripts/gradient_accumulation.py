@@ -1,4 +1,4 @@
-"""Gradients of 1 to 400 micro-batches are accumulated until there are enough tokens: steps are of all lengths."""
+"""Accumulates gradients of 1 to 400 micro-batches until there are enough tokens: step times vary widely."""
 # corpus: ranks=2
 
 import random

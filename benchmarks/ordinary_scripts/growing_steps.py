@@ -1,4 +1,4 @@
-"""A warm-up of the sequence length: steps become ten times as long within the run, at three places at once."""
+"""Sequence-length warm-up: steps become ten times as long during the run, in three jumps."""
 # corpus: ranks=2
 
 import torch

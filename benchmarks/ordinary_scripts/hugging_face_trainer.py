@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with evaluation and saves, of a tiny model with random weights; nothing of Flyball in it."""
+"""Hugging Face's Trainer with evaluation and saves, on a tiny model with random weights. Does not use Flyball."""
 # corpus: ranks=2 needs=transformers,accelerate
 
 import tempfile

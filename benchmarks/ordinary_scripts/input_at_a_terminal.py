@@ -1,4 +1,4 @@
-"""Asks at the terminal whether to go on; the answer is typed 12 s later."""
+"""Asks at the terminal whether to continue; the answer is typed 12 s later."""
 # corpus: ranks=1 answers-after=12
 
 import torch

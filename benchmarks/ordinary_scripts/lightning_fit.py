@@ -1,4 +1,4 @@
-"""Lightning with validation and checkpoints, as torchrun would start it; nothing of Flyball in it."""
+"""Lightning with validation and checkpoints, as torchrun would start it. Does not use Flyball."""
 # corpus: ranks=2 needs=lightning
 
 import tempfile

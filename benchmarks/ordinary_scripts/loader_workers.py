@@ -1,4 +1,4 @@
-"""A DataLoader whose workers start anew with every epoch, and open their files for seconds before a batch comes."""
+"""A DataLoader whose workers restart with every epoch, and spend seconds opening files before the first batch."""
 # corpus: ranks=2
 
 import time

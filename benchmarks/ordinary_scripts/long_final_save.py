@@ -1,4 +1,4 @@
-"""After the last step the model is exported and uploaded for 20 s."""
+"""After the last step, exports and uploads the model for 20 s."""
 # corpus: ranks=1
 
 import io

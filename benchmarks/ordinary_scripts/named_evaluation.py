@@ -1,4 +1,4 @@
-"""Says that it evaluates: `with job.phase("eval"):` around 8 s every 200 steps."""
+"""Names its evaluation with `with job.phase("eval"):`, for 8 s every 200 steps."""
 # corpus: ranks=2
 
 import time

@@ -1,4 +1,4 @@
-"""Somebody looks at rank 1 in a debugger for 15 s: it sleeps, and rank 0 waits for its gradients."""
+"""Somebody inspects rank 1 for 15 s: it sleeps, and rank 0 waits for its gradients."""
 # corpus: ranks=2
 
 import time

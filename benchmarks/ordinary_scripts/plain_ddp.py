@@ -1,4 +1,4 @@
-"""Plain DistributedDataParallel as in PyTorch's tutorial, nothing of Flyball in it."""
+"""Plain DistributedDataParallel as in PyTorch's tutorial. Does not use Flyball."""
 # corpus: ranks=2
 
 import os

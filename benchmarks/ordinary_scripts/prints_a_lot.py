@@ -1,4 +1,4 @@
-"""Prints 200,000 lines per rank, long ones among them, and some that never end."""
+"""Prints 200,000 lines per rank, some very long, some without an end."""
 # corpus: ranks=2
 
 import sys

@@ -1,4 +1,4 @@
-"""torch.profiler records some steps now and then, and writes large traces."""
+"""torch.profiler occasionally records some steps and writes large traces."""
 # corpus: ranks=1
 
 import tempfile

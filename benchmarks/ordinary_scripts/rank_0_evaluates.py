@@ -1,4 +1,4 @@
-"""Rank 0 alone evaluates and writes a report; the others wait for it in a barrier."""
+"""Only rank 0 evaluates and writes a report; the others wait in a barrier."""
 # corpus: ranks=2
 
 import time

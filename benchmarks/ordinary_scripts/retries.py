@@ -1,4 +1,4 @@
-"""Catches errors in a step and tries again: a batch that does not fit, a store that does not answer at once."""
+"""Catches errors in a step and retries: a batch that does not fit, a store that answers late."""
 # corpus: ranks=1
 
 import time

@@ -1,4 +1,4 @@
-"""Has signal handlers of its own: a timer prints, SIGUSR1 saves, SIGCHLD counts; children come and go."""
+"""Installs its own signal handlers: a timer prints, SIGUSR1 saves, SIGCHLD counts. Children come and go."""
 # corpus: ranks=1
 
 import os

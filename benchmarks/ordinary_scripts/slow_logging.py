@@ -1,4 +1,4 @@
-"""Logs to a place that takes a few lines a second: writes block for seconds when its buffer is full."""
+"""Logs to a slow reader: writes block for seconds when its buffer is full."""
 # corpus: ranks=1
 
 import subprocess

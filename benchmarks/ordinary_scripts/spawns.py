@@ -1,4 +1,4 @@
-"""A pool of spawned processes prepares the data of each epoch: each of them imports this script anew."""
+"""A pool of spawned processes prepares the data of each epoch; each process imports this script again."""
 # corpus: ranks=1
 
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Rank 0 writes 400 MB with torch.save and fsync, while the others wait in a barrier. No job.save."""
+"""Rank 0 writes 400 MB with torch.save and fsync, while the others wait in a barrier. Does not call job.save."""
 # corpus: ranks=2
 
 import os

@@ -1,4 +1,4 @@
-"""A progress bar, redrawn ten times a second, and nothing of Flyball in the script."""
+"""A progress bar, redrawn ten times a second. Does not use Flyball."""
 # corpus: ranks=1 needs=tqdm
 
 import torch

@@ -1,4 +1,4 @@
-"""Epochs of different length; between them the data is shuffled, which takes longer the longer the epoch was."""
+"""Epochs of different length. The shuffle between them takes longer after a longer epoch."""
 # corpus: ranks=2
 
 import time

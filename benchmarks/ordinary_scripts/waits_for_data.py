@@ -1,4 +1,4 @@
-"""Nothing of Flyball in it; both ranks wait 25 s for the next file of a slow store, using no processor."""
+"""Does not use Flyball. Both ranks wait 25 s for the next file of a slow store, without using the CPU."""
 # corpus: ranks=2
 
 import time
