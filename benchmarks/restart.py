@@ -1,15 +1,14 @@
-"""How long a job stands still when a worker is killed: `flyball run` against `torchrun`, same script, same machine.
+"""Measures how long a job stops when a worker is killed: `flyball run` against `torchrun`, same script and machine.
 
     python benchmarks/restart.py                 a table
     python benchmarks/restart.py --json          one JSON object on stdout, progress on stderr
 
-Each repetition starts examples/train_gpt.py afresh under one launcher, lets it train, kills rank 1 with SIGKILL, and
-waits for the first step that all ranks completed after that. Launchers take turns, so that both meet the same machine.
-Completed steps are read from the loss lines that every rank writes at the end of each step; the files are looked at
-every 2 ms, which is the resolution of the times.
+Each repetition starts examples/train_gpt.py under one launcher, lets it train, kills rank 1 with SIGKILL, and waits for
+the next step that all ranks complete. Launchers alternate, so that both run under the same conditions. Each rank writes
+a loss line at the end of each step. The benchmark reads these files every 2 ms, which is the resolution of the times.
 
-torchrun runs with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Without it a restart of a gloo job reuses the agent's store,
-finds the addresses of the dead workers there, and hangs more often than not: there would be nothing to compare.
+torchrun runs with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Without it, a restarted gloo job reuses the agent's store, sees
+the addresses of dead workers there, and usually hangs: there would be nothing to compare.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Run:
 
 
 class BenchmarkError(Exception):
-    """A run did not do what was to be measured."""
+    """A run could not be measured."""
 
 
 class Losses:
@@ -67,7 +66,7 @@ class Losses:
         return self.folder / f"rank{rank}.txt"
 
     def pull(self) -> None:
-        """Take in the lines that were completed since the last look."""
+        """Read the lines completed since the last call."""
         for rank, offset in self._offsets.items():
             try:
                 if self.path(rank).stat().st_size == offset:
@@ -115,7 +114,7 @@ LAUNCHERS: dict[str, Callable[[int, Path], list[str]]] = {"flyball": flyball_com
 
 
 def measure(launcher: str, nproc: int, steps_before: int) -> Run:
-    """Start a job, kill its rank 1 after `steps_before` steps, and see it go on."""
+    """Start a job, kill its rank 1 after `steps_before` steps, and wait until it resumes."""
     with tempfile.TemporaryDirectory(prefix="fb-restart-") as name:
         folder = Path(name).resolve()
         losses = Losses(folder / "losses", nproc)
@@ -198,7 +197,7 @@ def _wait(
 
 
 def _writer(path: Path) -> psutil.Process:
-    """The process that has a loss file open: that is the rank's own, whatever launched it."""
+    """The rank's process under any launcher: the one that has the loss file open."""
     writers = _writers([path])
     if len(writers) != 1:
         raise BenchmarkError(f"{path.name} is open in {len(writers)} processes, not in one.")
@@ -218,7 +217,7 @@ def _writers(paths: list[Path]) -> list[psutil.Process]:
 
 
 def stop(process: subprocess.Popen[bytes], losses: Losses) -> None:
-    """End the launcher as Ctrl-C would, then whatever of it is left, by pid."""
+    """End the launcher as Ctrl-C would, then kill its remaining processes by pid."""
     try:
         family = psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
