@@ -225,7 +225,7 @@ def test_a_task_that_keeps_crashing_is_given_up_and_the_others_run_on(monkeypatc
         raise RuntimeError("a bug")
 
     async def live() -> bool:
-        given_up, runs = asyncio.Event(), asyncio.Event()
+        reported, runs = asyncio.Event(), asyncio.Event()
 
         async def run(_new_events: object) -> None:
             runs.set()
@@ -233,11 +233,11 @@ def test_a_task_that_keeps_crashing_is_given_up_and_the_others_run_on(monkeypatc
 
         def on_given_up(name: str) -> None:
             given_up.append(name)
-            given_up.set()
+            reported.set()
 
         background = {"detector": crash, "committed": run}
         async with lifespan.running(FastAPI(), LocalWakeup(), background, SteppedClock(), on_given_up):
-            await asyncio.wait_for(given_up.wait(), 60.0)
+            await asyncio.wait_for(reported.wait(), 60.0)
             return runs.is_set()
 
     assert asyncio.run(live())
