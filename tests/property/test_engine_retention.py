@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine.contracts.peer_wire import TierNaming
-from ckpt_engine.tiers.retention_rules import newest_alive, removable, reported_steps
+from ckpt_engine.tiers.retention_rules import newest_alive, removable, reported_steps, unconfirmed
 from flyball.contracts.checkpoints import Lineage, LineageEntry, ShardCopy, Tier, TierPolicy, branch, is_alive
 
 RANKS = 3
@@ -138,3 +139,20 @@ def test_the_newest_steps_of_the_lineage_are_reported() -> None:
     steps = [(generation, step) for generation, steps in ((1, range(10)), (2, range(6, 9))) for step in steps]
     assert newest_alive(steps, lineage=lineage, count=4) == {(1, 4), (2, 6), (2, 7), (2, 8)}
     assert newest_alive([], lineage=lineage, count=4) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("stored", "held", "kept"),
+    [
+        (None, [], set()),
+        (None, [3, 1], {1, 3}),
+        (5, [3, 5, 8], {5, 8}),
+        (5, [], {5}),
+        (0, range(40), {0, *range(24, 40)}),
+        (None, range(40), set(range(24, 40))),
+    ],
+)
+def test_the_stored_step_and_the_newest_after_it_are_unconfirmed(
+    stored: int | None, held: Iterable[int], kept: set[int]
+) -> None:
+    assert unconfirmed(stored, held) == kept

@@ -3,9 +3,11 @@ nothing flaps. With two slots, as in the engine: a save waits until the one befo
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -173,3 +175,98 @@ def test_whatever_is_reported_in_whatever_order_the_word_only_grows(
             case "d":
                 assert pace.completed(step, now_s) == (pace.word > before)
         assert pace.word >= before
+
+
+# --- the limits, one at a time ---------------------------------------------------------------------------------------
+
+
+def save(pace: SavePace, step: int, *, waited_s: float, took_s: float = 10.0, interval_s: float = 1.0) -> bool:
+    """One save per step: captured on the second, complete `took_s` later. Returns whether the factor changed."""
+    pace.captured(step, step * interval_s)
+    if waited_s:
+        pace.waited(step, waited_s)
+    return pace.completed(step, step * interval_s + took_s)
+
+
+@pytest.mark.parametrize(
+    ("waits_s", "is_widened"),
+    [
+        ((1.0, 1.0), True),
+        ((2.0,), False),  # one late save is none
+        ((1.0, 0.99), False),  # two seconds in total
+        ((1.0, 0.0, 1.0), False),  # in a row
+        ((0.1,) * 20, True),
+        ((0.09,) * 40, False),  # too short to be late, with a second between saves
+    ],
+)
+def test_late_saves_in_a_row_that_cost_two_seconds_widen(waits_s: tuple[float, ...], is_widened: bool) -> None:
+    pace = SavePace(1)
+    pace.captured(0, 0.0)
+    assert [save(pace, step, waited_s=waited_s) for step, waited_s in enumerate(waits_s, 1)][-1] is is_widened
+    assert (pace.factor > 1) is is_widened
+
+
+def test_a_wait_for_a_fifth_of_the_time_between_saves_is_late_too() -> None:
+    late, timely = SavePace(1), SavePace(1)
+    for pace, waited_s in ((late, 0.05), (timely, 0.049)):
+        pace.captured(0, 0.0)
+        for step in range(1, 60):
+            save(pace, step, waited_s=waited_s, interval_s=0.25)
+    assert late.factor > 1 and timely.factor == 1
+
+
+def test_waits_for_steps_that_the_world_has_count_no_more() -> None:
+    pace = SavePace(1)
+    pace.captured(0, 0.0)
+    for step in range(1, 10):
+        pace.waited(step - 1, 5.0)
+        save(pace, step, waited_s=0.0)
+    assert pace.factor == 1
+
+
+def test_the_factor_gives_saves_a_quarter_more_time_than_they_take() -> None:
+    pace = SavePace(2)
+    pace.captured(0, 0.0)
+    for number in (1, 2):
+        step = 2 * number
+        pace.captured(step, 4.0 * number)
+        pace.waited(step, 1.0)  # so steps take (4 - 1) / 2 seconds
+        changed = pace.completed(step, 4.0 * number + 10.0)
+    assert changed and pace.cost == (pytest.approx(7.0), pytest.approx(1.5))  # the second waited for the first
+    assert pace.factor == 4  # 1.25 * 7 / (1.5 * 2) = 2.9
+    assert pace.word == 64 + 2
+
+
+def test_four_cheap_saves_narrow_and_twice_as_many_each_time_that_was_too_early() -> None:
+    pace = SavePace(1, 64 + 1)
+    pace.captured(0, 0.0)
+    steps = itertools.count(1)
+
+    def cheap_saves() -> int:
+        return next(n for n in itertools.count(1) if save(pace, next(steps), waited_s=0.0, took_s=1.0, interval_s=5.0))
+
+    def widen() -> None:
+        while not save(pace, next(steps), waited_s=4.0, took_s=1.5, interval_s=5.0):
+            pass
+
+    needed = [cheap_saves()]
+    for _ in range(6):
+        widen()
+        assert pace.factor == 2
+        needed.append(cheap_saves())
+        assert pace.factor == 1
+    assert needed == [4, 8, 16, 32, 64, 64, 64]
+    assert pace.word // 64 == 14, "every change is counted"
+
+
+def test_saves_are_cheap_only_with_a_quarter_of_the_time_to_spare_at_half_the_interval() -> None:
+    for took_s, is_cheap in ((4.0, True), (4.01, False)):
+        pace = SavePace(1, 64 + 1)
+        pace.captured(0, 0.0)
+        assert any(save(pace, step, waited_s=0.0, took_s=took_s, interval_s=5.0) for step in range(1, 20)) is is_cheap
+
+
+@pytest.mark.parametrize("word", [0, -1, 1, 63, 64, 130])
+def test_the_word_has_the_factor_and_how_often_it_changed(word: int) -> None:
+    pace = SavePace(1, word)
+    assert pace.word == max(word, 0) and pace.factor == factor_of(word) == 2 ** (max(word, 0) % 64)
