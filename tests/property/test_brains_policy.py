@@ -53,6 +53,15 @@ DRAINS = (
     DrainView(DrainState.CANCELLED, NOW - 1, NOW - 1),
 )
 
+# Names that users and programs find in `Decision.evidence`.
+NAMES = """
+    action alive away code crashed_after_done deadline_from deadline_s decisions epoch error exit_code free from
+    generation holders host hosts incident job jobs lost max_restarts newest_step nnodes nproc_per_node number
+    patience paused_s phase pid rank ranks reach_step redo_rank_s remaining_s restarts restarts_used seen signal
+    silent_s stance step step_s steps_given_up times to told_step tried unheard wait_s window_s
+"""
+EVIDENCE = frozenset(NAMES.split())
+
 ages = st.sampled_from([0.1, 1.0, 5.0, 100.0, 1000.0])
 hosts_of = st.tuples(
     *(
@@ -245,6 +254,8 @@ def test_every_round(view: View, signals: list[Signal]) -> None:
     after = before | {incident.incident_id: incident for incident in outcome.incidents}
     for decision in outcome.decisions:
         assert decision.reason.endswith(".") and decision.rule
+        assert "None" not in decision.reason, "it is for a person"
+        assert decision.evidence.keys() <= EVIDENCE
         assert decision.incident_id == "" or decision.incident_id in after
         plan = decision.action
         if plan is None:

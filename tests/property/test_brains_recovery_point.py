@@ -106,3 +106,24 @@ def test_what_is_branched_off_is_never_restored_again(
 
 def test_what_comes_before_a_step_leaves_older_ends_where_they_are() -> None:
     assert before((LineageEntry(1, 3), LineageEntry(2)), 10) == (LineageEntry(1, 3), LineageEntry(2, 9))
+
+
+def test_a_copy_on_a_host_without_an_engine_serves_the_ranks_beside_it_only() -> None:
+    lineage = (LineageEntry(1),)
+    hosts = [HostRanks("a", "ip", "", (0,)), HostRanks("b", "ip", "", (1,))]
+
+    def plan(on: str, addresses: dict[str, str]) -> dict[str, list[tuple[str, str]]] | None:
+        copies = [
+            ShardCopy("job", 1, 5, 0, Tier.DISK, on, 1, "d"),
+            ShardCopy("job", 1, 5, 1, Tier.PERSISTENT, "", 1, "d"),
+            ShardCopy("job", 1, 5, 2, Tier.MEMORY, "a", 1, "d"),  # of a rank that is no more
+        ]
+        found = plan_restore(copies, lineage, 2, addresses, hosts)
+        assert found is None or found.step == 5
+        if found is None:
+            return None
+        return {rank: [(s.host_id, s.engine_address) for s in sources] for rank, sources in found.sources.items()}
+
+    assert plan("a", {}) == plan("a", {"a": "a:7"}) == {"0": [("a", "")], "1": [("", "")]}
+    assert plan("c", {}) is None and plan("c", {"c": ""}) is None
+    assert plan("c", {"c": "c:7"}) == {"0": [("c", "c:7")], "1": [("", "")]}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+
 import msgspec
 import pytest
 
 from flyball.contracts.cluster import HostRanks, HostState, Phase, WorkerError
-from flyball.contracts.reports.signals import RankStalled, WorkerExited
+from flyball.contracts.reports.signals import RankStalled, WorkerExited, WorkerStartFailed
 from services.controller.round import diagnosis
 from services.controller.round.diagnosis import exit_failure, is_done, root_cause, silence_failure, stall_failure
 from services.controller.view import GenerationView, HostView, RankView
@@ -166,3 +168,123 @@ def test_hosts_that_fell_silent_together_are_told_as_many_as_a_person_reads() ->
     assert len(failure.message) < 500
     assert str(failure.evidence["hosts"]).split(",")[-2:] == ["h0063", "and 936 more"]
     assert len(str(failure.evidence["ranks"])) < 100
+
+
+def test_the_evidence_of_an_end_is_what_is_known_of_it() -> None:
+    failure = exit_failure(exited(exit_code=7), GENERATION)
+    assert failure is not None
+    assert failure.evidence == {
+        "rank": 0,
+        "host": "host-a",
+        "pid": 4242,
+        "step": 57,
+        "exit_code": 7,
+        "signal": None,
+        "error": "exit code 7",
+    }
+    assert (failure.generation, failure.at, failure.rank, failure.host_id) == (3, 200.0, 0, "host-a")
+    assert (failure.error_kind, failure.error_message, failure.is_step_known) == ("exit code 7", "", True)
+    killed = exit_failure(exited(exit_code=None, signal_number=9), GENERATION)
+    assert killed is not None
+    assert (killed.evidence["exit_code"], killed.evidence["signal"], killed.evidence["error"]) == (None, 9, None)
+    assert killed.error_kind == ""
+
+
+def test_an_error_keeps_its_own_name_and_a_long_message_is_cut_off_in_the_reason_only() -> None:
+    text = "x" * 300
+    whole = exit_failure(exited(error=WorkerError("a.b.CudaError", f" {text}. ")), GENERATION)
+    assert whole is not None
+    assert whole.error_kind == "CudaError" and whole.error_message == f"{text}."
+    assert f"CudaError: {text}." in whole.message
+    longer = exit_failure(exited(error=WorkerError("CudaError", f"{text}\n  y")), GENERATION)
+    assert longer is not None
+    assert f"{text}..." in longer.message and "y" not in longer.message.partition(text)[2]
+    assert longer.error_message.endswith("y")
+    nameless = exit_failure(exited(error=WorkerError("", "boom")), GENERATION)
+    assert nameless is not None and nameless.error_kind and nameless.error_message == "boom"
+    empty = exit_failure(exited(exit_code=3, error=WorkerError("", "")), GENERATION)
+    assert empty is not None and empty.error_kind == "exit code 3"
+
+
+def test_the_newest_step_is_the_workers_the_beacons_or_the_restored_one() -> None:
+    unknown = msgspec.structs.replace(GENERATION, restore_step=None)
+    beacon = RankView(0, "host-a", 90, Phase.STEP, 1.0)
+    assert diagnosis.newest_step_of(beacon, GENERATION) == 90
+    assert diagnosis.newest_step_of(exited(), GENERATION) == 57
+    behind = RankView(1, "host-a", -1, Phase.STARTING, 1.0)
+    assert diagnosis.newest_step_of(behind, GENERATION) == 40
+    assert diagnosis.newest_step_of(behind, unknown) == -1
+    assert diagnosis.newest_common_step(msgspec.structs.replace(GENERATION, ranks=(beacon, behind))) == 40
+    assert diagnosis.newest_common_step(msgspec.structs.replace(unknown, ranks=(beacon, exited()))) == 57
+    assert (diagnosis.newest_common_step(GENERATION), diagnosis.newest_common_step(unknown)) == (40, -1)
+
+
+def test_the_evidence_of_a_stall_is_what_the_detector_reported() -> None:
+    body = RankStalled("job", 3, (2, 1), Phase.DATA, 5, 2.2504, 2.0004, "stands", "idle", "8 steps")
+    failure = stall_failure(body, [RankView(2, "host-b", 5, Phase.DATA, 1.0)], 9.0)
+    assert failure.evidence == {
+        "ranks": "1,2",
+        "phase": "data",
+        "step": 5,
+        "silent_s": 2.25,
+        "deadline_s": 2.0,
+        "deadline_from": "8 steps",
+        "stance": "stands",
+        "seen": "idle",
+    }
+    assert (failure.cause, failure.generation, failure.at, failure.rank) == (diagnosis.RANK_STALLED, 3, 9.0, 2)
+    assert (failure.host_id, failure.step, failure.is_step_known) == ("host-b", 5, True)
+    assert "(8 steps)" in failure.message and "idle" in failure.message
+    nobody = stall_failure(msgspec.structs.replace(body, ranks=()), [], 9.0)
+    assert (nobody.rank, nobody.host_id) == (-1, "")
+
+
+def test_a_start_that_failed_is_told_by_host_rank_and_code() -> None:
+    failure = diagnosis.start_failure(WorkerStartFailed("job", 3, 4, "disk full.", "no_space"), "host-a", 9.0)
+    assert failure.evidence == {"rank": 4, "host": "host-a", "error": "disk full.", "code": "no_space"}
+    assert (failure.cause, failure.error_kind, failure.error_message) == (
+        diagnosis.WORKER_START_FAILED,
+        "no_space",
+        "disk full.",
+    )
+    assert (failure.generation, failure.at, failure.rank, failure.host_id) == (3, 9.0, 4, "host-a")
+    assert failure.is_step_known
+    coded = diagnosis.start_failure(WorkerStartFailed("job", 3, 4, "disk full"), "host-a", 9.0)
+    assert coded.error_kind == diagnosis.WORKER_START_FAILED
+
+
+def test_silent_and_restarted_hosts_are_one_failure_each_with_all_their_ranks() -> None:
+    hosts = [HostView(n, HostState.SILENT, at, "", "", "", 0, 8.0) for n, at in (("b", 9.0), ("a", 9.0), ("c", 8.5))]
+    parts = tuple(HostRanks(name, "", "", (number,)) for number, name in enumerate("abcd"))
+    failure = silence_failure(hosts, msgspec.structs.replace(GENERATION, hosts=parts))
+    assert failure is not None
+    assert (failure.cause, failure.generation, failure.at) == (diagnosis.HOST_SILENT, 3, 8.5)
+    assert (failure.host_id, failure.rank) == ("c", 0)
+    assert failure.evidence == {"hosts": "c,a,b", "ranks": "0,1,2"}
+    assert silence_failure([], GENERATION) is None
+    gone = [RankView(n, h, 50 + n, Phase.STEP, 1.0, is_gone=n < 2) for n, h in enumerate("bac")]
+    back = diagnosis.restart_failure(msgspec.structs.replace(GENERATION, ranks=tuple(gone)), 9.0)
+    assert back is not None
+    assert (back.cause, back.generation, back.at, back.rank) == (diagnosis.HOST_RESTARTED, 3, 9.0, 0)
+    assert (back.host_id, back.step) == ("a", 50)
+    assert back.evidence == {"hosts": "a,b", "ranks": "0,1"}
+    assert diagnosis.restart_failure(GENERATION, 9.0) is None
+
+
+@pytest.mark.parametrize("crash", [6, 11, 7, 8, 4])
+def test_a_crash_after_the_end_names_its_rank_host_and_signal(crash: int) -> None:
+    view = exited(exit_code=None, signal_number=crash, last_phase=Phase.DONE)
+    assert is_done(view)
+    assert diagnosis.crash_after_done(view) == f"rank 0 on host-a: {signal.Signals(crash).name}"
+    assert diagnosis.crash_after_done(exited(exit_code=0)) == ""
+    assert diagnosis.crash_after_done(exited(exit_code=None, signal_number=crash)) == ""
+
+
+def test_which_cause_explains_which() -> None:
+    def failure(cause: str) -> diagnosis.Failure:
+        return diagnosis.Failure(cause, "", 1, 0.0)
+
+    assert failure(diagnosis.HOST_SILENT).explains(diagnosis.WORKER_KILLED)
+    assert not failure(diagnosis.WORKER_KILLED).explains(diagnosis.WORKER_KILLED)
+    assert not failure(diagnosis.CONNECTION_LOST).explains(diagnosis.RANK_STALLED)
+    assert failure(diagnosis.RANKS_PARKED).explains("a cause of another release")

@@ -719,6 +719,37 @@ def test_without_a_spare_training_goes_on_until_the_last_moment() -> None:
     assert "then they wait for a spare" in decided(late).reason
 
 
+@pytest.mark.parametrize(
+    ("left_s", "spares", "kind"),
+    [
+        (10.1, 0, DecisionKind.HOLD),
+        (10.0, 0, DecisionKind.EMERGENCY_CHECKPOINT),  # twice the reserve
+        (5.1, 0, DecisionKind.EMERGENCY_CHECKPOINT),
+        (5.0, 0, DecisionKind.HOLD),  # too late
+        (30.0, 1, DecisionKind.EMERGENCY_CHECKPOINT),
+        (5.0, 1, DecisionKind.MIGRATE_TO_SPARE),
+    ],
+)
+def test_how_much_of_a_notice_is_left_decides(left_s: float, spares: int, kind: DecisionKind) -> None:
+    hosts = (HOSTS[0], host("b", job="job", preempt_deadline_at=NOW + left_s), *HOSTS[2 : 2 + spares])
+    outcome = decide(view(hosts=hosts), [], SETTINGS, NOW)
+    decision = decided(outcome)
+    assert decision.kind is kind
+    if kind is DecisionKind.EMERGENCY_CHECKPOINT:
+        assert decision.action is not None
+        assert decision.action.deadline_s == pytest.approx(left_s - 5.0)
+        assert ("c takes over" in decision.reason) is bool(spares)
+    if kind is DecisionKind.HOLD:
+        assert outcome.wake_at == pytest.approx(NOW + min(1.0, left_s - 10.0) if left_s > 10.0 else NOW + 1.0)
+    (found,) = outcome.incidents
+    assert found.observed_at == NOW, "the notice was taken in earlier, at an unknown time"
+
+
+def test_the_time_of_a_notice_is_that_of_its_signal() -> None:
+    told = say(PreemptionNotice(NOW + 28.0, "cloud"), source="b", at=NOW - 2.0)
+    assert decide(view(), [told], SETTINGS, NOW).incidents[0].observed_at == NOW - 2.0
+
+
 def test_a_failure_comes_before_a_notice_and_moves_the_ranks_too() -> None:
     notice = incident(cause="preemption_notice", generation=2)
     running = saved(ActionState.DISPATCHED)
@@ -755,6 +786,27 @@ def test_superseded_workers_are_stopped_before_a_host_is_a_spare() -> None:
     after = decide(view(hosts=(*HOSTS[:2], clean), incidents=outcome.incidents, actions=[done]), [], SETTINGS, NOW)
     assert after.hosts[0].state is HostState.SPARE
     assert after.incidents[0].state is IncidentState.RESOLVED
+
+
+@pytest.mark.parametrize(
+    ("state", "found", "after_s", "ends"),
+    [
+        (IncidentState.ACTING, None, 10.0, IncidentState.ACTING),  # and decided again, at once
+        (IncidentState.ACTING, ActionState.DISPATCHED, 10.0, None),
+        (IncidentState.ACTING, ActionState.SUCCEEDED, 10.0, IncidentState.VERIFYING),
+        (IncidentState.VERIFYING, ActionState.SUCCEEDED, 10.0, None),
+        (IncidentState.VERIFYING, ActionState.SUCCEEDED, 31.0, IncidentState.ACTING),
+    ],
+)
+def test_superseded_workers_are_followed_until_they_are_gone(
+    state: IncidentState, found: ActionState | None, after_s: float, ends: IncidentState | None
+) -> None:
+    stale = incident(cause="superseded_workers", host_id="c", state=state, since=NOW - after_s)
+    held = host("c", state=HostState.IN_REPAIR, stale_jobs={"job": 1})
+    plan = ActionPlan(DecisionKind.CORDON, "job", SPEC, generation=1, stop_hosts=("c",))
+    actions = [action(plan=plan, state=found)] if found is not None else []
+    outcome = decide(view(hosts=(*HOSTS[:2], held), incidents=[stale], actions=actions), [], SETTINGS, NOW)
+    assert [changed.state for changed in outcome.incidents] == ([] if ends is None else [ends])
 
 
 def test_workers_that_are_superseded_in_an_old_report_only_may_be_gone() -> None:
@@ -816,6 +868,96 @@ def test_superseded_workers_that_cannot_be_stopped_cordon_the_host() -> None:
     assert outcome.hosts[0].state is HostState.CORDONED
     assert outcome.incidents[0].state is IncidentState.ESCALATED
     assert not outcome.jobs  # the job goes on
+
+
+# --- evidence --------------------------------------------------------------------------------------------------------
+
+BUDGET = {"generation": 2, "restarts": 1, "restarts_used": 1, "max_restarts": 3}
+SILENT_B = say(HostSilent("b", 3.0, 2.0, ("a",)), source="sensor.1", at=NOW + 3)
+KILL = {"rank": 1, "host": "b", "pid": 4242, "step": 50, "exit_code": None, "signal": 9, "error": None}
+RAISED = KILL | {"exit_code": 1, "signal": None, "error": "ValueError: boom"}
+STOPPED = msgspec.structs.replace(JOB, stop_requested=True)
+ENDS = [say(exited(n, exit_code=0, error=""), seq=n + 1) for n in range(2)]
+UNSTARTED = msgspec.structs.replace(
+    JOB, generation=msgspec.structs.replace(GENERATION, started_at=0.0, ranks=(), restore_step=None)
+)
+SEEN_BEFORE = msgspec.structs.replace(JOB, failures=(PastFailure(1, "worker_exception", "ValueError", "boom", 50),))
+FAILED_TWICE = action(state=ActionState.FAILED, message="no disk", phase="stop")
+NOTICED = incident(
+    cause="preemption_notice", generation=2, state=IncidentState.DECIDING, action_id="", decisions_made=0
+)
+GIVEN_UP = msgspec.structs.replace(NOTICED, decisions_made=8)
+STALE = host("c", state=HostState.SILENT, since=NOW - 60, last_report_at=NOW, stale_jobs={"job": 1})
+
+
+@pytest.mark.parametrize(
+    ("seen", "signals", "rule", "evidence"),
+    [
+        (view(job=STOPPED), (), "stop_on_request", {"newest_step": 50}),
+        (
+            view(job=submitted(), hosts=(host("a"), host("b"))),
+            (),
+            "start_when_hosts_suffice",
+            {"nnodes": 2, "nproc_per_node": 1, "hosts": "a,b"},
+        ),
+        (view(), ENDS, "complete_when_all_ranks_are_done", {"generation": 2, "newest_step": 50}),
+        (view(copies=SAVED), [say(KILLED)], "restart_in_place", KILL | BUDGET),
+        (
+            view(copies=SAVED),
+            [SILENT_B],
+            "migrate_to_spare",
+            {"hosts": "b", "ranks": "1", "from": "b", "to": "c"} | BUDGET,
+        ),
+        (view(hosts=HOSTS[:2]), [SILENT_B], "wait_for_a_spare", {"lost": "b", "free": ""}),
+        (
+            view(
+                job=_with_exit(KILLED),
+                incidents=[incident(state=IncidentState.DECIDING, generation=2, decisions_made=8)],
+            ),
+            (),
+            "fail_after_too_many_decisions",
+            KILL | BUDGET | {"decisions": 8},
+        ),
+        (
+            view(job=SEEN_BEFORE),
+            [say(exited())],
+            "fail_on_identical_exception",
+            RAISED | BUDGET | {"times": 2, "error": "ValueError"},
+        ),
+        (
+            view(job=UNSTARTED, incidents=[incident(decisions_made=3)], actions=[FAILED_TWICE]),
+            (),
+            "back_off_after_a_failed_action",
+            {"action": "act-1", "decisions": 3},
+        ),
+        (view(), [say(LOST)], "wait_for_the_root_cause", {"unheard": "a,b", "window_s": 2.0}),
+        (
+            view(hosts=preempted()),
+            (),
+            "save_before_the_host_goes",
+            {"host": "b", "remaining_s": 20.0, "step": 54, "newest_step": 50},
+        ),
+        (view(hosts=preempted()[:2]), (), "wait_for_a_spare", {"host": "b", "remaining_s": 20.0}),
+        (view(hosts=preempted(), incidents=[GIVEN_UP]), (), "give_up_after_too_many_decisions", {"decisions": 8}),
+        (view(hosts=(*HOSTS[:2], STALE)), (), "stop_superseded_workers", {"host": "c", "generation": 1}),
+    ],
+)
+def test_the_evidence_of_a_decision(
+    seen: View, signals: Sequence[Signal], rule: str, evidence: dict[str, object]
+) -> None:
+    decision = decided(decide(seen, signals, SETTINGS, NOW))
+    assert (decision.rule, decision.evidence) == (rule, evidence)
+
+
+def test_what_comes_first_is_named_in_the_evidence() -> None:
+    held = incident(
+        cause="rank_stalled", incident_id="inc-3", state=IncidentState.ACTING, generation=2, action_id="act-1"
+    )
+    running = action(state=ActionState.DISPATCHED, incident_id="inc-3")
+    outcome = decide(view(hosts=preempted(), incidents=[held, NOTICED], actions=[running]), [], SETTINGS, NOW)
+    decision = decided(outcome)
+    assert (decision.rule, decision.evidence) == ("let_the_other_incident_go_first", {"incident": "inc-3"})
+    assert outcome.wake_at == NOW + 1.0
 
 
 # --- the queue -------------------------------------------------------------------------------------------------------
