@@ -55,7 +55,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_made(tmp_path: Pa
     assert "GiB of memory are free" in too_large.stderr
     unknown = run("--only", "nonsense", "--folder", str(tmp_path))
     assert unknown.returncode == 2
-    assert "there is no 'nonsense'" in unknown.stderr
+    assert "no such part 'nonsense'" in unknown.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -182,7 +182,7 @@ class _Demo:
 def _example() -> Path:
     """The training script, which is beside the package in a checkout, and inside it in a wheel."""
     package = Path(flyball.__file__).parent
-    for folder in (package.parent / "command_help", package / "command_help"):
+    for folder in (package.parent / "examples", package / "examples"):
         if (folder / "train_gpt.py").is_file():
             return folder / "train_gpt.py"
     raise NotFound(
