@@ -22,8 +22,9 @@ from flyball.contracts.decisions import (
 )
 from flyball.contracts.identity import Fence
 from services.actuator.host_parts import host_parts
-from services.actuator.playbook import PHASES, START, advance, may_start
+from services.actuator.playbook import PHASES, START, may_start
 from services.actuator.ports import ActionProgress, OutboxCommand
+from tests.checked_rules import advance
 
 SPEC = JobSpec(job="job", argv=("t.py",), workdir="/", nnodes=2, nproc_per_node=1)
 NEXT = GenerationPlan(

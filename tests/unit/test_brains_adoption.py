@@ -11,9 +11,9 @@ from flyball.contracts.decisions import DecisionKind, Incident, IncidentState
 from flyball.contracts.identity import Fence
 from flyball.contracts.reports.standings import HeldJob, HostStanding, LastObeyed
 from services.actuator.host_parts import host_parts
-from services.controller.policy import decide
 from services.controller.rules.adoption import GATHER_S, NOT_ADOPTED, OTHER_CLUSTER_S, WHOLE_WITHIN_S, merged, plan_of
 from services.controller.view import GenerationView, JobView, Outcome, PolicySettings, ReportedStanding, View
+from tests.checked_rules import decide
 
 NOW = 1000.0
 SPEC = JobSpec("job", ("train.py",), "/work", nnodes=6)

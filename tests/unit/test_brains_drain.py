@@ -12,7 +12,6 @@ from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, P
 from flyball.contracts.decisions import ActionState, DecisionKind, Incident, IncidentState
 from flyball.contracts.reports.drains import DrainState
 from flyball.contracts.reports.signals import PreemptionNotice, Signal
-from services.controller.policy import decide
 from services.controller.view import (
     ActionView,
     DrainView,
@@ -24,6 +23,7 @@ from services.controller.view import (
     RankView,
     View,
 )
+from tests.checked_rules import decide
 
 NOW = 10_000.0
 SETTINGS = PolicySettings()

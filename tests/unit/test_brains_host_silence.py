@@ -16,6 +16,7 @@ from services.sensor.detector import host_silence
 from services.sensor.detector.correlation import Fall, due_groups, groups_of
 from services.sensor.detector.host_silence import SilenceWatch
 from services.sensor.detector.watched_host import FORGET_AFTER_S, SilenceSettings, WatchedHost
+from tests.checked_rules import well_typed
 
 BEGAN_S = 100.0
 SETTINGS = SilenceSettings()
@@ -75,7 +76,7 @@ class Watch:
             self.report(name)
 
     def keep(self, bodies: list[SignalBody]) -> None:
-        self.found += [(round(self.now_s - BEGAN_S, 3), body) for body in bodies]
+        self.found += [(round(self.now_s - BEGAN_S, 3), well_typed(body)) for body in bodies]
 
     def run(self, seconds: float) -> list[tuple[float, str]]:
         """Returns when what was found, since b fell silent."""

@@ -12,12 +12,12 @@ import pytest
 from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase
 from flyball.contracts.decisions import Incident, IncidentState
 from flyball.contracts.reports.signals import FalseAlarm, HostSilent, RankStalled, Signal, WorkerExited
-from services.controller.policy import decide
 from services.controller.round.guardrails import budget_after
 from services.controller.round.round import Round
 from services.controller.rules import tracking
 from services.controller.rules.intake import take_signals
 from services.controller.view import GenerationView, HostView, JobView, PolicySettings, RankView, View
+from tests.checked_rules import decide
 
 NOW = 10_000.0
 HOSTS = 50

@@ -27,8 +27,9 @@ from flyball.contracts.decisions import (
     WarmUp,
 )
 from flyball.contracts.identity import Fence
-from services.actuator.playbook import advance, may_start
+from services.actuator.playbook import may_start
 from services.actuator.ports import ActionProgress, OutboxCommand, PlaybookStep
+from tests.checked_rules import advance
 
 NOW = 1000.0
 SPEC = JobSpec(job="job", argv=("t.py",), workdir="/", nnodes=2, nproc_per_node=1)

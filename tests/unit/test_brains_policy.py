@@ -32,7 +32,6 @@ from flyball.contracts.reports.signals import (
     WorkerExited,
     WorkerStartFailed,
 )
-from services.controller.policy import decide
 from services.controller.view import (
     ActionView,
     GenerationView,
@@ -44,6 +43,7 @@ from services.controller.view import (
     RankView,
     View,
 )
+from tests.checked_rules import decide
 
 NOW = 10_000.0
 SETTINGS = PolicySettings()

@@ -13,6 +13,7 @@ from services.sensor.detector.fault_detector import DetectorSettings, FaultDetec
 from services.sensor.detector.patience import PhasePatience
 from services.sensor.detector.stances import Stance
 from services.sensor.detector.watched_job import LearnedJob
+from tests.checked_rules import well_typed
 
 ALL = (0, 1, 2, 3)
 WAITS, SLEEPS = "futex", "clock_nanosleep"
@@ -100,6 +101,7 @@ class Job:
             )
             for body in self.detector.observe(report, self.now):
                 assert isinstance(body, RankStalled | FalseAlarm)
+                well_typed(body)
                 (self.stalls if isinstance(body, RankStalled) else self.false_alarms).append(body)  # type: ignore[attr-defined]
 
     def _status(self, rank: int) -> RankStatus:

@@ -20,7 +20,6 @@ from flyball.contracts.decisions import (
     IncidentState,
 )
 from flyball.contracts.reports.signals import Signal, WorkerStartFailed
-from services.controller.policy import decide
 from services.controller.view import (
     ActionView,
     GenerationView,
@@ -31,6 +30,7 @@ from services.controller.view import (
     RankView,
     View,
 )
+from tests.checked_rules import decide
 
 NOW = 10_000.0
 SETTINGS = PolicySettings()

@@ -18,8 +18,8 @@ from flyball.contracts.reports.signals import (
     SignalBody,
     WorkerExited,
 )
-from services.controller.policy import decide
 from services.controller.view import GenerationView, HostView, JobView, Outcome, PolicySettings, RankView, View
+from tests.checked_rules import decide
 
 NOW = 10_000.0
 SETTINGS = PolicySettings()

@@ -1,0 +1,59 @@
+"""The policy and the playbook, with a check of each outcome: its types are those that a store or a daemon takes, and
+what users see of a decision has names that they know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+
+from flyball.contracts.reports.signals import Signal
+from services.actuator import playbook
+from services.actuator.ports import ActionProgress, PlaybookStep
+from services.controller import policy
+from services.controller.view import Outcome, PolicySettings, View
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+# Users find both in `flyball explain`, and programs in the HTTP API.
+RULE_LISTS = (
+    policy.JOB_RULES,
+    policy.FAILURE_RULES,
+    policy.PREEMPTION_RULES,
+    policy.DRAIN_RULES,
+    policy.STALE_WORKER_RULES,
+    policy.GUARDS,
+)
+OTHER_RULES = """
+    adopt_what_hosts_run believe_hosts_that_a_job_ended cordon_a_drained_host count_on_above_what_hosts_obeyed
+    give_back_what_is_not_to_blame hold_while_saves_fail release_an_undrained_host say_what_cannot_be_adopted
+    wait_for_hosts_to_tell withdraw_a_false_alarm withdraw_an_outlived_notice
+"""
+EVIDENCE = """
+    action alive away code crashed_after_done deadline_from deadline_s decisions epoch error exit_code free from
+    generation holders host hosts incident job jobs lost max_restarts newest_step nnodes nproc_per_node number patience
+    paused_s phase pid rank ranks reach_step redo_rank_s remaining_s restarts restarts_used seen signal silent_s stance
+    step step_s steps_given_up times to told_step tried unheard wait_s window_s
+"""
+RULE_NAMES = {*OTHER_RULES.split(), *(rule.__name__ for rules in RULE_LISTS for rule in rules)}
+EVIDENCE_NAMES = set(EVIDENCE.split())
+
+
+def decide(view: View, signals: Sequence[Signal], settings: PolicySettings, now: float) -> Outcome:
+    outcome = well_typed(policy.decide(view, signals, settings, now))
+    for decision in outcome.decisions:
+        assert decision.rule in RULE_NAMES
+        assert decision.evidence.keys() <= EVIDENCE_NAMES
+        assert decision.reason.endswith(".") and "None" not in decision.reason
+        assert decision.at == now
+    return outcome
+
+
+def advance(progress: ActionProgress, now: float) -> PlaybookStep:
+    return well_typed(playbook.advance(progress, now))
+
+
+def well_typed(value: T) -> T:
+    assert msgspec.convert(msgspec.to_builtins(value), type(value)) == value
+    return value
