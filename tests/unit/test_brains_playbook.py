@@ -315,7 +315,8 @@ def test_a_step_that_was_passed_is_named_anew_for_all() -> None:
     assert steps_named(step) == {69} and step.attempt == 2
     assert [d.command_id for d in step.commands] == ["act-9.save.a.2", "act-9.save.b.2"]
     progress = apply(progress, step)
-    assert not advance(progress, NOW).commands  # the answers to the first name count no more
+    waits = advance(progress, NOW)
+    assert not waits.commands and waits.attempt == 2  # the answers to the first name count no more
     progress = answer(progress, UpdateState.SUCCEEDED, {"a": CommandResult(), "b": CommandResult()})
     assert advance(progress, NOW).state is ActionState.SUCCEEDED
 

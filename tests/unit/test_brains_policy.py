@@ -19,6 +19,7 @@ from flyball.contracts.decisions import (
     IncidentState,
 )
 from flyball.contracts.identity import run_id
+from flyball.contracts.reports.drains import DrainState
 from flyball.contracts.reports.signals import (
     EngineRestarted,
     HostReturned,
@@ -34,6 +35,7 @@ from flyball.contracts.reports.signals import (
 )
 from services.controller.view import (
     ActionView,
+    DrainView,
     GenerationView,
     HostView,
     JobView,
@@ -524,6 +526,36 @@ def test_an_identical_exception_fails_the_job() -> None:
     assert decided(other).kind is DecisionKind.RESTART_IN_PLACE
 
 
+def test_a_job_that_fails_gets_no_grace_and_keeps_its_history() -> None:
+    decision = decided(decide(view(job=SEEN_BEFORE), [say(exited())], SETTINGS, NOW))
+    plan = decision.action
+    assert plan is not None and plan.history is not None
+    assert (plan.kind, plan.grace_s, plan.deadline_s, plan.generation) == (DecisionKind.FAIL_JOB, 0.0, 40.0, 2)
+    assert plan.history.lineage == GENERATION.lineage and plan.emergency_step == -1
+    durable = msgspec.structs.replace(SPEC, checkpoint=CheckpointSpec(every_steps=1, disk_dir="/d", disk_every_steps=9))
+    job = msgspec.structs.replace(STOPPED, spec=durable)
+    plan = decided(decide(view(job=job), [], SETTINGS, NOW)).action
+    assert plan is not None and plan.deadline_s == 2.0 * durable.stop_grace_s + 40.0 + 60.0
+
+
+def test_a_job_that_goes_on_gets_the_places_that_it_had() -> None:
+    before = msgspec.structs.replace(GENERATION, ranks=())
+    job = submitted(before=before)
+    free = (host("a"), host("b"), host("c"), host("d"))
+    plan = decided(decide(view(job=job, hosts=free), [], SETTINGS, NOW)).action
+    assert plan is not None and plan.next is not None
+    assert [(part.host_id, part.ranks) for part in plan.next.hosts] == [("a", (0,)), ("b", (1,))]
+    assert (plan.generation, plan.next.generation, plan.next.parent) == (2, 3, 2)
+    assert plan.next.parent_lineage == GENERATION.lineage
+    lost = (host("a", job="other"), *free[1:])
+    plan = decided(decide(view(job=job, hosts=lost), [], SETTINGS, NOW)).action
+    assert plan is not None and plan.next is not None
+    assert [(part.host_id, part.ranks) for part in plan.next.hosts] == [("c", (0,)), ("b", (1,))]
+    moved = (msgspec.structs.replace(free[0], address="10.9.9.9"), *free[1:])
+    plan = decided(decide(view(job=job, hosts=moved), [], SETTINGS, NOW)).action
+    assert plan is not None and plan.next is not None and plan.next.hosts[0].address == "10.9.9.9"
+
+
 def test_an_exception_of_a_script_without_steps_is_left_to_max_restarts() -> None:
     ranks = tuple(rank(n, on, step=-1, phase=Phase.STARTING) for n, on in enumerate("ab"))
     generation = msgspec.structs.replace(GENERATION, ranks=ranks, restore_step=None)
@@ -635,6 +667,11 @@ def test_a_script_that_never_attaches_is_resolved_by_living() -> None:
     assert not early.incidents and early.wake_at == NOW + 5
     (resolved,) = decide(view(job=job, incidents=[waiting]), [], SETTINGS, NOW + 5).incidents
     assert resolved.state is IncidentState.RESOLVED
+    for at, lives in ((NOW - 5, True), (NOW - 5.001, False)):
+        seen = tuple(msgspec.structs.replace(one, reported_at=at) for one in ranks)
+        reported = msgspec.structs.replace(job, generation=msgspec.structs.replace(generation, ranks=seen))
+        later = decide(view(job=reported, incidents=[waiting]), [], SETTINGS, NOW + 5)
+        assert (later.incidents != ()) is lives, "it lived after the incident began to wait"
 
 
 def test_a_granted_generation_that_nobody_starts_becomes_an_incident() -> None:
@@ -745,6 +782,46 @@ def test_how_much_of_a_notice_is_left_decides(left_s: float, spares: int, kind: 
     assert found.observed_at == NOW, "the notice was taken in earlier, at an unknown time"
 
 
+@pytest.mark.parametrize("state", [IncidentState.ACTING, IncidentState.VERIFYING])
+def test_only_failures_and_departures_that_are_handled_come_before_a_notice(state: IncidentState) -> None:
+    stale = incident(cause="superseded_workers", host_id="c", state=state, since=NOW - 1, incident_id="inc-3")
+    busy = host("c", state=HostState.IN_REPAIR, stale_jobs={"job": 1})
+    cleaning = ActionPlan(DecisionKind.CORDON, "job", SPEC, generation=1, stop_hosts=("c",))
+    seen = {
+        "hosts": (*preempted()[:2], busy, host("d")),
+        "actions": [action(plan=cleaning, state=ActionState.DISPATCHED)],
+    }
+    outcome = decide(view(incidents=[stale, NOTICED], **seen), [], SETTINGS, NOW)  # type: ignore[arg-type]  # as named
+    assert DecisionKind.EMERGENCY_CHECKPOINT in {decision.kind for decision in outcome.decisions}
+    other = incident(
+        cause="drain_requested", host_id="a", state=state, generation=2, incident_id="inc-3", since=NOW - 1
+    )
+    drained = host("a", job="job", drain=DrainView(DrainState.REQUESTED, NOW - 9, NOW + 300))
+    saves = msgspec.structs.replace(saved(ActionState.DISPATCHED), incident_id="inc-3")
+    seen = {"hosts": (drained, *preempted()[1:], host("d")), "actions": [saves]}
+    outcome = decide(view(incidents=[other, NOTICED], **seen), [], SETTINGS, NOW)  # type: ignore[arg-type]  # as named
+    held = [decision.rule for decision in outcome.decisions if decision.incident_id == NOTICED.incident_id]
+    assert held == ["let_the_other_incident_go_first"]
+
+
+@pytest.mark.parametrize(
+    ("ran_s", "report_ago_s", "step"),
+    [
+        (40.0, 0.0, 90 + 1 + 3),  # 50 steps in 40 s; a quarter of a second is a third of a step
+        (5.0, 0.0, 93 + 3),  # ten a second
+        (5.0, 0.44, 97 + 3),
+        (5.0, -2.0, 93 + 3),  # of a clock that is ahead
+    ],
+)
+def test_the_named_step_is_ahead_of_ranks_that_train_on(ran_s: float, report_ago_s: float, step: int) -> None:
+    at = NOW - report_ago_s
+    ranks = (rank(0, "a", step=90, at=at), rank(1, "b", step=88, at=at))
+    generation = msgspec.structs.replace(GENERATION, ranks=ranks, started_at=at - ran_s)
+    job = msgspec.structs.replace(JOB, generation=generation)
+    plan = decided(decide(view(job=job, hosts=preempted()), [], SETTINGS, NOW)).action
+    assert plan is not None and plan.emergency_step == step
+
+
 def test_the_time_of_a_notice_is_that_of_its_signal() -> None:
     told = say(PreemptionNotice(NOW + 28.0, "cloud"), source="b", at=NOW - 2.0)
     assert decide(view(), [told], SETTINGS, NOW).incidents[0].observed_at == NOW - 2.0
@@ -794,6 +871,7 @@ def test_superseded_workers_are_stopped_before_a_host_is_a_spare() -> None:
         (IncidentState.ACTING, None, 10.0, IncidentState.ACTING),  # and decided again, at once
         (IncidentState.ACTING, ActionState.DISPATCHED, 10.0, None),
         (IncidentState.ACTING, ActionState.SUCCEEDED, 10.0, IncidentState.VERIFYING),
+        (IncidentState.ACTING, ActionState.FAILED, 10.0, IncidentState.ACTING),
         (IncidentState.VERIFYING, ActionState.SUCCEEDED, 10.0, None),
         (IncidentState.VERIFYING, ActionState.SUCCEEDED, 31.0, IncidentState.ACTING),
     ],

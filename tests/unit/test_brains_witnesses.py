@@ -94,6 +94,9 @@ def test_neighbours_are_those_whose_engines_have_a_link() -> None:
     assert near["a"][:1] == ("b",) and len(near["a"]) == MAX_NEIGHBOURS, "with which all others have a link"
     assert near["g"] == ("a",)
     assert neighbours(parts[:1], {}) == {"a": ()}
+    assert neighbours(parts[:2], {"b": ("x", "y", "z"), "x": ("b",)}) == {"a": ("b",), "b": ("x", "y", "a")}, (
+        "holders outside the placement, two at most"
+    )
 
 
 def test_a_host_that_only_the_sensor_does_not_hear_is_suspect_and_never_silent() -> None:
