@@ -267,6 +267,33 @@ def test_the_whole_of_restored_parts_has_all_sources_and_the_grant_its_step() ->
 
 
 @pytest.mark.parametrize(("ended", "stops"), [(4, False), (5, True), (6, True)])
+def test_the_newer_of_an_end_and_a_start_counts(ended: int, stops: bool) -> None:
+    held, other = told(0, 1)
+    end = msgspec.structs.replace(
+        other, standing=msgspec.structs.replace(other.standing, jobs=(), ended={"job": ended})
+    )
+    outcome = looked((held, end), jobs=(known(5),))
+    assert [change.state for change in outcome.jobs] == ([JobState.STOPPED] if stops else [])
+
+
+def test_incidents_about_the_database_end_when_all_hosts_are_taken_over() -> None:
+    whole = looked(told(*range(6)))
+    assert {i.cause: i.state.closed for i in whole.incidents} == {"database_older": True}
+    other = msgspec.structs.replace(told(2)[0], standing=msgspec.structs.replace(told(2)[0].standing, jobs=()))
+    part = looked((*told(1), other), after_s=WHOLE_WITHIN_S)
+    assert part.adoption is not None and [one.standing.host_id for one in part.adoption.settled] == ["h2"]
+    assert {i.cause: i.state.closed for i in part.incidents} == {"database_older": False, NOT_ADOPTED: False}
+
+
+def test_a_job_that_hosts_know_better_is_left_alone_until_it_is_adopted() -> None:
+    stopped = msgspec.structs.replace(known(4), stop_requested=True)
+    for after_s in (0.0, GATHER_S, WHOLE_WITHIN_S):
+        outcome = looked(told(0), after_s=after_s, jobs=(stopped,))
+        assert outcome.jobs == () and DecisionKind.STOP_JOB not in {d.kind for d in outcome.decisions}
+    assert looked((), jobs=(stopped,)).jobs != ()
+
+
+@pytest.mark.parametrize(("ended", "stops"), [(4, False), (5, True), (6, True)])
 def test_a_job_that_hosts_ended_is_stopped_here_too(ended: int, stops: bool) -> None:
     (one,) = told(1)
     standing = msgspec.structs.replace(one.standing, jobs=(), ended={"job": ended})

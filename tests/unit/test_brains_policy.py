@@ -526,6 +526,20 @@ def test_an_identical_exception_fails_the_job() -> None:
     assert decided(other).kind is DecisionKind.RESTART_IN_PLACE
 
 
+def test_a_step_that_cannot_be_restored_is_left_out_by_ranks_that_move_too() -> None:
+    body = msgspec.structs.replace(exited(exit_code=23), error=WorkerError("RestoreFailed", "no source"))
+    copies = [ShardCopy("job", 1, step, n, Tier.PERSISTENT, "", 10, "d") for step in (39, 40) for n in range(2)]
+    leaves = (HOSTS[0], host("b", job="job", state=HostState.CORDONED), HOSTS[2])
+    decision = decided(decide(view(hosts=leaves, copies=copies), [say(body)], SETTINGS, NOW))
+    assert (decision.kind, decision.rule) == (
+        DecisionKind.MIGRATE_TO_SPARE,
+        "restart_from_an_older_recovery_point",
+    )
+    assert decision.action is not None and decision.action.next is not None
+    assert decision.action.next.parent_lineage == (LineageEntry(1, 39), LineageEntry(2, 39))
+    assert decision.action.next.known_step == 39
+
+
 def test_a_job_that_fails_gets_no_grace_and_keeps_its_history() -> None:
     decision = decided(decide(view(job=SEEN_BEFORE), [say(exited())], SETTINGS, NOW))
     plan = decision.action
@@ -693,6 +707,7 @@ def test_a_failed_restore_goes_to_an_older_point() -> None:
     assert decision.action is not None and decision.action.next is not None
     assert decision.action.next.parent_lineage == (LineageEntry(1, 39), LineageEntry(2, 39))
     assert decision.action.next.restart_count == 1
+    assert "generation 3 goes back to step 39" in decision.reason
     none_older = decided(decide(view(copies=older[2:]), [say(body)], SETTINGS, NOW))
     assert none_older.rule == "restart_in_place"  # once more, before everything is given up
     job = msgspec.structs.replace(JOB, failures=(PastFailure(1, "restore_failed", "", "", 40),))

@@ -52,6 +52,9 @@ def incident(cause: str = "worker_killed", number: int = 4) -> Incident:
         (generation(120, 120, ran_s=4000.0), ""),  # as far as before, however long it took
         (generation(110, 110, furthest_step=-1), "10 new steps"),  # what was restored is no progress
         (generation(105, 105, furthest_step=-1), ""),
+        (generation(9, 9, furthest_step=-1, restore_step=None), "10 new steps"),  # step 0 is one of them
+        (generation(8, 8, furthest_step=-1, restore_step=None), ""),
+        (generation(121, 121, ran_s=59.9), ""),
         (generation(140, 140, started_at=0.0), ""),
         (generation(), ""),
     ],

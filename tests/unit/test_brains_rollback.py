@@ -171,6 +171,16 @@ def test_a_job_that_must_not_begin_anew_waits_for_whoever_has_a_copy(now: float)
     )
     assert outcome.incidents[0].state is IncidentState.DECIDING
     assert outcome.incidents[0].holding_for == "a, b with step 49"
+    assert outcome.wake_at == now + 1.0
+    assert decision.evidence == {
+        "newest_step": 49,
+        "told_step": 49,
+        "reach_step": -1,
+        "steps_given_up": 50,
+        "holders": "a,b",
+        "step_s": 2.0,
+        "redo_rank_s": 200.0,
+    }
 
 
 def test_a_job_that_must_not_begin_anew_may_go_back_and_may_restart_before_it_saved_anything() -> None:
@@ -181,6 +191,10 @@ def test_a_job_that_must_not_begin_anew_may_go_back_and_may_restart_before_it_sa
     assert restarted(look(*ALL_SILENT, copies=[], of=job(never=True, newest_step=-1)))
     seldom = msgspec.structs.replace(SPEC, never_from_scratch=True, checkpoint=CheckpointSpec(every_steps=100))
     assert restarted(look(*ALL_SILENT, copies=[], of=msgspec.structs.replace(JOB, spec=seldom)))
+    for newest_step, has_saved in ((98, False), (99, True)):  # step 99 is the hundredth
+        of = msgspec.structs.replace(JOB, spec=seldom, newest_step=newest_step)
+        (decision,) = look(*ALL_SILENT, copies=[], of=of).decisions
+        assert (decision.rule == "never_from_scratch") is has_saved
 
 
 def test_a_restart_without_any_copy_says_so_or_is_forbidden() -> None:

@@ -598,3 +598,24 @@ def test_an_alarm_that_was_recalled_ends_when_its_rank_goes_on(job: Job) -> None
     assert job.detector.learned()["j"].alarm is not None
     job.train(1)
     assert job.detector.learned()["j"].alarm is None
+
+
+def test_a_process_that_was_stopped_before_it_was_seen_to_be_has_its_time_from_then_on(job: Job) -> None:
+    job.do(Activity.ACTIVE)
+    job.wait(30.0)
+    job.do(Activity.IDLE, 1, 2, 3)
+    job.doing[0] = (Activity.STOPPED, job.now - 25.0, "")
+    job.report()
+    job.wait(1.0)
+    assert not job.stalls
+    job.wait(0.5)
+    (stall,) = job.stalls
+    assert (stall.ranks, stall.stance, stall.silent_s) == ((0,), "frozen", 31.5)
+    assert (stall.deadline_s, stall.step, stall.generation, stall.job) == (2.0, 999, 1, "j")
+
+
+def test_ranks_without_a_known_activity_have_stood_for_as_long_as_their_beacons(job: Job) -> None:
+    job.wait(1799.0)
+    assert not job.stalls
+    job.wait(10.0)
+    assert job.stalls and job.stalls[0].stance == "working"

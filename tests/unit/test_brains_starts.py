@@ -140,6 +140,16 @@ def test_what_fails_on_the_spare_too_is_no_hosts_fault() -> None:
     assert given_back.kind is DecisionKind.UNCORDON and again.rule == "start_again"
 
 
+def test_a_host_that_is_cordoned_for_another_reason_stays_so() -> None:
+    known = incident(FailedStart("c", MISSING, 2, NOW - 5))
+    noticed = msgspec.structs.replace(host("c", HostState.CORDONED), preempt_deadline_at=NOW + 60)
+    outcome = look(job(nnodes=1), host("a"), noticed, incidents=[known], signals=[failed("a", MISSING)])
+    assert outcome.hosts == () and outcome.decisions[-1].rule == "start_again"
+    ours = incident(FailedStart("c", PORT, 2, NOW - 5))
+    cordoned = host("c", HostState.CORDONED)
+    assert look(job(nnodes=1), host("a"), cordoned, incidents=[ours], signals=[failed("a", PORT)]).hosts == ()
+
+
 @pytest.mark.parametrize(("code", "times"), [(PORT, 3), (PORT, 1), ("store_ended", 2), ("interrupted", 1)])
 def test_what_is_ours_is_tried_again_and_costs_nothing(code: str, times: int) -> None:
     known = incident(FailedStart("a", code, 2, NOW - 5, times - 1)) if times > 1 else incident()
@@ -169,6 +179,7 @@ def test_a_job_that_no_host_can_start_fails_when_patience_is_over() -> None:
     (decision,) = look(job(nnodes=1), host("a"), incidents=[alone]).decisions
     assert (decision.kind, decision.rule) == (DecisionKind.FAIL_JOB, "fail_what_starts_nowhere")
     assert decision.reason.endswith("It was tried for 121 s, and there is no other host.")
+    assert decision.evidence["tried"] == "a"
     both = incident(FailedStart("a", MISSING, 3, NOW - 121, 9), FailedStart("b", MISSING, 3, NOW - 121, 9))
     (decision,) = look(job(), host("a"), host("b"), host("c"), incidents=[both]).decisions
     assert decision.reason.endswith("It was tried for 121 s, on no other host either.")
