@@ -5,9 +5,12 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_engine.contracts.peer_wire import WorldStep
+from ckpt_engine.contracts.peer_wire import TierNaming, TierReport, WorldStep
+from ckpt_engine.tiers.writing.tier_schedule import TierSchedule
 from ckpt_engine.world.coordinator import MAX_ABANDONED, Coordinator
+from ckpt_engine.world.save_pace import SavePace
 from ckpt_engine.world.save_schedule import SaveSchedule
+from flyball.contracts.checkpoints import Tier, TierPolicy
 
 RANKS = 3
 
@@ -171,3 +174,62 @@ def test_another_step_is_named_for_one_that_was_given_up_but_not_announced_yet()
     coordinator.now_s = 10.0
     coordinator.tick(first + 1)
     assert coordinator.next_save > first
+
+
+def test_the_disk_tiers_are_named_steps_once_all_ranks_have_reported_and_sealed_ones_once_all_have_written() -> None:
+    policy = TierPolicy(every_steps=2, keep_latest=1)
+    disk = TierSchedule(Tier.DISK, policy=policy, world_size=2, restore_step=-1)
+    store = TierSchedule(Tier.PERSISTENT, policy=policy, world_size=2, restore_step=-1, sealed=True)
+    coordinator = Coordinator(WorldStep("job", 1, -1), world_size=2, schedules=[disk, store])
+    nothing = TierReport(Tier.DISK, -1, -1)
+    assert coordinator.namings == ()
+    assert not coordinator.tiers_reported(0, [nothing])
+    assert coordinator.tiers_reported(1, [nothing]), "from now on it is known what must stay"
+    assert not coordinator.tiers_reported(1, [nothing])
+    assert coordinator.namings == (TierNaming(Tier.DISK, -1),)
+    assert not coordinator.saved(0, [2])
+    assert coordinator.saved(1, [2])
+    assert coordinator.world.tiers == coordinator.namings == (TierNaming(Tier.DISK, 2),)
+
+    for rank in (0, 1):
+        assert not coordinator.tiers_reported(rank, [TierReport(Tier.PERSISTENT, -1, -1)])
+    assert coordinator.seals_reported(TierReport(Tier.PERSISTENT, -1, -1))
+    assert coordinator.namings == (TierNaming(Tier.DISK, 2), TierNaming(Tier.PERSISTENT, 2))
+    assert coordinator.to_seal == {}
+    written = TierReport(Tier.PERSISTENT, 2, 2, (2,))
+    coordinator.tiers_reported(0, [written])
+    assert coordinator.to_seal == {}
+    coordinator.tiers_reported(1, [written, TierReport(Tier.DISK, 2, 2, (2,))])
+    assert coordinator.to_seal == {Tier.PERSISTENT: 2}
+    assert coordinator.seals_reported(written)
+    assert coordinator.to_seal == {}
+    assert not coordinator.seals_reported(written)
+    assert coordinator.namings == (TierNaming(Tier.DISK, 2), TierNaming(Tier.PERSISTENT, 2, (2,)))
+    assert coordinator.tiers_reported(0, [TierReport(Tier.DISK, 2, 2, (2,))])
+    assert coordinator.namings[0] == TierNaming(Tier.DISK, 2, (2,))
+
+
+def test_a_demanded_step_is_named_out_of_schedule() -> None:
+    disk = TierSchedule(Tier.DISK, policy=TierPolicy(every_steps=100), world_size=1, restore_step=0)
+    coordinator = Coordinator(WorldStep("job", 1, 0), world_size=1, schedules=[disk])
+    coordinator.tiers_reported(0, [TierReport(Tier.DISK, -1, -1)])
+    coordinator.saved(0, [7])
+    assert coordinator.namings[0].step == -1
+    assert coordinator.flush_wanted(7)
+    assert coordinator.namings[0].step == 7
+    assert not coordinator.flush_wanted(7)
+    assert coordinator.tick(7) is False
+
+
+def test_the_world_names_the_pace_and_the_next_save() -> None:
+    saves = SaveSchedule(10.0, named=-1, world_step=-1, now_s=0.0)
+    coordinator = Coordinator(
+        WorldStep("job", 3, -1, (4,), abandoned_upto=2), world_size=1, saves=saves, pace=SavePace(2, 65)
+    )
+    assert (coordinator.world.job, coordinator.world.generation, coordinator.world.pace) == ("job", 3, 65)
+    assert (coordinator.abandoned, coordinator.world.abandoned_upto, coordinator.next_save) == ((4,), 2, -1)
+    coordinator.now_s = 11.0
+    assert coordinator.tick(5)
+    assert coordinator.next_save == coordinator.world.next_save > 5
+    assert not coordinator.tick(5)
+    assert Coordinator(WorldStep("job", 1, -1), world_size=1).world.pace == 0
