@@ -14,7 +14,7 @@ from flyball.contracts import wire
 from flyball.contracts.credentials import MAX_TOKEN_LENGTH, PREFIXES
 from flyball.contracts.errors import ConfigurationError
 from flyball.contracts.identity import NAME_PATTERN
-from services.controller.view import PolicySettings
+from services.controller.round.view import PolicySettings
 from services.record.retention_rules import RetentionSettings
 from services.sensor.detector.fault_detector import DetectorSettings
 

@@ -9,10 +9,10 @@ from typing import TypeVar
 import msgspec
 
 from flyball.contracts.reports.signals import Signal
-from services.actuator import playbook
 from services.actuator.ports import ActionProgress, PlaybookStep
+from services.actuator.rules import playbook
 from services.controller import policy
-from services.controller.view import Outcome, PolicySettings, View
+from services.controller.round.view import Outcome, PolicySettings, View
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -28,7 +28,7 @@ from checkpoint_bench.measure import (
     with_error,
 )
 from checkpoint_bench.state import MatmulTraining, Training
-from ckpt_engine.slots.slot_rules import slot_count
+from ckpt_engine.rules.slot_rules import slot_count
 from flyball.contracts.checkpoints import CaptureMode, CheckpointSpec
 
 _MIN_ROWS, _MAX_ROWS = 64, 8192

@@ -13,9 +13,9 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from ckpt_engine.contracts.control_views import AbandonedSteps
 from ckpt_engine.format.changed_chunks import MAX_BITMAP_BYTES
 from ckpt_engine.format.manifest import MAX_MANIFEST_BYTES
-from ckpt_engine.slots.slot_rules import AbandonedSteps
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.identity import HostId, JobName, Rank, Step
 from flyball.contracts.reports.testimony import Age

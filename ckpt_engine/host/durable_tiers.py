@@ -14,12 +14,12 @@ from ckpt_engine.contracts.peer_wire import TierNaming, TierReport
 from ckpt_engine.counters import Counters
 from ckpt_engine.host.daemon_contact import DaemonContact
 from ckpt_engine.host.engine_host import EngineHost
+from ckpt_engine.rules.tier_schedule import TierSchedule
 from ckpt_engine.slots.rank_segments import SegmentOptions
 from ckpt_engine.tiers.memory import JobSlots, MemoryTier
 from ckpt_engine.tiers.opening import open_disk, open_persistent
 from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.tiers.writing.tier_retention import TierRetention
-from ckpt_engine.tiers.writing.tier_schedule import TierSchedule
 from ckpt_engine.tiers.writing.tier_writer import DiskWriter, OnFailure
 from ckpt_engine.tiers.writing.world_sealer import WorldSealer
 from ckpt_engine.worker_thread import WorkerThread

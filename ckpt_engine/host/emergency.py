@@ -13,7 +13,7 @@ from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_wire import WorldStep
 from ckpt_engine.host.durable_tiers import DurableTiers
 from ckpt_engine.host.pipeline import RankPipeline
-from ckpt_engine.slots.slot_rules import SlotState
+from ckpt_engine.rules.slot_rules import SlotState
 from ckpt_engine.tiers.memory import MemoryTier
 from ckpt_engine.world.coordination import Coordination
 from flyball.contracts.checkpoints import Tier, is_alive

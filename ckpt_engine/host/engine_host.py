@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ckpt_engine.rules.rate_limit import RateLimit
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.tiers.rate_limit import RateLimit
 from flyball.contracts.checkpoints import Tier
 
 

@@ -27,9 +27,9 @@ from ckpt_engine.peers.peer_access import PeerAccess
 from ckpt_engine.peers.peer_server import PeerServer
 from ckpt_engine.peers.transport.port import ByteCounters, Identity
 from ckpt_engine.peers.transport.tcp import TcpListener
+from ckpt_engine.rules.rate_limit import RateLimit
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots.reclaim import Reclaimer
-from ckpt_engine.tiers.rate_limit import RateLimit
 from flyball.contracts.checkpoints import STATE_DIR_DISK, Tier
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import ConfigurationError, FlyballError

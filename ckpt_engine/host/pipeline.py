@@ -18,8 +18,8 @@ from ckpt_engine.contracts.peer_wire import RankSteps, TierReport
 from ckpt_engine.counters import Counters
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.peers.replicator import PutReplica, ReplicationOutcome, Replicator
+from ckpt_engine.rules.slot_rules import SlotState, SlotView
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.slots.slot_rules import SlotState, SlotView
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from ckpt_engine.worker_thread import WorkerThread
 from flyball import __version__

@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import structlog
 
+from ckpt_engine.contracts.control_views import RestoreAnswer
 from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_plan import engine_addresses
 from ckpt_engine.contracts.peer_wire import ListShards, ShardList
 from ckpt_engine.counters import Counters
 from ckpt_engine.peers.fetch import Fetcher
 from ckpt_engine.peers.transport.port import Connection
+from ckpt_engine.rules.slot_rules import MIN_SLOTS, SlotState
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.slots.control_views import RestoreAnswer
-from ckpt_engine.slots.slot_rules import MIN_SLOTS, SlotState
 from ckpt_engine.tiers.memory import OpenSegments
 from flyball.contracts.checkpoints import RestorePlan, ShardSource, Tier, is_alive
 from flyball.contracts.clock import Clock

@@ -10,11 +10,11 @@ from math import inf, nextafter
 import msgspec
 import structlog
 
+from ckpt_engine.contracts.control_views import RestoreAnswer, RestoreState, RestoreWords
 from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.counters import Counters
 from ckpt_engine.peers.fetch import Fetched, Fetcher
 from ckpt_engine.slots.control_segment import ControlSegment
-from ckpt_engine.slots.control_views import RestoreAnswer, RestoreState, RestoreWords
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from flyball.contracts.checkpoints import RestorePlan, RestoreReport, Tier
 from flyball.contracts.clock import Clock

@@ -23,11 +23,11 @@ from ckpt_engine.host.restoring import Restoring
 from ckpt_engine.host.save_reports import LateSaveLog, SaveFailures
 from ckpt_engine.peers.fetch import Fetcher
 from ckpt_engine.peers.peer_access import PeerAccess
+from ckpt_engine.rules.save_pace import factor_of
+from ckpt_engine.rules.save_schedule import is_due
 from ckpt_engine.tiers.memory import JobSlots
 from ckpt_engine.world.coordination import Coordination
 from ckpt_engine.world.save_clock import SaveClock
-from ckpt_engine.world.save_pace import factor_of
-from ckpt_engine.world.save_schedule import is_due
 from flyball.contracts.checkpoints import RestoreReport
 from flyball.contracts.clock import Clock
 from flyball.contracts.on_host.engine_wire import SaveFailure

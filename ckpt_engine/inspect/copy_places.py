@@ -20,8 +20,8 @@ from ckpt_engine.format.step_listing import StepKey
 from ckpt_engine.format.verified_read import FileSource
 from ckpt_engine.inspect.shard_reading import CopyGone, ShardReading
 from ckpt_engine.inspect.step_folder import StepFolder
+from ckpt_engine.rules.slot_rules import SlotState, SlotView
 from ckpt_engine.slots.rank_segments import RankSegments
-from ckpt_engine.slots.slot_rules import SlotState, SlotView
 from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.tiers.storage import Storage
 from flyball.contracts.checkpoints import ShardCopy, Tier

@@ -14,12 +14,12 @@ from ckpt_engine.counters import Counters
 from ckpt_engine.format import integrity
 from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.format.verified_read import ByteSource, MemorySink, MemorySource, read_verified
-from ckpt_engine.peers.fetch_order import FetchStep, fetch_order, source_generation
 from ckpt_engine.peers.shard_transfer import receive_manifest, receive_payload
 from ckpt_engine.peers.transport.pool import Dial
+from ckpt_engine.rules.fetch_order import FetchStep, fetch_order, source_generation
+from ckpt_engine.rules.memory_plan import MemoryPlan
+from ckpt_engine.rules.slot_rules import SlotView, choose_slot
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.slots.memory_plan import MemoryPlan
-from ckpt_engine.slots.slot_rules import SlotView, choose_slot
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments, PeerTier
 from ckpt_engine.tiers.shard_store import ShardStore
 from flyball.contracts.checkpoints import RestorePlan, Tier

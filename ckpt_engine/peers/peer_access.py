@@ -17,8 +17,8 @@ from ckpt_engine.peers.transport.handshake import introduce
 from ckpt_engine.peers.transport.pool import ConnectionPool
 from ckpt_engine.peers.transport.port import ByteCounters, Connection, Identity
 from ckpt_engine.peers.transport.tcp import connect_tcp, split_address
+from ckpt_engine.rules.rate_limit import RateLimit
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.tiers.rate_limit import RateLimit
 from flyball.contracts.errors import FlyballError, StaleCommand, Unreachable
 
 log = structlog.get_logger()

@@ -16,10 +16,10 @@ from ckpt_engine.format.integrity import chunk_count
 from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.peers.shard_transfer import Pace, receive_manifest, receive_payload, send_manifest, send_ranges
 from ckpt_engine.peers.transport.port import Connection
+from ckpt_engine.rules.memory_plan import MemoryPlan
+from ckpt_engine.rules.slot_rules import SlotState, SlotView, choose_slot
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.slots.memory_plan import MemoryPlan
 from ckpt_engine.slots.rank_segments import RankSegments
-from ckpt_engine.slots.slot_rules import SlotState, SlotView, choose_slot
 from ckpt_engine.tiers.memory import OpenSegments, PeerTier
 from flyball.contracts.checkpoints import is_alive
 from flyball.contracts.errors import CorruptShard, InvalidMessage, MemoryTooSmall

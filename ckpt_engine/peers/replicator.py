@@ -16,10 +16,10 @@ from ckpt_engine.contracts.peer_wire import PutShard, Reply, ShardVerdict
 from ckpt_engine.counters import Counters
 from ckpt_engine.format import integrity
 from ckpt_engine.format.manifest import Manifest
-from ckpt_engine.peers.peer_patience import PeerPatience
 from ckpt_engine.peers.replication import Offer
+from ckpt_engine.rules.peer_patience import PeerPatience
+from ckpt_engine.rules.slot_rules import SlotView
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.slots.slot_rules import SlotView
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from ckpt_engine.worker_thread import WorkerThread
 from flyball.backoff import Backoff

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import xxhash
 
 from ckpt_engine.format.manifest import MAX_MANIFEST_BYTES
+from ckpt_engine.rules.slot_rules import MAX_SLOTS
 from ckpt_engine.slots import segment_files
-from ckpt_engine.slots.slot_rules import MAX_SLOTS
 from flyball.contracts.errors import Conflict, StateVersionMismatch
 
 MAGIC = int.from_bytes(b"FLYBSLOT", "little")

@@ -21,13 +21,20 @@ from collections.abc import Collection
 
 import xxhash
 
+from ckpt_engine.contracts.control_views import (
+    AbandonedSteps,
+    ParkState,
+    RestoreAnswer,
+    RestoreState,
+    RestoreWords,
+    WorldWords,
+)
 from ckpt_engine.format.manifest import MAX_MANIFEST_BYTES
+from ckpt_engine.rules.slot_rules import MAX_SLOTS, MIN_SLOTS, SlotState, SlotView
 from ckpt_engine.slots import control_words as at
 from ckpt_engine.slots import segment_files
 from ckpt_engine.slots.control_file import HEADER_BYTES, LAST_USE_WORD, boot_time_ns, open_in_use
-from ckpt_engine.slots.control_views import ParkState, RestoreAnswer, RestoreState, RestoreWords, WorldWords
 from ckpt_engine.slots.control_words import initial_words, this_machines_fence
-from ckpt_engine.slots.slot_rules import MAX_SLOTS, MIN_SLOTS, AbandonedSteps, SlotState, SlotView
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.fault_points import reach
 

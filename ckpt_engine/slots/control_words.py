@@ -13,8 +13,8 @@ import functools
 import platform
 from collections.abc import Callable
 
+from ckpt_engine.rules.slot_rules import MIN_SLOTS
 from ckpt_engine.slots.control_file import HEADER_BYTES, LAST_USE_WORD, LAYOUT_VERSION, MAGIC, boot_time_ns
-from ckpt_engine.slots.slot_rules import MIN_SLOTS
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.errors import ConfigurationError
 

@@ -8,7 +8,7 @@ import os
 import re
 from pathlib import Path
 
-from ckpt_engine.slots.memory_plan import MemoryPlan, readable_size
+from ckpt_engine.rules.memory_plan import MemoryPlan, readable_size
 from flyball.contracts.errors import MemoryTooSmall
 
 _log = logging.getLogger("flyball.engine")

@@ -14,15 +14,11 @@ from collections.abc import Collection, Container
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckpt_engine.contracts.control_views import WorldWords
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format.manifest import Manifest
-from ckpt_engine.settings import EngineSettings
-from ckpt_engine.slots import memory_limits, segment_files, source_digests
-from ckpt_engine.slots.control_file import read_run, run_key, write_run
-from ckpt_engine.slots.control_segment import ControlSegment
-from ckpt_engine.slots.control_views import WorldWords
-from ckpt_engine.slots.memory_plan import MemoryPlan
-from ckpt_engine.slots.slot_rules import (
+from ckpt_engine.rules.memory_plan import MemoryPlan
+from ckpt_engine.rules.slot_rules import (
     MAX_SLOTS,
     MIN_SLOTS,
     SlotState,
@@ -30,6 +26,10 @@ from ckpt_engine.slots.slot_rules import (
     choose_slot,
     unneeded_surplus,
 )
+from ckpt_engine.settings import EngineSettings
+from ckpt_engine.slots import memory_limits, segment_files, source_digests
+from ckpt_engine.slots.control_file import read_run, run_key, write_run
+from ckpt_engine.slots.control_segment import ControlSegment
 from flyball.contracts.checkpoints import Lineage
 from flyball.contracts.errors import CorruptShard, MemoryTooSmall
 from flyball.contracts.on_host.segments import CONTROL_SUFFIX, SLOT_SUFFIXES, parse_segment

@@ -18,7 +18,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckpt_engine.slots.memory_plan import readable_size
+from ckpt_engine.rules.memory_plan import readable_size
 from flyball.contracts.errors import ConfigurationError, FlyballError, MemoryTooSmall
 from flyball.contracts.on_host.segments import SegmentName, parse_segment
 

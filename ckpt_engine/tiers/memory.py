@@ -10,9 +10,9 @@ import structlog
 
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format.manifest import Manifest
+from ckpt_engine.rules.slot_rules import SlotState, SlotView
 from ckpt_engine.slots import segment_files
 from ckpt_engine.slots.rank_segments import RankSegments, SegmentOptions
-from ckpt_engine.slots.slot_rules import SlotState, SlotView
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.errors import StateVersionMismatch
 from flyball.contracts.on_host.segments import CONTROL_SUFFIX, SegmentName, rank_segment, replica_segment

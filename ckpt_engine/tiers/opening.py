@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+from ckpt_engine.rules.rate_limit import RateLimit
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.tiers.folder import FolderStorage
-from ckpt_engine.tiers.rate_limit import RateLimit
 from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.tiers.storage import Storage
 from flyball.contracts.checkpoints import Tier

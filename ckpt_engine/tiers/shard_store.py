@@ -29,8 +29,8 @@ from ckpt_engine.format.shard_names import (
     world_manifest_name,
 )
 from ckpt_engine.format.step_listing import StepKey
-from ckpt_engine.tiers.rate_limit import RateLimit, Throttle
-from ckpt_engine.tiers.retention_rules import newest_alive, removable
+from ckpt_engine.rules.rate_limit import RateLimit, Throttle
+from ckpt_engine.rules.retention_rules import newest_alive, removable
 from ckpt_engine.tiers.shard_listing import UNKNOWN, Listing, PresentListing, ShardListing
 from ckpt_engine.tiers.storage import Storage, StoredBytes
 from ckpt_engine.tiers.verified_pieces import verified_pieces

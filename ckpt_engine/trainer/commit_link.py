@@ -10,8 +10,8 @@ from typing import Protocol
 
 from ckpt_engine.contracts.notices import MAX_MESSAGE_CHARS, Captured, Notice, SaveAborted, SaveWaited
 from ckpt_engine.format import manifest as manifests
+from ckpt_engine.rules.slot_rules import MIN_SLOTS, SlotState, SlotView
 from ckpt_engine.slots.rank_segments import RankSegments
-from ckpt_engine.slots.slot_rules import MIN_SLOTS, SlotState, SlotView
 from ckpt_engine.worker_thread import WorkerThread
 from flyball import __version__
 from flyball.contracts import wire

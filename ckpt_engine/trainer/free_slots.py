@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ckpt_engine.slots.control_views import WorldWords
-from ckpt_engine.slots.memory_plan import MemoryPlan
+from ckpt_engine.contracts.control_views import WorldWords
+from ckpt_engine.rules.memory_plan import MemoryPlan
+from ckpt_engine.rules.slot_rules import MIN_SLOTS, SlotView, slot_count
 from ckpt_engine.slots.rank_segments import RankSegments
-from ckpt_engine.slots.slot_rules import MIN_SLOTS, SlotView, slot_count
 from ckpt_engine.trainer.commit_link import CommitLink
 from flyball.contracts.checkpoints import WhenFull
 from flyball.contracts.errors import CheckpointError

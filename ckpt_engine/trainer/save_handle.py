@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ckpt_engine.contracts.notices import LATE_S, REPORT_FROM_S
+from ckpt_engine.rules.slot_rules import SLOW_TIERS
 from ckpt_engine.slots.control_segment import ControlSegment
-from ckpt_engine.slots.slot_rules import SLOW_TIERS
 from ckpt_engine.trainer.commit_link import CommitLink
 from flyball.contracts.checkpoints import CheckpointSpec, Tier
 from flyball.contracts.errors import CheckpointError

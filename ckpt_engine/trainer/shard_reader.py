@@ -12,12 +12,12 @@ import time
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from ckpt_engine.contracts.control_views import RestoreAnswer, RestoreState, RestoreWords
 from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.format.verified_read import MemorySource, SlotFileSource
+from ckpt_engine.rules.slot_rules import SlotState, SlotView
 from ckpt_engine.slots import segment_files
-from ckpt_engine.slots.control_views import RestoreAnswer, RestoreState, RestoreWords
 from ckpt_engine.slots.rank_segments import RankSegments
-from ckpt_engine.slots.slot_rules import SlotState, SlotView
 from ckpt_engine.trainer.commit_link import CommitLink, LocalCommitter
 from ckpt_engine.worker_thread import WorkerThread
 from flyball.contracts.checkpoints import Tier, is_alive

@@ -20,17 +20,17 @@ from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckpt_engine.contracts.control_views import ParkState
+from ckpt_engine.rules.save_pace import factor_of
+from ckpt_engine.rules.save_schedule import is_due
+from ckpt_engine.rules.slot_rules import SLOW_TIERS, SlotState
 from ckpt_engine.settings import load_settings
 from ckpt_engine.slots.control_segment import ControlSegment
-from ckpt_engine.slots.control_views import ParkState
 from ckpt_engine.slots.rank_segments import RankSegments, SegmentOptions
-from ckpt_engine.slots.slot_rules import SLOW_TIERS, SlotState
 from ckpt_engine.trainer.commit_link import CommitLink, EngineLink, LocalCommitter
 from ckpt_engine.trainer.free_slots import ENGINE_PROBE_S, FreeSlots, SlotsFull
 from ckpt_engine.trainer.save_handle import NoProgress, RankProgress, SaveHandle, SaveOutcomes
 from ckpt_engine.trainer.shard_reader import ShardReader
-from ckpt_engine.world.save_pace import factor_of
-from ckpt_engine.world.save_schedule import is_due
 from flyball.contracts.checkpoints import CaptureMode, Tier, is_alive
 from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import CheckpointError, FlyballError, MemoryTooSmall, RestoreFailed, UnsupportedState

@@ -13,11 +13,11 @@ from ckpt_engine.contracts.notices import Captured, Notice, SaveWaited
 from ckpt_engine.contracts.peer_wire import RankSteps, ShardVerdict, TierNaming, TierReport, WorldStep
 from ckpt_engine.counters import Counters
 from ckpt_engine.peers.links import Key, PeerLinks
+from ckpt_engine.rules.coordinator import Coordinator
+from ckpt_engine.rules.save_pace import SavePace, factor_of
+from ckpt_engine.rules.save_schedule import SaveSchedule, interval_s, interval_steps
+from ckpt_engine.rules.tier_schedule import TierSchedule
 from ckpt_engine.tiers.memory import MemoryTier
-from ckpt_engine.tiers.writing.tier_schedule import TierSchedule
-from ckpt_engine.world.coordinator import Coordinator
-from ckpt_engine.world.save_pace import SavePace, factor_of
-from ckpt_engine.world.save_schedule import SaveSchedule, interval_s, interval_steps
 from flyball.contracts.checkpoints import SaveInterval, Tier
 from flyball.contracts.clock import Clock
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.counters import Counters
+from ckpt_engine.rules.save_pace import factor_of
+from ckpt_engine.rules.save_schedule import interval_s, is_due
 from ckpt_engine.tiers.memory import MemoryTier
 from ckpt_engine.worker_thread import WorkerThread
 from ckpt_engine.world.coordination import Coordination
-from ckpt_engine.world.save_pace import factor_of
-from ckpt_engine.world.save_schedule import interval_s, is_due
 
 TICK_S = 0.05
 

@@ -9,9 +9,9 @@ import structlog
 
 from flyball import backoff
 from flyball.contracts.clock import Clock
-from services.actuator.moves import end
-from services.actuator.playbook import advance
 from services.actuator.ports import ActionProgress, ActionStore, PlaybookStep
+from services.actuator.rules.moves import end
+from services.actuator.rules.playbook import advance
 from services.rules.incident_states import ActionEvent
 from services.rules.stream import Wakeup
 from services.runtime.loops import FIRST_PAUSE_S, LONGEST_PAUSE_S, OUTAGES, Outage

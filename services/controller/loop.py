@@ -17,15 +17,15 @@ from flyball.contracts.clock import Clock
 from flyball.contracts.decisions import ActionState
 from flyball.contracts.errors import StaleEpoch
 from flyball.contracts.fault_points import reach
-from services.actuator.playbook import advance
 from services.actuator.ports import ActionProgress, PlaybookStep
+from services.actuator.rules.playbook import advance
 from services.controller.lease_hold import LeaseHold
 from services.controller.policy import decide
 from services.controller.ports import DecisionStore
 from services.controller.replay import RoundInputs
+from services.controller.round.view import Outcome, PolicySettings, View
 from services.controller.round_keeper import LONGEST_END_S, RoundKeeper
 from services.controller.turns import AGAIN_S, Turns
-from services.controller.view import Outcome, PolicySettings, View
 from services.rules.stream import Cursor, Delivered, LeaseGrant, SignalBus, Wakeup
 from services.runtime.loops import OUTAGES, LoopThread, Outage
 

@@ -14,6 +14,7 @@ from flyball.contracts.decisions import IncidentState
 from flyball.contracts.reports.signals import Signal
 from services.controller.round.diagnosis import DRAIN_REQUESTED, PREEMPTION_NOTICE, SAVES_FAILING, SUPERSEDED_WORKERS
 from services.controller.round.round import Case, Round, Verdict
+from services.controller.round.view import Outcome, PolicySettings, View
 from services.controller.rules import (
     adoption,
     drain_rules,
@@ -27,7 +28,6 @@ from services.controller.rules import (
     tracking,
     waiting_rules,
 )
-from services.controller.view import Outcome, PolicySettings, View
 
 Rule = Callable[[Case], Verdict | None]
 Guard = Callable[[Case, Verdict], Verdict | None]

@@ -7,9 +7,9 @@ from typing import Protocol
 
 from flyball.contracts.reports.signals import Signal
 from services.actuator.ports import PlaybookStep
-from services.controller.focus import Focus
 from services.controller.replay import RoundInputs
-from services.controller.view import Outcome, View
+from services.controller.round.focus import Focus
+from services.controller.round.view import Outcome, View
 from services.rules.stream import Cursor, LeaseGrant
 
 

@@ -15,7 +15,7 @@ import msgspec
 from flyball.contracts.decisions import Decision, Incident
 from flyball.contracts.reports.signals import Signal
 from services.controller.policy import decide
-from services.controller.view import Outcome, PastFailure, PolicySettings, View
+from services.controller.round.view import Outcome, PastFailure, PolicySettings, View
 
 LARGE_PARTS = 20_000  # hosts, ranks and copies; a larger view takes longer to write than a decision may wait
 

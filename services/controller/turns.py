@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from math import inf
 
 from flyball.contracts.reports.signals import Signal
-from services.controller.focus import Focus
+from services.controller.round.focus import Focus
 
 AGAIN_S = 0.01  # after a round that changed something: the next one sees the effects
 DECIDE_AT_LEAST_EVERY_S = 1.0  # even if nothing changed, in case a rule waits for a time that it did not name

@@ -10,7 +10,7 @@ import msgspec
 
 from flyball.contracts.checkpoints import ShardCopy
 from flyball.contracts.cluster import HostState
-from services.controller.view import DrainView, HostView, JobView, RankView
+from services.controller.round.view import DrainView, HostView, JobView, RankView
 
 
 class CachedHost(msgspec.Struct, gc=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flyball.contracts.cluster import HostState, JobState
 from flyball.contracts.decisions import Decision, Incident
 from flyball.contracts.events import Event, EventKind
-from services.controller.view import HostChange, JobChange
+from services.controller.round.view import HostChange, JobChange
 
 _GONE = (HostState.SILENT, HostState.IN_REPAIR)
 

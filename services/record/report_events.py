@@ -15,7 +15,7 @@ from flyball.contracts.reports.rank_columns import CompletedSteps, Workers, stat
 from flyball.contracts.reports.signals import RankMarks, Report
 from flyball.contracts.reports.succession import is_given_up, speaks_for_host
 from services.record.codec import dump, load
-from services.sensor.reports.step_log import StepSummary
+from services.sensor.rules.step_log import StepSummary
 
 RankKey = tuple[str, int, int]  # job, generation, rank
 EventData: TypeAlias = Mapping[str, str | int | float | bool | list[int | float | str] | None]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from flyball.contracts.reports.drains import DrainState
-from services.controller.view import DrainView
+from services.controller.round.view import DrainView
 from simulator.checks.history import FaultBegan, FaultEnded
 from simulator.cluster import Cluster
 from simulator.faults.faults import Fault, FaultKind

@@ -11,9 +11,9 @@ from flyball.contracts.errors import StaleEpoch
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.reports.signals import Signal, WorkerExited
 from services.actuator.ports import PlaybookStep
-from services.controller.focus import Focus, focused
 from services.controller.replay import RoundInputs, StoredRound
-from services.controller.view import HostChange, JobChange, Outcome, View
+from services.controller.round.focus import Focus, focused
+from services.controller.round.view import HostChange, JobChange, Outcome, View
 from services.record import outcome_events, signal_events, step_events
 from services.record.codec import number_of
 from services.record.lease_terms import MARGIN, Held, Renewals, epoch_for

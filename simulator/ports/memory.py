@@ -34,7 +34,7 @@ from flyball.contracts.events import Event
 from flyball.contracts.reports.signals import Sender, Signal, WorkerExited
 from flyball.contracts.reports.standings import HostStanding
 from services.controller.replay import StoredRound
-from services.controller.view import DrainView, PastFailure
+from services.controller.round.view import DrainView, PastFailure
 from services.record.lease_terms import Held
 from services.record.report_events import RankKey, RankRow
 from services.record.signal_events import SignalKey

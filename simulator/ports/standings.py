@@ -8,7 +8,7 @@ from flyball.contracts.cluster import JobState
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.reports.standings import HostStanding, LastObeyed, database_knows
 from services.actuator.ports import Judgement
-from services.controller.view import AdoptedJob, Adoption
+from services.controller.round.view import AdoptedJob, Adoption
 from services.record.codec import number_of
 from services.record.lease_terms import Held
 from services.record.step_events import restore_step_of

@@ -12,7 +12,7 @@ from flyball.contracts.reports.signals import Report, Sender
 from services.record import report_events
 from services.record.report_events import Before, RankRow
 from services.sensor.detector.watched_job import LearnedJob
-from services.sensor.reports.step_log import StepSummary
+from services.sensor.rules.step_log import StepSummary
 from simulator.ports.memory import HostRow, JobRow, Memory
 
 

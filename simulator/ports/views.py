@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from flyball.contracts.cluster import Phase
 from flyball.contracts.decisions import ActionState, Incident
 from services.controller.round.spare_choice import recent_losses
-from services.controller.view import ActionView, GenerationView, JobView, RankView, ReportedStanding, View
+from services.controller.round.view import ActionView, GenerationView, JobView, RankView, ReportedStanding, View
 from services.record.answers import failed_in, sum_up
 from services.record.codec import number_of
 from services.record.host_views import host_views, placement_of

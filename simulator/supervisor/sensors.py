@@ -11,7 +11,7 @@ from services.sensor.reports.committed import CommittedPositions
 from services.sensor.reports.ingest import BACKLOG_S, EXPECT_EVERY_S, Ingest
 from services.sensor.reports.report_queue import ReportQueue
 from services.sensor.reports.report_writer import MAX_HOSTS
-from services.sensor.reports.step_log import StepSummary
+from services.sensor.rules.step_log import StepSummary
 from simulator.ports.status_store import MemoryStatusStore
 from simulator.supervisor.processes import TICK_S, WRITE_EVERY_S, Shared, SimulatedProcess
 from simulator.world.events import MachineClock

@@ -17,7 +17,7 @@ from services.actuator.executor import Executor
 from services.actuator.ports import Judgement, PlaybookStep
 from services.controller.loop import ControllerLoop
 from services.controller.replay import RoundInputs
-from services.controller.view import Outcome, PolicySettings
+from services.controller.round.view import Outcome, PolicySettings
 from services.rules.recovery_point import newest_step
 from services.rules.stream import Cursor
 from services.runtime.loops import OUTAGES, Outage

@@ -37,7 +37,7 @@ from flyball.contracts.wire import WIRE_VERSION
 from services.actuator.ports import ActionStore, CommandDraft, PlaybookStep
 from services.bus import redis_client
 from services.controller.ports import DecisionStore
-from services.controller.view import JobChange, Outcome
+from services.controller.round.view import JobChange, Outcome
 from services.record.codec import dump
 from services.rules.stream import Cursor
 from services.store.actions.action_store import SqlActionStore

@@ -12,7 +12,7 @@ from flyball.contracts.decisions import CommandResult, Incident, RankPosition
 from services.actuator.executor import Executor
 from services.bus.embedded import EmbeddedBus
 from services.controller.loop import ControllerLoop
-from services.controller.view import PolicySettings
+from services.controller.round.view import PolicySettings
 from services.record.codec import dump, load
 from services.runtime.wakeup import LocalWakeup
 from services.store.sql.tables import action_changes, generations, incidents

@@ -14,7 +14,7 @@ from flyball.contracts.errors import Conflict, NotFound, StaleEpoch
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.reports.signals import HostSilent, PreemptionNotice, SignalUnreadable, WorkerExited
 from services.actuator.ports import PlaybookStep
-from services.controller.view import HostChange, JobChange, PastFailure
+from services.controller.round.view import HostChange, JobChange, PastFailure
 from services.rules.stream import Cursor
 from services.store.sql import tables
 

@@ -9,7 +9,7 @@ from flyball.contracts.cluster import HostState, JobState
 from flyball.contracts.decisions import ActionPlan, Decision, DecisionKind, GenerationPlan
 from flyball.contracts.errors import Conflict, NotFound
 from flyball.contracts.reports.drains import DrainRequest, DrainState
-from services.controller.view import DrainView, HostChange, JobChange
+from services.controller.round.view import DrainView, HostChange, JobChange
 from services.record import codec
 from services.store.decisions.drain_store import SqlDrainStore
 from services.store.read.read_models import SqlReadModels

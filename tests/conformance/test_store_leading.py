@@ -15,7 +15,7 @@ from services.bus.embedded import EmbeddedBus
 from services.controller import loop
 from services.controller.lease_hold import LONGEST_ROUND_S, LeaseHold
 from services.controller.loop import ControllerLoop
-from services.controller.view import PolicySettings
+from services.controller.round.view import PolicySettings
 from services.rules.stream import LeaseGrant
 from services.runtime.wakeup import LocalWakeup
 from services.store.decisions.decision_store import SqlDecisionStore

@@ -31,7 +31,7 @@ from flyball.contracts.errors import Unreachable
 from services.actuator.executor import Executor
 from services.bus.embedded import EmbeddedBus
 from services.controller.loop import ControllerLoop
-from services.controller.view import PolicySettings
+from services.controller.round.view import PolicySettings
 from services.rules.stream import Cursor, Delivered
 from services.runtime.wakeup import LocalWakeup
 from services.store.decisions.decision_store import SqlDecisionStore
@@ -50,7 +50,7 @@ from services.actuator.executor import Executor
 from services.bus.embedded import EmbeddedBus
 from services.controller.loop import ControllerLoop
 from services.rules.stream import Cursor, Delivered
-from services.controller.view import PolicySettings
+from services.controller.round.view import PolicySettings
 from services.runtime.wakeup import LocalWakeup
 from services.store.actions.action_store import SqlActionStore
 from services.store.sql.database import Database

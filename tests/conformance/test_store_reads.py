@@ -13,7 +13,7 @@ from flyball.contracts.decisions import ActionState, CommandResult, RankPosition
 from flyball.contracts.errors import NotFound
 from flyball.contracts.events import Event, EventKind
 from services.actuator.ports import PlaybookStep
-from services.controller.view import HostChange
+from services.controller.round.view import HostChange
 from services.runtime.paging import Page
 from services.store.read.read_models import SqlReadModels
 from services.store.sql import tables

@@ -19,9 +19,9 @@ from services.controller import loop as loop_module
 from services.controller import policy, round_keeper
 from services.controller.loop import ControllerLoop
 from services.controller.replay import RoundInputs
+from services.controller.round.view import PolicySettings
 from services.controller.round_keeper import RoundKeeper
 from services.controller.rules import waiting_rules
-from services.controller.view import PolicySettings
 from services.record.codec import dump, load
 from services.runtime.wakeup import LocalWakeup
 from services.store.decisions import rounds as round_store

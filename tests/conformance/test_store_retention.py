@@ -9,7 +9,7 @@ from flyball.contracts.cluster import HostState, JobState
 from flyball.contracts.errors import Conflict, NotFound
 from flyball.contracts.events import Event, EventKind
 from services.controller.replay import RoundInputs
-from services.controller.view import HostChange, JobChange, Outcome, PolicySettings
+from services.controller.round.view import HostChange, JobChange, Outcome, PolicySettings
 from services.record.retention_rules import DAY_S, RetentionSettings
 from services.store.decisions import rounds as round_store
 from services.store.read.read_models import SqlReadModels

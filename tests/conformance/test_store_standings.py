@@ -11,7 +11,7 @@ from flyball.contracts.identity import Fence
 from flyball.contracts.reports.signals import EngineRestarted, Signal
 from flyball.contracts.reports.standings import HeldJob, HostStanding, LastObeyed, decision_number, issued_id
 from services.controller.policy import decide
-from services.controller.view import PolicySettings
+from services.controller.round.view import PolicySettings
 from services.store.decisions.standing_store import SqlStandings
 from services.store.reports.status_store import read_watermarks
 from services.store.sql import lease

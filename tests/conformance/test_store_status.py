@@ -12,11 +12,11 @@ from flyball.contracts.errors import InvalidMessage
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.reports.rank_columns import RankSteps
 from flyball.contracts.reports.signals import EngineStatus, RankMarks
-from services.controller.view import HostChange, JobChange
+from services.controller.round.view import HostChange, JobChange
 from services.sensor.detector.job_pace import Alarm, LearnedPace
 from services.sensor.detector.stances import Stance
 from services.sensor.detector.watched_job import LearnedJob
-from services.sensor.reports.step_log import StepSummary
+from services.sensor.rules.step_log import StepSummary
 from services.store.read.read_models import SqlReadModels
 from services.store.reports.placements import SqlPlacements
 

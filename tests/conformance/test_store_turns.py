@@ -11,9 +11,9 @@ from flyball.contracts.cluster import Phase, RankStatus
 from services.actuator.executor import Executor
 from services.bus.embedded import EmbeddedBus
 from services.controller import turns as turns_module
-from services.controller.focus import Focus
 from services.controller.loop import ControllerLoop
-from services.controller.view import PolicySettings, View
+from services.controller.round.focus import Focus
+from services.controller.round.view import PolicySettings, View
 from services.runtime.wakeup import LocalWakeup
 
 DEADLINE_S = 120.0

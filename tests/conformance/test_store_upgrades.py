@@ -23,7 +23,7 @@ from flyball.contracts.reports.drains import DrainState
 from services.actuator.executor import Executor
 from services.bus.embedded import EmbeddedBus
 from services.controller.loop import ControllerLoop
-from services.controller.view import PolicySettings
+from services.controller.round.view import PolicySettings
 from services.runtime.wakeup import LocalWakeup
 from services.store.read.read_models import SqlReadModels
 from services.store.sql.copying import copy_database

@@ -17,8 +17,8 @@ from flyball.contracts.errors import FlyballError
 from flyball.contracts.reports.drains import DrainRequest
 from flyball.contracts.reports.signals import HostReturned, RankStalled, Signal
 from services.actuator.ports import PlaybookStep
-from services.controller.focus import Focus, focused
-from services.controller.view import HostChange, JobChange, Outcome, View
+from services.controller.round.focus import Focus, focused
+from services.controller.round.view import HostChange, JobChange, Outcome, View
 from services.store.actions import action_cache
 from services.store.decisions import host_cache
 from services.store.decisions.drain_store import SqlDrainStore

@@ -20,7 +20,7 @@ from services.bus.messaging import MeasuredBus
 from services.bus.redis_client import RedisServer
 from services.bus.redis_streams import RedisBus
 from services.controller.loop import ControllerLoop
-from services.controller.view import PolicySettings
+from services.controller.round.view import PolicySettings
 from services.rules.stream import SignalBus
 from services.runtime.telemetry import Metrics
 from services.runtime.wakeup import LocalWakeup

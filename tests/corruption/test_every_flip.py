@@ -15,6 +15,7 @@ import pytest
 import torch
 import xxhash
 
+from ckpt_engine.contracts.control_views import RestoreState, RestoreWords
 from ckpt_engine.contracts.peer_wire import GetShard, Reply, ShardVerdict
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format.shard_names import world_manifest_name
@@ -22,7 +23,6 @@ from ckpt_engine.format.verified_read import MemorySource
 from ckpt_engine.peers.transport.port import ByteCounters, Connection
 from ckpt_engine.peers.transport.tcp import TcpConnection
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.slots.control_views import RestoreState, RestoreWords
 from ckpt_engine.slots.rank_segments import RankSegments
 from ckpt_engine.tiers.memory import MemoryTier
 from ckpt_engine.trainer.restore.load_shard import load_file, restore_into

@@ -14,8 +14,8 @@ import psutil
 import pytest
 from own_servers import free_port
 
+from ckpt_engine.rules.slot_rules import SlotState
 from ckpt_engine.slots.rank_segments import RankSegments
-from ckpt_engine.slots.slot_rules import SlotState
 from flyball.contracts import fault_points, wire
 from flyball.contracts.checkpoints import Lineage, LineageEntry, branch
 from flyball.contracts.on_host import worker_env

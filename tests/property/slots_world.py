@@ -22,19 +22,12 @@ from hypothesis.stateful import (
     rule,
 )
 
+from ckpt_engine.contracts.control_views import AbandonedSteps
 from ckpt_engine.contracts.generation import WorldView
 from ckpt_engine.contracts.peer_wire import WorldStep
-from ckpt_engine.slots import slot_rules
-from ckpt_engine.slots.slot_rules import (
-    MAX_SLOTS,
-    MIN_SLOTS,
-    AbandonedSteps,
-    SlotState,
-    SlotView,
-    choose_slot,
-    unneeded_surplus,
-)
-from ckpt_engine.world.coordinator import Coordinator
+from ckpt_engine.rules import slot_rules
+from ckpt_engine.rules.coordinator import Coordinator
+from ckpt_engine.rules.slot_rules import MAX_SLOTS, MIN_SLOTS, SlotState, SlotView, choose_slot, unneeded_surplus
 from flyball.contracts.checkpoints import Lineage, LineageEntry, branch, is_alive
 
 _REMEMBERED_STEPS = 16  # as in the pipeline

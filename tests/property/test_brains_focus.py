@@ -14,10 +14,9 @@ from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, P
 from flyball.contracts.decisions import ActionState, GenerationPlan
 from flyball.contracts.reports.drains import DrainState
 from flyball.contracts.reports.signals import HostReturned, Signal, WorkerExited
-from services.controller.focus import Focus, focused, placed_hosts
 from services.controller.policy import decide
-from services.controller.turns import slices
-from services.controller.view import (
+from services.controller.round.focus import Focus, focused, placed_hosts
+from services.controller.round.view import (
     ActionView,
     DrainView,
     GenerationView,
@@ -28,6 +27,7 @@ from services.controller.view import (
     RankView,
     View,
 )
+from services.controller.turns import slices
 
 
 def calm_job(name: str, hosts: Sequence[str]) -> tuple[JobView, list[HostView], list[ShardCopy]]:

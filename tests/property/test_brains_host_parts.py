@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine.contracts import peer_plan as peers
-from ckpt_engine.peers.fetch_order import fetch_order
+from ckpt_engine.rules.fetch_order import fetch_order
 from flyball.contracts import wire
 from flyball.contracts.checkpoints import LineageEntry, Replication, RestorePlan, ShardSource, Tier
 from flyball.contracts.cluster import HostRanks, Placement
-from services.actuator.host_parts import host_parts
+from services.actuator.rules.host_parts import host_parts
 from services.controller.round.peer_choice import choose_peers
 
 

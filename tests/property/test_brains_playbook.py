@@ -21,9 +21,9 @@ from flyball.contracts.decisions import (
     UpdateState,
 )
 from flyball.contracts.identity import Fence
-from services.actuator.host_parts import host_parts
-from services.actuator.playbook import PHASES, START, may_start
 from services.actuator.ports import ActionProgress, OutboxCommand
+from services.actuator.rules.host_parts import host_parts
+from services.actuator.rules.playbook import PHASES, START, may_start
 from tests.checked_rules import advance
 
 SPEC = JobSpec(job="job", argv=("t.py",), workdir="/", nnodes=2, nproc_per_node=1)

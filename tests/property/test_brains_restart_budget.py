@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase
 from flyball.contracts.decisions import DecisionKind, GenerationPlan
 from flyball.contracts.reports.signals import Signal, WorkerExited
-from services.controller.view import GenerationView, HostView, JobView, PolicySettings, RankView, View
+from services.controller.round.view import GenerationView, HostView, JobView, PolicySettings, RankView, View
 from tests.checked_rules import decide
 
 NOW = 100_000.0

@@ -10,7 +10,7 @@ from flyball.contracts.cluster import HostFacts
 from flyball.contracts.errors import FlyballError, WrongClock
 from flyball.contracts.reports.signals import EngineStatus, Report
 from flyball.contracts.wire import WIRE_VERSION
-from services.sensor.reports.admission import Admission
+from services.sensor.rules.admission import Admission
 
 START = 1_700_000_000.0
 FACTS = HostFacts("host-a", "10.0.0.1", "", "", 0, "", 1)

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine.contracts.peer_wire import TierNaming, TierReport, WorldStep
-from ckpt_engine.tiers.writing.tier_schedule import TierSchedule
-from ckpt_engine.world.coordinator import MAX_ABANDONED, Coordinator
-from ckpt_engine.world.save_pace import SavePace
-from ckpt_engine.world.save_schedule import SaveSchedule
+from ckpt_engine.rules.coordinator import MAX_ABANDONED, Coordinator
+from ckpt_engine.rules.save_pace import SavePace
+from ckpt_engine.rules.save_schedule import SaveSchedule
+from ckpt_engine.rules.tier_schedule import TierSchedule
 from flyball.contracts.checkpoints import Tier, TierPolicy
 
 RANKS = 3

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine.contracts.peer_wire import TierNaming
-from ckpt_engine.peers.fetch_order import fetch_order, source_generation
-from ckpt_engine.tiers.retention_rules import removable
+from ckpt_engine.rules.fetch_order import fetch_order, source_generation
+from ckpt_engine.rules.retention_rules import removable
 from flyball.contracts.checkpoints import LineageEntry, RestorePlan, ShardCopy, ShardSource, Tier, is_alive
 from flyball.contracts.recovery import Origin
 

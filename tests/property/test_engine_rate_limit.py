@@ -5,7 +5,7 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_engine.tiers.rate_limit import BURST_S, RateLimit, Throttle, TokenBucket
+from ckpt_engine.rules.rate_limit import BURST_S, RateLimit, Throttle, TokenBucket
 
 RATES = st.integers(1, 10**10)
 TAKES = st.lists(st.tuples(st.floats(0, 100), st.integers(0, 10**9)), max_size=40)  # pause before it, bytes

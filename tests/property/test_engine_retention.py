@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine.contracts.peer_wire import TierNaming
-from ckpt_engine.tiers.retention_rules import newest_alive, removable, reported_steps, unconfirmed
+from ckpt_engine.rules.retention_rules import newest_alive, removable, reported_steps, unconfirmed
 from flyball.contracts.checkpoints import Lineage, LineageEntry, ShardCopy, Tier, TierPolicy, branch, is_alive
 
 RANKS = 3

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_engine.world.save_pace import SavePace, factor_of
-from ckpt_engine.world.save_schedule import interval_steps, is_due
+from ckpt_engine.rules.save_pace import SavePace, factor_of
+from ckpt_engine.rules.save_schedule import interval_steps, is_due
 from flyball.contracts.checkpoints import CheckpointSpec
 
 REPORT_FROM_S = 0.03  # the trainer does not report shorter waits

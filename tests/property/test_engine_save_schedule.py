@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from ckpt_engine.contracts.generation import WorldView
 from ckpt_engine.contracts.peer_wire import WorldStep
-from ckpt_engine.slots.slot_rules import SlotState, SlotView, choose_slot
-from ckpt_engine.world.coordinator import Coordinator
-from ckpt_engine.world.save_schedule import SaveSchedule, interval_s, is_due
+from ckpt_engine.rules.coordinator import Coordinator
+from ckpt_engine.rules.save_schedule import SaveSchedule, interval_s, is_due
+from ckpt_engine.rules.slot_rules import SlotState, SlotView, choose_slot
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 
 RANKS, SKEW_STEPS, TICK_S = 3, 3, 0.25

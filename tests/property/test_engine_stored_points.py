@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckpt_engine.contracts.peer_wire import TierNaming
 from ckpt_engine.counters import Counters
-from ckpt_engine.tiers.retention_rules import removable, unconfirmed
+from ckpt_engine.rules.retention_rules import removable, unconfirmed
 from ckpt_engine.tiers.writing.tier_retention import TierRetention
 from flyball.contracts.checkpoints import (
     CheckpointSpec,

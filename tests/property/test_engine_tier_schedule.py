@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from ckpt_engine.contracts.generation import WorldView
 from ckpt_engine.contracts.peer_wire import TierNaming, TierReport, WorldStep
-from ckpt_engine.tiers.retention_rules import removable
-from ckpt_engine.tiers.writing.tier_schedule import TierSchedule
-from ckpt_engine.world.coordinator import Coordinator
+from ckpt_engine.rules.coordinator import Coordinator
+from ckpt_engine.rules.retention_rules import removable
+from ckpt_engine.rules.tier_schedule import TierSchedule
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier, TierPolicy
 
 RANKS, KEPT, EVERY = 3, 2, 2

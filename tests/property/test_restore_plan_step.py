@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine.format.manifest import Manifest
-from ckpt_engine.inspect.restore_planner import Bandwidths, StepPlan, WantedWorld, plan_step
+from ckpt_engine.rules.restore_planner import Bandwidths, StepPlan, WantedWorld, plan_step
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier, is_alive
 from flyball.contracts.cluster import HostRanks
 from flyball.contracts.recovery import NotUsable, Origin

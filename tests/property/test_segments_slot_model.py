@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 from slots_world import World
 
-from ckpt_engine.slots import slot_rules
-from ckpt_engine.slots.slot_rules import AbandonedSteps, SlotState, SlotView
-from ckpt_engine.world.coordinator import MAX_ABANDONED, Coordinator
+from ckpt_engine.contracts.control_views import AbandonedSteps
+from ckpt_engine.rules import slot_rules
+from ckpt_engine.rules.coordinator import MAX_ABANDONED, Coordinator
+from ckpt_engine.rules.slot_rules import SlotState, SlotView
 from flyball.contracts.checkpoints import Lineage
 
 Rule = Callable[[SlotView, int, Lineage, Container[int]], bool]

@@ -50,10 +50,10 @@ from flyball.contracts.reports.signals import (
     WorkerExited,
 )
 from flyball.contracts.wire import WIRE_VERSION
-from services.actuator.playbook import advance
 from services.actuator.ports import ActionProgress, OutboxCommand, PlaybookStep
+from services.actuator.rules.playbook import advance
 from services.controller.policy import decide
-from services.controller.view import (
+from services.controller.round.view import (
     ActionView,
     GenerationView,
     HostView,

@@ -10,9 +10,9 @@ from flyball.contracts.cluster import HostRanks, JobSpec, JobState, Placement
 from flyball.contracts.decisions import DecisionKind, Incident, IncidentState
 from flyball.contracts.identity import Fence
 from flyball.contracts.reports.standings import HeldJob, HostStanding, LastObeyed
-from services.actuator.host_parts import host_parts
+from services.actuator.rules.host_parts import host_parts
+from services.controller.round.view import GenerationView, JobView, Outcome, PolicySettings, ReportedStanding, View
 from services.controller.rules.adoption import GATHER_S, NOT_ADOPTED, OTHER_CLUSTER_S, WHOLE_WITHIN_S, merged, plan_of
-from services.controller.view import GenerationView, JobView, Outcome, PolicySettings, ReportedStanding, View
 from tests.checked_rules import decide
 
 NOW = 1000.0

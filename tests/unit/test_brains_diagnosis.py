@@ -11,7 +11,7 @@ from flyball.contracts.cluster import HostRanks, HostState, Phase, WorkerError
 from flyball.contracts.reports.signals import RankStalled, WorkerExited, WorkerStartFailed
 from services.controller.round import diagnosis
 from services.controller.round.diagnosis import exit_failure, is_done, root_cause, silence_failure, stall_failure
-from services.controller.view import GenerationView, HostView, RankView
+from services.controller.round.view import GenerationView, HostView, RankView
 
 GENERATION = GenerationView(
     generation=3,

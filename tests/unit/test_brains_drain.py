@@ -12,7 +12,7 @@ from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, P
 from flyball.contracts.decisions import ActionState, DecisionKind, Incident, IncidentState
 from flyball.contracts.reports.drains import DrainState
 from flyball.contracts.reports.signals import PreemptionNotice, Signal
-from services.controller.view import (
+from services.controller.round.view import (
     ActionView,
     DrainView,
     GenerationView,

@@ -14,9 +14,9 @@ from flyball.contracts.decisions import Incident, IncidentState
 from flyball.contracts.reports.signals import FalseAlarm, HostSilent, RankStalled, Signal, WorkerExited
 from services.controller.round.guardrails import budget_after
 from services.controller.round.round import Round
+from services.controller.round.view import GenerationView, HostView, JobView, PolicySettings, RankView, View
 from services.controller.rules import tracking
 from services.controller.rules.intake import take_signals
-from services.controller.view import GenerationView, HostView, JobView, PolicySettings, RankView, View
 from tests.checked_rules import decide
 
 NOW = 10_000.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from flyball.contracts.reports.signals import HostReturned, HostSilent, PeerUnreachable
-from services.sensor.reports.own_signals import MAX_SEND_AGAIN_S, OwnSignals
+from services.sensor.rules.own_signals import MAX_SEND_AGAIN_S, OwnSignals
 
 SILENT, RETURNED = HostSilent("a", 3.0, 2.0, ()), HostReturned("a", 9.0)
 

@@ -27,8 +27,8 @@ from flyball.contracts.decisions import (
     WarmUp,
 )
 from flyball.contracts.identity import Fence
-from services.actuator.playbook import may_start
 from services.actuator.ports import ActionProgress, OutboxCommand, PlaybookStep
+from services.actuator.rules.playbook import may_start
 from tests.checked_rules import advance
 
 NOW = 1000.0

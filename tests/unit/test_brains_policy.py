@@ -33,7 +33,7 @@ from flyball.contracts.reports.signals import (
     WorkerExited,
     WorkerStartFailed,
 )
-from services.controller.view import (
+from services.controller.round.view import (
     ActionView,
     DrainView,
     GenerationView,

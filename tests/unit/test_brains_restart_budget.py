@@ -9,7 +9,7 @@ from flyball.contracts.cluster import HostRanks, Phase
 from flyball.contracts.decisions import Incident, IncidentState
 from flyball.contracts.reports.signals import WorkerExited
 from services.controller.round.guardrails import Budget, budget_after, progress_of
-from services.controller.view import GenerationView, PolicySettings, RankView
+from services.controller.round.view import GenerationView, PolicySettings, RankView
 
 SETTINGS = PolicySettings()
 STARTED = 1_000.0

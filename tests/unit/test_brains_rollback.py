@@ -10,7 +10,7 @@ import pytest
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, ShardCopy, Tier
 from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase
 from flyball.contracts.decisions import Decision, DecisionKind, Incident, IncidentState
-from services.controller.view import GenerationView, HostView, JobView, Outcome, PolicySettings, RankView, View
+from services.controller.round.view import GenerationView, HostView, JobView, Outcome, PolicySettings, RankView, View
 from tests.checked_rules import decide
 
 NOW = 10_000.0

@@ -20,7 +20,7 @@ from flyball.contracts.decisions import (
     IncidentState,
 )
 from flyball.contracts.reports.signals import Signal, WorkerStartFailed
-from services.controller.view import (
+from services.controller.round.view import (
     ActionView,
     GenerationView,
     HostView,

@@ -6,7 +6,7 @@ from math import inf
 
 import pytest
 
-from services.controller.focus import Focus
+from services.controller.round.focus import Focus
 from services.controller.turns import AGAIN_S, DECIDE_AT_LEAST_EVERY_S, TURN_RANKS, Turns
 
 FEW = [("a", 10), ("b", 10)]

@@ -18,7 +18,7 @@ from flyball.contracts.reports.signals import (
     SignalBody,
     WorkerExited,
 )
-from services.controller.view import GenerationView, HostView, JobView, Outcome, PolicySettings, RankView, View
+from services.controller.round.view import GenerationView, HostView, JobView, Outcome, PolicySettings, RankView, View
 from tests.checked_rules import decide
 
 NOW = 10_000.0

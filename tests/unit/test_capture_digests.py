@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from ckpt_engine.format import integrity
 from ckpt_engine.format.manifest import Manifest, describe
+from ckpt_engine.rules.slot_rules import SlotState, SlotView
 from ckpt_engine.slots import source_digests
 from ckpt_engine.slots.control_file import DIGESTS_OFFSET
 from ckpt_engine.slots.rank_segments import RankSegments
-from ckpt_engine.slots.slot_rules import SlotState, SlotView
 from ckpt_engine.slots.source_digests import CHUNK_BYTES, SourceDigests
 from ckpt_engine.trainer.capture import hand_writes, optimizer_watch
 from ckpt_engine.trainer.capture.capturer import Capturer

@@ -18,11 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load as load_with_the_library
 
+from ckpt_engine.contracts.control_views import ParkState
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format import shard_format
-from ckpt_engine.slots.control_views import ParkState
+from ckpt_engine.rules.slot_rules import SlotState
 from ckpt_engine.slots.rank_segments import RankSegments
-from ckpt_engine.slots.slot_rules import SlotState
 from ckpt_engine.trainer.capture.capturer import CopyThread
 from ckpt_engine.trainer.capture.state_copy import TensorCopy
 from ckpt_engine.trainer.trainer_engine import NOT_DUE

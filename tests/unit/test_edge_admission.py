@@ -30,7 +30,7 @@ from flyball.contracts.reports.signals import (
     SignalBody,
 )
 from flyball.contracts.wire import WIRE_VERSION, decode, encode
-from services.sensor.reports.admission import Admission
+from services.sensor.rules.admission import Admission
 
 NOW = 1_700_000_000.0
 

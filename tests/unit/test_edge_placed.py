@@ -17,13 +17,13 @@ from flyball.contracts.wire import WIRE_VERSION, decode, encode
 from services.runtime.telemetry import Metrics
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
 from services.sensor.detector.watched_job import LearnedJob
-from services.sensor.reports import early_steps
 from services.sensor.reports.committed import CommittedPositions
-from services.sensor.reports.early_steps import EarlySteps
 from services.sensor.reports.ingest import Ingest
-from services.sensor.reports.placed import Placed, given_in
 from services.sensor.reports.report_queue import ReportQueue
-from services.sensor.reports.step_log import StepSummary
+from services.sensor.rules import early_steps
+from services.sensor.rules.early_steps import EarlySteps
+from services.sensor.rules.placed import Placed, given_in
+from services.sensor.rules.step_log import StepSummary
 from services.store.reports.placements import Placements
 
 HUGE = 2**31 - 1

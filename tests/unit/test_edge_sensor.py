@@ -22,7 +22,7 @@ from services.sensor.reports import report_writer
 from services.sensor.reports.committed import CommittedPositions
 from services.sensor.reports.report_queue import Received, ReportQueue
 from services.sensor.reports.report_writer import ReportWriter
-from services.sensor.reports.step_log import StepSummary
+from services.sensor.rules.step_log import StepSummary
 
 
 def report(host_id: str, signals: tuple[Signal, ...] = ()) -> Report:

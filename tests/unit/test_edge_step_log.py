@@ -15,7 +15,7 @@ from flyball.contracts.wire import encode
 from goodput.history import job_history
 from goodput.history.phases import Waiting
 from services.record.report_events import event_of_steps
-from services.sensor.reports.step_log import StepEventLog, StepSummary
+from services.sensor.rules.step_log import StepEventLog, StepSummary
 
 
 def steps(rank: int, first_step: int, *completed_at: float, generation: int = 1) -> RankSteps:

@@ -26,10 +26,10 @@ from ckpt_engine.host.job import EngineJob
 from ckpt_engine.host.save_reports import FAILING_AFTER_S
 from ckpt_engine.peers.peer_access import PeerAccess
 from ckpt_engine.peers.transport.port import ByteCounters, Identity
+from ckpt_engine.rules.rate_limit import RateLimit
+from ckpt_engine.rules.slot_rules import SlotState, may_overwrite
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.slots.slot_rules import SlotState, may_overwrite
 from ckpt_engine.tiers.folder import FolderStorage
-from ckpt_engine.tiers.rate_limit import RateLimit
 from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.tiers.writing.tier_writer import DiskWriter
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, ShardCopy, Tier

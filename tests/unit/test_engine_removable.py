@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_engine.contracts.peer_wire import TierNaming
-from ckpt_engine.tiers.retention_rules import removable
+from ckpt_engine.rules.retention_rules import removable
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier
 
 LINEAGE = (LineageEntry(1, 10), LineageEntry(2))  # generation 2 runs; it restored step 10 of 1

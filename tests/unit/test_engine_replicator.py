@@ -19,11 +19,11 @@ from ckpt_engine.contracts.peer_wire import Reply, ShardVerdict, WorldStep
 from ckpt_engine.counters import Counters
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.host.pipeline import RankPipeline
-from ckpt_engine.peers.peer_patience import PeerPatience
 from ckpt_engine.peers.replication import Offer
 from ckpt_engine.peers.replicator import ReplicationOutcome, Replicator
+from ckpt_engine.rules.peer_patience import PeerPatience
+from ckpt_engine.rules.slot_rules import SlotView
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.slots.slot_rules import SlotView
 from ckpt_engine.tiers.memory import MemoryTier
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.clock import SystemClock

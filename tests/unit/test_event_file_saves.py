@@ -9,8 +9,8 @@ import pytest
 import torch
 from event_files import of_kind
 
+from ckpt_engine.contracts.control_views import RestoreState, RestoreWords
 from ckpt_engine.format import manifest as manifests
-from ckpt_engine.slots.control_views import RestoreState, RestoreWords
 from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Tier
 from flyball.contracts.events import EventKind

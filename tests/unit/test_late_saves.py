@@ -13,7 +13,7 @@ import torch
 
 from ckpt_engine.contracts.notices import LATE_S, SaveWaited
 from ckpt_engine.host.save_reports import REPORT_EVERY_S, LateSaveLog
-from ckpt_engine.slots.slot_rules import SlotView
+from ckpt_engine.rules.slot_rules import SlotView
 from ckpt_engine.trainer.commit_link import EngineLink
 from flyball.contracts import wire
 from flyball.contracts.checkpoints import CheckpointSpec

@@ -8,10 +8,10 @@ from flyball.contracts.cluster import HostFacts, HostRanks, HostState, JobSpec, 
 from flyball.contracts.reports.signals import EngineStatus, HostReturned, HostSilent, Report
 from flyball.contracts.wire import WIRE_VERSION, decode, encode
 from services.controller.round.spare_choice import free_hosts
-from services.controller.view import GenerationView, HostView, JobView, PolicySettings, RankView, View
+from services.controller.round.view import GenerationView, HostView, JobView, PolicySettings, RankView, View
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
 from services.sensor.reports.report_decoding import ReportDecoder
-from services.sensor.reports.vouches import Vouches
+from services.sensor.rules.vouches import Vouches
 from tests.checked_rules import decide
 
 NOW = 10_000.0

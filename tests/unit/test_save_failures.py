@@ -14,7 +14,7 @@ from flyball.contracts.decisions import DecisionKind, Incident, IncidentState
 from flyball.contracts.on_host.engine_wire import EngineReply, FailingSaves, SaveFailure
 from flyball.contracts.reports.signals import SavesFailing, SavesRecovered, SignalBody
 from host_daemon.link.reporting import Reporter
-from services.controller.view import Outcome, PolicySettings, View
+from services.controller.round.view import Outcome, PolicySettings, View
 from tests.checked_rules import decide
 from tests.unit.test_brains_policy import GENERATION, JOB, KILLED, NOW, say, view
 

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save
 
 from ckpt_engine.format.manifest import describe, encode
-from ckpt_engine.slots.memory_plan import MemoryPlan
+from ckpt_engine.rules.memory_plan import MemoryPlan
 from ckpt_engine.slots.rank_segments import RankSegments
 from ckpt_engine.tiers.memory import MemoryTier
 from flyball.contracts.errors import MemoryTooSmall, StateVersionMismatch

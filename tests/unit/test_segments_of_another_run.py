@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_engine.slots.control_views import RestoreState, RestoreWords
+from ckpt_engine.contracts.control_views import RestoreState, RestoreWords
+from ckpt_engine.rules.slot_rules import SlotState
 from ckpt_engine.slots.rank_segments import RankSegments
-from ckpt_engine.slots.slot_rules import SlotState
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.on_host.segments import SLOT_SUFFIXES, rank_segment
 from flyball.sdk.beacon import create_beacon

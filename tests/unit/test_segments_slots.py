@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from ckpt_engine.contracts.control_views import AbandonedSteps, ParkState, RestoreState, RestoreWords
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format import shard_format
+from ckpt_engine.rules.memory_plan import MemoryPlan
+from ckpt_engine.rules.slot_rules import SlotState, SlotView, choose_slot, may_overwrite
 from ckpt_engine.slots import memory_limits
 from ckpt_engine.slots.control_file import CONTROL_BYTES
-from ckpt_engine.slots.control_views import ParkState, RestoreState, RestoreWords
 from ckpt_engine.slots.memory_limits import cgroup_available
-from ckpt_engine.slots.memory_plan import MemoryPlan
 from ckpt_engine.slots.rank_segments import RankSegments
-from ckpt_engine.slots.slot_rules import AbandonedSteps, SlotState, SlotView, choose_slot, may_overwrite
 from flyball.contracts.checkpoints import LineageEntry, Tier
 from flyball.contracts.errors import ConfigurationError, CorruptShard, MemoryTooSmall, StateVersionMismatch
 from flyball.contracts.on_host.segments import (

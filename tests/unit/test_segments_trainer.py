@@ -15,15 +15,15 @@ import pytest
 import torch
 
 import flyball
+from ckpt_engine.contracts.control_views import RestoreState, RestoreWords
 from ckpt_engine.contracts.notices import Captured, Notice, SaveAborted, SaveWaited
 from ckpt_engine.format import manifest as manifests
+from ckpt_engine.rules.save_schedule import is_due
+from ckpt_engine.rules.slot_rules import SlotState
 from ckpt_engine.slots import memory_limits
 from ckpt_engine.slots.control_file import CONTROL_BYTES
-from ckpt_engine.slots.control_views import RestoreState, RestoreWords
 from ckpt_engine.slots.rank_segments import RankSegments
-from ckpt_engine.slots.slot_rules import SlotState
 from ckpt_engine.trainer.trainer_engine import NO_SUPERVISOR, NOT_DUE
-from ckpt_engine.world.save_schedule import is_due
 from flyball.contracts import wire
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Tier, branch
 from flyball.contracts.cluster import Phase

@@ -9,7 +9,7 @@ import structlog
 from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_wire import TierNaming
 from ckpt_engine.counters import Counters
-from ckpt_engine.tiers.retention_rules import unconfirmed
+from ckpt_engine.rules.retention_rules import unconfirmed
 from ckpt_engine.tiers.shard_store import ShardStore
 from flyball.contracts.checkpoints import StoredPoints, Tier, is_alive
 from flyball.contracts.errors import FlyballError

@@ -23,9 +23,9 @@ from ckpt_engine.counters import Counters
 from ckpt_engine.format import integrity
 from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.format.shard_names import ShardKey
-from ckpt_engine.slots.slot_rules import MIN_SLOTS, SlotState, SlotView
+from ckpt_engine.rules.retention_rules import reported_steps
+from ckpt_engine.rules.slot_rules import MIN_SLOTS, SlotState, SlotView
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
-from ckpt_engine.tiers.retention_rules import reported_steps
 from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.tiers.writing.tier_retention import TierRetention
 from ckpt_engine.worker_thread import WorkerThread, describe_failure

@@ -11,8 +11,8 @@ import structlog
 from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_wire import TierReport
 from ckpt_engine.counters import Counters
+from ckpt_engine.rules.retention_rules import reported_steps
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.tiers.retention_rules import reported_steps
 from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.worker_thread import WorkerThread, describe_failure
 from flyball.contracts.checkpoints import Tier

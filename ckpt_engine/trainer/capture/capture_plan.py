@@ -14,7 +14,7 @@ import torch
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format import shard_format
 from ckpt_engine.format.shard_format import LENGTH_BYTES, Block, TensorHeader
-from ckpt_engine.slots.memory_plan import readable_size
+from ckpt_engine.rules.memory_plan import readable_size
 from ckpt_engine.trainer.capture.device_copies import DeviceStreams
 from ckpt_engine.trainer.capture.hand_writes import Samples, Windows
 from ckpt_engine.trainer.capture.kept_structure import KeptStructure

@@ -19,7 +19,7 @@ from flyball.contracts.errors import NotFound, RestoreFailed, UsageError
 from flyball.contracts.recovery import NotUsable, Origin, complete_points
 
 if TYPE_CHECKING:
-    from ckpt_engine.inspect.restore_planner import ShardPlan, StepPlan
+    from ckpt_engine.rules.restore_planner import ShardPlan, StepPlan
     from flyball.cli.ckpt.places import JobCopies
 
 COMMAND = command_help(
@@ -72,7 +72,7 @@ def command(
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Read-only."""
-    from ckpt_engine.inspect.restore_planner import WantedWorld, plan_step
+    from ckpt_engine.rules.restore_planner import WantedWorld, plan_step
 
     wanted = parse_step(step)
     if choice.url or (os.environ.get("FLYBALL_SUPERVISOR") and not selection.state_dir and not selection.folders):

@@ -125,7 +125,7 @@ def _confirm(what: str, *, yes: bool, output: Format) -> None:
 def _free_memory(found: JobCopies, *, force: bool, yes: bool, output: Format) -> None:
     """Remove the segments of a job that no process uses any more. Raises Conflict for a job that is alive."""
     from ckpt_engine.inspect.remove_steps import needed_memory
-    from ckpt_engine.slots.memory_plan import readable_size
+    from ckpt_engine.rules.memory_plan import readable_size
     from ckpt_engine.slots.reclaim import list_memory, remove_job
 
     needed = needed_memory(found.inventory)
@@ -154,7 +154,7 @@ def _free_memory(found: JobCopies, *, force: bool, yes: bool, output: Format) ->
 
 
 def _summary(targets: list[Target]) -> str:
-    from ckpt_engine.slots.memory_plan import readable_size
+    from ckpt_engine.rules.memory_plan import readable_size
 
     steps = sorted({target.key.step for target in targets})
     if not steps:

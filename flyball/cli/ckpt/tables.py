@@ -13,7 +13,7 @@ from ckpt_engine.format.step_listing import StepListing
 from ckpt_engine.inspect.copy_places import Ignored
 from ckpt_engine.inspect.extract_step import ExtractedShard
 from ckpt_engine.inspect.inventory import CopyInventory, HeldCopy, read_tensors
-from ckpt_engine.slots.memory_plan import readable_size
+from ckpt_engine.rules.memory_plan import readable_size
 from flyball.cli.show.output import announce, print_fields, print_table
 from flyball.contracts.checkpoints import Tier
 

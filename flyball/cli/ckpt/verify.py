@@ -118,7 +118,7 @@ def _to_json(
 
 def _print(results: Sequence[Verified], steps: Sequence[VerifiedStep], ignored: Sequence[Ignored]) -> None:
     from ckpt_engine.inspect.verify_copies import CopyVerdict
-    from ckpt_engine.slots.memory_plan import readable_size
+    from ckpt_engine.rules.memory_plan import readable_size
     from flyball.cli.ckpt.tables import announce_ignored
 
     good = [result for result in results if result.verdict is CopyVerdict.GOOD]

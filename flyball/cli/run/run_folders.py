@@ -17,8 +17,8 @@ from typing import Final
 
 import msgspec
 
+from ckpt_engine.rules.memory_plan import readable_size
 from ckpt_engine.settings import load_settings
-from ckpt_engine.slots.memory_plan import readable_size
 from flyball.cli.reach.places import live_record, make_state_dir, state_root
 from flyball.cli.show.messages import announce
 from flyball.contracts.clock import SystemClock

@@ -21,7 +21,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from ckpt_engine.slots.memory_plan import readable_size
+from ckpt_engine.rules.memory_plan import readable_size
 
 COUNT_SHOWN_EVERY = 1000
 T = TypeVar("T")

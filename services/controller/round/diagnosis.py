@@ -14,8 +14,8 @@ import msgspec
 from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import RestoreFailed
 from flyball.contracts.reports.signals import RankStalled, WorkerExited, WorkerStartFailed
+from services.controller.round.view import ActionView, GenerationView, HostView, PastFailure, RankView
 from services.controller.round.wording import kept, listed, ranks_by_host, ranks_kept, ranks_of
-from services.controller.view import ActionView, GenerationView, HostView, PastFailure, RankView
 
 HOST_SILENT = "host_silent"
 HOST_RESTARTED = "host_restarted"

@@ -18,7 +18,7 @@ from flyball import backoff
 from flyball.contracts.cluster import Phase
 from flyball.contracts.decisions import Incident
 from services.controller.round.diagnosis import FALSE_ALARM, newest_common_step
-from services.controller.view import GenerationView, PastFailure, PolicySettings, RankView
+from services.controller.round.view import GenerationView, PastFailure, PolicySettings, RankView
 
 WORKER_CAUSES = frozenset({"worker_killed", "worker_exception", "rank_stalled", "connection_lost"})
 _FIRST_BACK_OFF_S = 0.5

@@ -13,7 +13,7 @@ from services.controller.round.diagnosis import newest_step_of
 from services.controller.round.guardrails import budget_after
 from services.controller.round.peer_choice import PeerMap, choose_peers
 from services.controller.round.round import Case
-from services.controller.view import GenerationView, HostView
+from services.controller.round.view import GenerationView, HostView
 from services.rules.recovery_point import newest_step
 
 _WARM_SPARES = 2  # per job; more would only wait for a third failure within seconds

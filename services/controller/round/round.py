@@ -12,8 +12,7 @@ from flyball.contracts.cluster import HostState, JobSpec, JobState
 from flyball.contracts.decisions import ActionPlan, ActionState, Decision, DecisionKind, Incident, IncidentState
 from services.controller.round import spare_choice
 from services.controller.round.diagnosis import Failure
-from services.controller.round.wording import listed
-from services.controller.view import (
+from services.controller.round.view import (
     ActionView,
     Adoption,
     HostChange,
@@ -25,6 +24,7 @@ from services.controller.view import (
     PolicySettings,
     View,
 )
+from services.controller.round.wording import listed
 from services.rules.incident_states import HOST, INCIDENT, HostEvent, IncidentEvent
 
 Evidence = Mapping[str, str | int | float | bool | None]

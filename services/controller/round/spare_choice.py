@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from flyball.contracts.cluster import HostRanks, HostState, JobSpec
 from flyball.contracts.decisions import Incident
 from services.controller.round.diagnosis import HOST_RESTARTED, HOST_SILENT
-from services.controller.view import HostView
+from services.controller.round.view import HostView
 
 _FIT = (HostState.HEALTHY, HostState.SPARE)
 FLAP_WINDOW_S = 3600.0  # a host that took ranks down with it counts as unsteady for that long

@@ -11,8 +11,8 @@ from flyball.contracts.cluster import HostRanks, JobState, Placement
 from flyball.contracts.decisions import DecisionKind, GenerationPlan, Incident
 from flyball.contracts.reports.standings import HeldJob, decision_number
 from services.controller.round.round import Round
+from services.controller.round.view import AdoptedJob, Adoption, GenerationView, JobView, ReportedStanding
 from services.controller.round.wording import listed
-from services.controller.view import AdoptedJob, Adoption, GenerationView, JobView, ReportedStanding
 from services.rules.incident_states import IncidentEvent
 
 DATABASE_OLDER = "database_older"  # hosts obeyed newer commands: a backup, or a replica that lost its last seconds

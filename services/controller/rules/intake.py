@@ -23,9 +23,9 @@ from flyball.contracts.reports.signals import (
 )
 from services.controller.round import diagnosis
 from services.controller.round.round import Round
+from services.controller.round.view import GenerationView, HostView, PastFailure, RankView
 from services.controller.round.wording import listed, ranks_of
 from services.controller.rules import save_rules
-from services.controller.view import GenerationView, HostView, PastFailure, RankView
 from services.rules.incident_states import HOST, HostEvent
 
 _NOT_REPORTING = (HostState.SILENT, HostState.SUSPECT)

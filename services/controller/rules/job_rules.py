@@ -7,9 +7,9 @@ from flyball.contracts.decisions import DecisionKind
 from services.controller.round import plans, spare_choice
 from services.controller.round.diagnosis import crash_after_done, is_done
 from services.controller.round.round import Case, Round, Verdict
+from services.controller.round.view import JobView
 from services.controller.round.wording import kept, listed
 from services.controller.rules.step_ahead import is_stepping, step_ahead
-from services.controller.view import JobView
 
 _ASK_AGAIN_S = 1.0
 _WELL = (HostState.HEALTHY, HostState.SPARE, HostState.SUSPECT)

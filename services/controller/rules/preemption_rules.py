@@ -8,9 +8,9 @@ from flyball.contracts.decisions import ActionPlan, ActionState, DecisionKind, I
 from services.controller.round import plans
 from services.controller.round.diagnosis import DEPARTURES, PREEMPTION_NOTICE
 from services.controller.round.round import Case, Verdict
+from services.controller.round.view import ActionView, GenerationView, HostView
 from services.controller.rules import recovery_rules, tracking
 from services.controller.rules.step_ahead import is_stepping, step_ahead
-from services.controller.view import ActionView, GenerationView, HostView
 
 _ASK_AGAIN_S = 1.0
 _SPARE_BACK_S = 3.0  # wait for another spare, if one is lost while ranks save, before they are released

@@ -12,8 +12,8 @@ from flyball.contracts.decisions import ActionState, DecisionKind, Incident
 from services.controller.round import guardrails, plans, spare_choice
 from services.controller.round.diagnosis import DRAIN_REQUESTED, RESTORE_FAILED, WORKER_EXCEPTION
 from services.controller.round.round import Case, Evidence, Verdict
+from services.controller.round.view import ActionView, GenerationView, HostView
 from services.controller.round.wording import NAMED, kept, listed, ranks_of
-from services.controller.view import ActionView, GenerationView, HostView
 from services.rules import recovery_point
 
 _ASK_AGAIN_S = 1.0

@@ -15,8 +15,8 @@ from flyball.contracts.recovery import complete_points
 from services.controller.round import plans
 from services.controller.round.diagnosis import newest_common_step
 from services.controller.round.round import Case, Verdict
+from services.controller.round.view import JobView
 from services.controller.round.wording import kept, listed
-from services.controller.view import JobView
 
 _ASK_AGAIN_S = 1.0
 _TIERS = (Tier.MEMORY, Tier.DISK, Tier.PERSISTENT)

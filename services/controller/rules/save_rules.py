@@ -8,8 +8,8 @@ from flyball.contracts.decisions import DecisionKind, Incident
 from flyball.contracts.reports.signals import SavesFailing, SavesRecovered, Signal
 from services.controller.round.diagnosis import SAVES_FAILING
 from services.controller.round.round import Case, Round, Verdict
+from services.controller.round.view import JobView
 from services.controller.round.wording import kept, listed, ranks_of
-from services.controller.view import JobView
 from services.rules.incident_states import IncidentEvent
 
 _LOOK_AGAIN_S = 60.0

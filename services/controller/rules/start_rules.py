@@ -16,9 +16,9 @@ from flyball.contracts.reports.signals import STORE_ENDED
 from services.controller.round import diagnosis, guardrails, plans
 from services.controller.round.diagnosis import WORKER_START_FAILED
 from services.controller.round.round import Case, Round, Verdict
+from services.controller.round.view import GenerationView
 from services.controller.round.wording import listed
 from services.controller.rules import recovery_rules
-from services.controller.view import GenerationView
 from services.rules.incident_states import HostEvent
 
 # Flyball's own failures, also of a daemon: a dead spawner, an exception, a late answer.

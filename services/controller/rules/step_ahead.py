@@ -6,7 +6,7 @@ import math
 
 from flyball.contracts.cluster import Phase
 from services.controller.round.round import Case
-from services.controller.view import GenerationView
+from services.controller.round.view import GenerationView
 
 _DISPATCH_S = 0.25  # from the decision until the step is armed on all ranks, which train on meanwhile
 

@@ -24,9 +24,9 @@ from services.controller.round.diagnosis import (
 )
 from services.controller.round.guardrails import progress_of
 from services.controller.round.round import Round
+from services.controller.round.view import ActionView, GenerationView, HostView, JobView, PastFailure, RankView
 from services.controller.round.wording import ranks_kept, ranks_of
 from services.controller.rules import save_rules, start_rules
-from services.controller.view import ActionView, GenerationView, HostView, JobView, PastFailure, RankView
 from services.rules.incident_states import IncidentEvent
 
 _STALE_AFTER_S = 2.0  # if a report this much later than the start still shows older workers, they keep running

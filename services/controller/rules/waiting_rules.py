@@ -6,9 +6,9 @@ from flyball.contracts.cluster import HostState
 from flyball.contracts.decisions import DecisionKind, Incident
 from services.controller.round.diagnosis import CONNECTION_LOST, HOST_SILENT
 from services.controller.round.round import Case, Verdict
+from services.controller.round.view import GenerationView, HostView
 from services.controller.round.wording import kept, listed
 from services.controller.rules.recovery_rules import is_retry
-from services.controller.view import GenerationView, HostView
 
 _SILENT_WINDOWS = 5  # how many root-cause windows to wait for a report of a host
 

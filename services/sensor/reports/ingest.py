@@ -21,14 +21,14 @@ from services.runtime.loops import OUTAGES, Outage
 from services.runtime.telemetry import Metrics
 from services.sensor.detector.fault_detector import FaultDetector
 from services.sensor.detector.watched_job import LearnedJob
-from services.sensor.reports.admission import Admission, reason_of
 from services.sensor.reports.committed import CommittedPositions
-from services.sensor.reports.early_steps import EarlySteps
-from services.sensor.reports.own_signals import OwnSignals
-from services.sensor.reports.placed import Placed
 from services.sensor.reports.report_queue import Received, ReportQueue
-from services.sensor.reports.step_log import StepEventLog
-from services.sensor.reports.vouches import Vouches
+from services.sensor.rules.admission import Admission, reason_of
+from services.sensor.rules.early_steps import EarlySteps
+from services.sensor.rules.own_signals import OwnSignals
+from services.sensor.rules.placed import Placed
+from services.sensor.rules.step_log import StepEventLog
+from services.sensor.rules.vouches import Vouches
 
 log = structlog.get_logger()
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from flyball.contracts.reports.signals import Report, Signal
-from services.sensor.reports.step_log import StepSummary
+from services.sensor.rules.step_log import StepSummary
 
 MAX_SIGNALS_AT_ONCE = 1000  # far below what the bus holds: it would refuse more than that forever
 MAX_BYTES_AT_ONCE = 1 << 20  # of reports with signals, or a single one

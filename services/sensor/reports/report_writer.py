@@ -22,7 +22,7 @@ from services.rules.stream import SignalBus, Wakeup
 from services.runtime.loops import OUTAGES, LoopThread, Outage
 from services.runtime.telemetry import Metrics
 from services.sensor.reports.report_queue import Batch, Received, ReportQueue
-from services.sensor.reports.step_log import StepSummary
+from services.sensor.rules.step_log import StepSummary
 
 log = structlog.get_logger()
 

@@ -14,8 +14,8 @@ from sqlalchemy import update as sql_update
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.decisions import ActionState, Command, CommandUpdate, UpdateState
-from services.actuator.playbook import may_start
 from services.actuator.ports import ActionProgress, PlaybookStep
+from services.actuator.rules.playbook import may_start
 from services.record.answers import ACKNOWLEDGED, ANSWERED
 from services.record.codec import dump, load, number_of
 from services.record.step_events import Position

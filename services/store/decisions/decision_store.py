@@ -13,9 +13,9 @@ from flyball.contracts.errors import StaleEpoch
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.reports.signals import Signal, SignalUnreadable
 from services.actuator.ports import PlaybookStep
-from services.controller.focus import Focus
 from services.controller.replay import RoundInputs
-from services.controller.view import Outcome, View
+from services.controller.round.focus import Focus
+from services.controller.round.view import Outcome, View
 from services.record import signal_events
 from services.record.signal_events import SignalKey
 from services.rules.stream import Cursor, LeaseGrant

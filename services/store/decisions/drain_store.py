@@ -7,7 +7,7 @@ from sqlalchemy import Connection, delete, select, update
 from flyball.contracts.cluster import HostState
 from flyball.contracts.errors import Conflict, NotFound
 from flyball.contracts.reports.drains import DrainRequest, DrainState
-from services.controller.view import DrainView, HostChange
+from services.controller.round.view import DrainView, HostChange
 from services.store.sql import events
 from services.store.sql.database import Database
 from services.store.sql.rows import upsert

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Select, select
 from flyball.contracts.checkpoints import ShardCopy
 from flyball.contracts.clock import Clock
 from flyball.contracts.cluster import HostState, Phase
-from services.controller.view import RankView
+from services.controller.round.view import RankView
 from services.record.codec import load
 from services.record.host_views import CachedHost
 from services.record.positions import read_positions

@@ -14,7 +14,7 @@ from flyball.contracts.decisions import GenerationPlan, Incident, IncidentState
 from flyball.contracts.errors import Conflict, NotFound
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.identity import run_id
-from services.controller.view import JobChange
+from services.controller.round.view import JobChange
 from services.record.codec import dump, load
 from services.store.decisions import outcome_writer
 from services.store.reports.shared_reads import HAS_ENDED, plan_of

@@ -11,7 +11,7 @@ from flyball.contracts.cluster import HostState, JobState
 from flyball.contracts.decisions import ActionPlan, ActionState, Decision, GenerationPlan, Incident
 from flyball.contracts.events import Event
 from services.actuator.ports import PlaybookStep
-from services.controller.view import HostChange, JobChange
+from services.controller.round.view import HostChange, JobChange
 from services.record import outcome_events, step_events
 from services.record.codec import dump, load, number_of
 from services.record.lease_terms import Issuer

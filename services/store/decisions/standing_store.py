@@ -12,7 +12,7 @@ from flyball.contracts.cluster import JobState
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.reports.standings import HostStanding, LastObeyed, database_knows
 from services.actuator.ports import Judgement
-from services.controller.view import AdoptedJob, Adoption, ReportedStanding
+from services.controller.round.view import AdoptedJob, Adoption, ReportedStanding
 from services.record.codec import dump, load, number_of
 from services.record.step_events import restore_step_of
 from services.store.decisions.signal_writer import raise_watermarks

@@ -1,7 +1,7 @@
 """Builds the policy's view from the tables, in one snapshot.
 
 Only changes are read and decoded again; `HostCache` reads thousands of hosts in pages. With very many hosts the view
-contains only what a round is about (`services.controller.focus`).
+contains only what a round is about (`services.controller.round.focus`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from flyball.contracts.clock import Clock
 from flyball.contracts.cluster import JobSpec, JobState, Phase
 from flyball.contracts.decisions import ActionPlan, ActionState, GenerationPlan, Incident
 from flyball.contracts.identity import run_id
-from services.controller.focus import Focus, asks, named_hosts, named_jobs, open_hosts, open_jobs, placed_hosts
+from services.controller.round.focus import Focus, asks, named_hosts, named_jobs, open_hosts, open_jobs, placed_hosts
 from services.controller.round.spare_choice import FLAP_WINDOW_S, recent_losses
-from services.controller.view import (
+from services.controller.round.view import (
     ActionView,
     GenerationView,
     JobView,

@@ -13,7 +13,7 @@ from flyball.contracts.decisions import GenerationPlan
 from services.record.codec import load
 from services.sensor.detector.watched_job import LearnedJob
 from services.sensor.detector.witnesses import neighbours
-from services.sensor.reports.placed import GivenRanks, Placed, given_in
+from services.sensor.rules.placed import GivenRanks, Placed, given_in
 from services.store.reports.persistent_steps import NewestStored
 from services.store.reports.shared_reads import RunningPlans
 from services.store.sql.database import Database

@@ -11,7 +11,7 @@ from flyball.contracts.checkpoints import Lineage
 from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import GenerationPlan, Incident
 from services.record.codec import load
-from services.sensor.reports.placed import GivenRanks, given_in
+from services.sensor.rules.placed import GivenRanks, given_in
 from services.store.sql.tables import generations, incidents, jobs
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from services.record.codec import dump
 from services.record.positions import document_of, read_positions, rows_of
 from services.record.report_events import Before, RankKey, RankRow, Received
 from services.sensor.detector.watched_job import LearnedJob
-from services.sensor.reports.step_log import StepSummary
+from services.sensor.rules.step_log import StepSummary
 from services.store.reports import persistent_steps, vouching
 from services.store.reports.shared_reads import GivenPlans, RunningPlans, hosts_of
 from services.store.sql import events

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from ckpt_engine.contracts.control_views import RestoreState
 from ckpt_engine.counters import Counters
 from ckpt_engine.host.engine_host import EngineHost
 from ckpt_engine.host.job import EngineJob
 from ckpt_engine.peers.peer_access import PeerAccess
 from ckpt_engine.peers.transport.port import ByteCounters, Identity
+from ckpt_engine.rules.rate_limit import RateLimit
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.slots.control_views import RestoreState
-from ckpt_engine.tiers.rate_limit import RateLimit
 from ckpt_engine.tiers.shard_store import ShardStore
 from flyball.contracts.checkpoints import (
     CheckpointSpec,

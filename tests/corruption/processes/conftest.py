@@ -24,8 +24,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from ckpt_engine.rules.slot_rules import SlotState
 from ckpt_engine.slots.rank_segments import RankSegments
-from ckpt_engine.slots.slot_rules import SlotState
 from flyball.contracts import fault_points, wire
 from flyball.contracts.checkpoints import CheckpointSpec, Lineage, LineageEntry, RestorePlan, branch, is_alive
 from flyball.contracts.cluster import HostRanks, Placement

@@ -20,10 +20,10 @@ import pytest
 from own_servers import free_port
 from safetensors.numpy import save
 
+from ckpt_engine.contracts.control_views import RestoreState
 from ckpt_engine.contracts.notices import Captured
-from ckpt_engine.slots.control_views import RestoreState
+from ckpt_engine.rules.slot_rules import SlotState, choose_slot
 from ckpt_engine.slots.rank_segments import RankSegments
-from ckpt_engine.slots.slot_rules import SlotState, choose_slot
 from flyball.contracts import wire
 from flyball.contracts.checkpoints import (
     CheckpointSpec,

@@ -15,8 +15,8 @@ import pytest
 from own_servers import free_port
 from safetensors.torch import load
 
+from ckpt_engine.rules.slot_rules import SlotState
 from ckpt_engine.slots.rank_segments import RankSegments
-from ckpt_engine.slots.slot_rules import SlotState
 from flyball.contracts.on_host import worker_env
 from flyball.contracts.on_host.segments import rank_segment
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckpt_engine.world.save_schedule import is_due
+from ckpt_engine.rules.save_schedule import is_due
 from flyball.contracts.checkpoints import CheckpointSpec, RestorePlan, Tier, branch
 from flyball.contracts.identity import Fence
 from flyball.contracts.on_host.engine_wire import Arm, AwaitSaved, Disarm, EngineReply, Flush, GetStatus

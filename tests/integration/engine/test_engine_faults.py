@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 from safetensors.numpy import load_file
 
-from ckpt_engine.slots.control_views import RestoreState
+from ckpt_engine.contracts.control_views import RestoreState
+from ckpt_engine.rules.slot_rules import SlotState
 from ckpt_engine.slots.rank_segments import RankSegments
-from ckpt_engine.slots.slot_rules import SlotState
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, Tier
 from flyball.contracts.on_host.engine_wire import Flush
 from flyball.contracts.on_host.segments import replica_segment

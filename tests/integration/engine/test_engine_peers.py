@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from ckpt_engine.contracts.control_views import RestoreState
 from ckpt_engine.contracts.peer_wire import ListShards, ShardList
 from ckpt_engine.peers.transport.handshake import introduce
 from ckpt_engine.peers.transport.port import ByteCounters, Connection, Identity
 from ckpt_engine.peers.transport.tcp import connect_tcp
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.slots.control_views import RestoreState
 from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Replication, RestorePlan, Tier
 from flyball.contracts.on_host.segments import replica_segment

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckpt_engine.slots.control_views import RestoreState
+from ckpt_engine.contracts.control_views import RestoreState
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, Tier, branch
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 
+from ckpt_engine.contracts.control_views import RestoreState
 from ckpt_engine.contracts.notices import SaveAborted, SaveWaited
-from ckpt_engine.slots.control_views import RestoreState
+from ckpt_engine.rules.coordinator import MAX_ABANDONED
+from ckpt_engine.rules.slot_rules import SlotState
 from ckpt_engine.slots.rank_segments import RankSegments
-from ckpt_engine.slots.slot_rules import SlotState
-from ckpt_engine.world.coordinator import MAX_ABANDONED
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, Tier
 from flyball.contracts.identity import Fence
 from flyball.contracts.on_host.engine_wire import Arm, AwaitSaved, Configure, Flush, GetStatus, Release

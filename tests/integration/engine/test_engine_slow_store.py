@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_engine.slots.memory_plan import MemoryPlan
-from ckpt_engine.slots.slot_rules import slot_count
+from ckpt_engine.rules.memory_plan import MemoryPlan
+from ckpt_engine.rules.slot_rules import slot_count
 from flyball.contracts.checkpoints import CheckpointSpec, Tier
 
 if TYPE_CHECKING:

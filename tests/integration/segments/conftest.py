@@ -15,8 +15,8 @@ import os, sys
 from pathlib import Path
 from ckpt_engine.slots import memory_limits
 from ckpt_engine.slots import segment_files
-from ckpt_engine.slots.memory_plan import MemoryPlan
-from ckpt_engine.slots.slot_rules import SlotState
+from ckpt_engine.rules.memory_plan import MemoryPlan
+from ckpt_engine.rules.slot_rules import SlotState
 from ckpt_engine.slots.rank_segments import RankSegments, SegmentOptions
 from flyball.contracts.checkpoints import LineageEntry
 from flyball.contracts.errors import MemoryTooSmall

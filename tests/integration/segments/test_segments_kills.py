@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.rules.slot_rules import SlotState
 from ckpt_engine.slots.rank_segments import RankSegments
-from ckpt_engine.slots.slot_rules import SlotState
 from flyball.contracts import fault_points
 from flyball.contracts.checkpoints import LineageEntry
 
@@ -21,7 +21,7 @@ SIZE = 100_000
 LINEAGE = (LineageEntry(1),)
 SAVER = """
 import sys
-from ckpt_engine.slots.memory_plan import MemoryPlan
+from ckpt_engine.rules.memory_plan import MemoryPlan
 from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts.checkpoints import LineageEntry
 size = 100_000

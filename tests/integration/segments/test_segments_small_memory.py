@@ -165,7 +165,7 @@ def test_the_limit_of_a_real_cgroup_counts(cgroup: Path, tmp_path: Path) -> None
 import os
 open({str(cgroup / "cgroup.procs")!r}, "w").write(str(os.getpid()))
 from ckpt_engine.slots.memory_limits import available_memory, check_room
-from ckpt_engine.slots.memory_plan import MemoryPlan
+from ckpt_engine.rules.memory_plan import MemoryPlan
 room = available_memory({str(tmp_path)!r})["the memory limit of this container (cgroup)"]
 assert 0 < room < 64 << 20, room
 check_room({str(tmp_path)!r}, room // 2, MemoryPlan(room // 4))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from ckpt_engine.slots.slot_rules import AbandonedSteps
 from flyball.contracts.checkpoints import Tier
 
 
@@ -36,6 +35,19 @@ class ParkState(IntEnum):
     @classmethod
     def _missing_(cls, value: object) -> ParkState:
         return cls.RUNNING
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonedSteps:
+    """Steps of the running generation that some rank will never have: those in `named`, and all that are newer than
+    `world_step`, up to `upto`. Read `world_step` together with `upto`, or later."""
+
+    named: frozenset[int] = frozenset()
+    world_step: int = -1
+    upto: int = -1
+
+    def __contains__(self, step: object) -> bool:
+        return step in self.named or (isinstance(step, int) and self.world_step < step <= self.upto)
 
 
 @dataclass(frozen=True, slots=True)

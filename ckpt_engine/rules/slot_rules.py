@@ -40,19 +40,6 @@ class SlotView:
     surplus: bool = False  # beyond the slots in use now: gets nothing new
 
 
-@dataclass(frozen=True, slots=True)
-class AbandonedSteps:
-    """Steps of the running generation that some rank will never have: those in `named`, and all that are newer than
-    `world_step`, up to `upto`. Read `world_step` together with `upto`, or later."""
-
-    named: frozenset[int] = frozenset()
-    world_step: int = -1
-    upto: int = -1
-
-    def __contains__(self, step: object) -> bool:
-        return step in self.named or (isinstance(step, int) and self.world_step < step <= self.upto)
-
-
 def may_overwrite(
     slot: SlotView, world_step: int, lineage: Lineage, abandoned: Container[int], held: Collection[int] = ()
 ) -> bool:

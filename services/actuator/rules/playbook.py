@@ -25,7 +25,8 @@ from flyball.contracts.decisions import (
     UpdateState,
     WarmUp,
 )
-from services.actuator.command_bodies import (
+from services.actuator.ports import ActionProgress, CommandDraft, OutboxCommand, PlaybookStep
+from services.actuator.rules.command_bodies import (
     FREEING,
     end_body,
     flush_body,
@@ -36,9 +37,8 @@ from services.actuator.command_bodies import (
     stop_body,
     stopped,
 )
-from services.actuator.host_parts import host_parts
-from services.actuator.moves import drafts, end, move, names, number
-from services.actuator.ports import ActionProgress, CommandDraft, OutboxCommand, PlaybookStep
+from services.actuator.rules.host_parts import host_parts
+from services.actuator.rules.moves import drafts, end, move, names, number
 from services.rules.incident_states import ACTION, ActionEvent
 from services.rules.recovery_point import plan_restore
 

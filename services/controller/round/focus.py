@@ -15,7 +15,7 @@ import msgspec
 from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import Incident
 from flyball.contracts.reports.signals import Signal
-from services.controller.view import ActionView, JobView, View
+from services.controller.round.view import ActionView, JobView, View
 
 
 class Focus(msgspec.Struct, frozen=True):

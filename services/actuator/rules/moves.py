@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from flyball.contracts.decisions import ActionState, CommandBody, EndJob, SaveEmergency, StopWorkers, WarmUp
-from services.actuator.command_bodies import DEFAULT_FLUSH_S, save_limit_s
 from services.actuator.ports import ANSWER_SLACK_S, ActionProgress, CommandDraft, PlaybookStep
+from services.actuator.rules.command_bodies import DEFAULT_FLUSH_S, save_limit_s
 from services.rules.incident_states import ACTION, ActionEvent
 
 _STOP_TIMEOUT_S = 15.0  # beyond the grace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckpt_engine.slots.slot_rules import MIN_SLOTS
+from ckpt_engine.rules.slot_rules import MIN_SLOTS
 
 
 def readable_size(size_bytes: float) -> str:

@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from ckpt_engine.contracts.peer_wire import TierNaming, TierReport, WorldStep
-from ckpt_engine.tiers.writing.tier_schedule import TierSchedule
-from ckpt_engine.world.save_pace import SavePace
-from ckpt_engine.world.save_schedule import SaveSchedule
+from ckpt_engine.rules.save_pace import SavePace
+from ckpt_engine.rules.save_schedule import SaveSchedule
+from ckpt_engine.rules.tier_schedule import TierSchedule
 from flyball.contracts.checkpoints import Tier
 
 MAX_ABANDONED = 8  # by name

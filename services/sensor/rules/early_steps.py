@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 from flyball.contracts.reports.rank_columns import CompletedSteps
-from services.sensor.reports.placed import Placed
+from services.sensor.rules.placed import Placed
 
 WAIT_S = 60.0  # a placement is read within a second while the database answers
 MAX_MOMENTS = 50_000  # of one host; further ones are dropped
