@@ -233,3 +233,11 @@ def test_the_world_names_the_pace_and_the_next_save() -> None:
     assert coordinator.next_save == coordinator.world.next_save > 5
     assert not coordinator.tick(5)
     assert Coordinator(WorldStep("job", 1, -1), world_size=1).world.pace == 0
+
+
+def test_only_what_was_not_known_is_news() -> None:
+    coordinator = Coordinator(WorldStep("job", 1, -1), world_size=2)
+    assert coordinator.failed([3])
+    assert not coordinator.failed([3])
+    assert not coordinator.saving(0, 0)
+    assert coordinator.take_skipped() == [3] and coordinator.take_skipped() == []

@@ -266,6 +266,14 @@ def test_saves_are_cheap_only_with_a_quarter_of_the_time_to_spare_at_half_the_in
         assert any(save(pace, step, waited_s=0.0, took_s=took_s, interval_s=5.0) for step in range(1, 20)) is is_cheap
 
 
+def test_an_interval_that_is_as_wide_as_helps_is_not_widened() -> None:
+    pace = SavePace(1, 64 + 2)
+    pace.captured(0, 0.0)
+    for step in range(1, 9):  # 1.25 * 3 s of saving in 1 s of training: four steps
+        assert not save(pace, step, waited_s=4.0, took_s=3.0, interval_s=5.0)
+    assert pace.word == 64 + 2
+
+
 @pytest.mark.parametrize("word", [0, -1, 1, 63, 64, 130])
 def test_the_word_has_the_factor_and_how_often_it_changed(word: int) -> None:
     pace = SavePace(1, word)

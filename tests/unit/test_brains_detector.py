@@ -13,6 +13,7 @@ from flyball.contracts.reports.signals import (
     HostSilent,
     PeerUnreachable,
     Report,
+    Signal,
     SignalBody,
 )
 from flyball.contracts.wire import WIRE_VERSION
@@ -196,3 +197,29 @@ def test_a_repeated_report_is_a_sign_of_life_and_nothing_more() -> None:
     older = msgspec.structs.replace(first, sent_at=99.0, engine=EngineStatus(alive=True))
     assert detector.observe(older, 100.2) == []
     assert detector.observe(report("a", 101.0, unreachable=("b",)), 101.0) == []  # still the same episode
+
+
+def test_time_in_which_nobody_could_be_heard_does_not_count_however_often() -> None:
+    detector = FaultDetector(DetectorSettings())
+    moments = (100.0, 100.1, 100.2, 110.3, 110.4, 110.64, 116.0, 115.0, 116.1)
+    forgiven = []
+    for now in moments:
+        detector.tick(now)
+        forgiven.append(round(detector.forgiven_s, 3))
+    assert forgiven == [0.0, 0.0, 0.0, 10.0, 10.0, 10.0, 15.26, 15.26, 15.26], "a delay below 0.15 s is none"
+
+
+def test_what_is_known_of_a_host_that_left_is_dropped() -> None:
+    detector = FaultDetector(DetectorSettings())
+    assert detector.observe(report("a", 100.0, unreachable=("b", "a")), 100.0) == [
+        PeerUnreachable("b", "The engine of a lost b and cannot reconnect.")
+    ]
+    assert len(detector._peers) == 1
+    detector.leave("a")
+    assert len(detector._peers) == 0
+    assert len(detector.observe(report("a", 101.0, unreachable=("b",)), 101.0)) == 1, "it is another episode"
+    assert detector.observe(report("a", 102.0), 102.0) == [] and len(detector._peers) == 0
+    assert len(detector.observe(report("a", 103.0, unreachable=("b",)), 103.0)) == 1, "and another"
+    known = Signal("a", "i1", 1, 104.0, PeerUnreachable("c", "The daemon reports it."))
+    also = msgspec.structs.replace(report("a", 104.0, unreachable=("b", "c")), signals=(known,))
+    assert detector.observe(also, 104.0) == []
