@@ -125,7 +125,7 @@ class Standings(Protocol):
 
     def judge(self, obeyed: Mapping[str, LastObeyed]) -> Judgement: ...
 
-    def tell(self, standing: HostStanding) -> None:
+    def record(self, standing: HostStanding) -> None:
         """Store the standing of a host that is ahead of the database."""
         ...
 

@@ -63,7 +63,7 @@ def test_a_host_is_ahead_that_obeyed_what_the_database_does_not_know(stores, sta
 
 def test_what_a_host_runs_is_adopted_with_counters_above_all_that_it_saw(stores, standings, clock) -> None:  # type: ignore[no-untyped-def]
     mine = identity(stores)
-    standings.tell(standing(stores, mine))
+    standings.record(standing(stores, mine))
     view = stores.decisions.load_view()
     assert [one.standing.host_id for one in view.standings] == ["host-a"]
     outcome = decide(view, [], PolicySettings(), clock.wall_s() + 60.0)
@@ -98,7 +98,7 @@ def test_signals_that_a_host_cannot_send_again_are_not_waited_for(stores, standi
     stores.decisions.commit(epoch=1, now=clock.wall_s(), signals=[later], cursor=None, outcome=outcome, first_steps={})
     with stores.db.read() as connection:
         assert read_watermarks(connection, [("host-a", "i")]) == {}
-    standings.tell(standing(stores, identity(stores), obeyed=LastObeyed(), jobs=()))
+    standings.record(standing(stores, identity(stores), obeyed=LastObeyed(), jobs=()))
     with stores.db.read() as connection:
         assert read_watermarks(connection, [("host-a", "i")]) == {("host-a", "i"): 18}
     assert not stores.decisions.load_view().standings  # otherwise it knows everything that the host does

@@ -73,7 +73,7 @@ class Standings:
     def __init__(self) -> None:
         self.ahead: set[str] = set()
         self.incarnation = "i1"
-        self.told: list[HostStanding] = []
+        self.recorded: list[HostStanding] = []
         self.judged = 0
 
     def judge(self, obeyed: Mapping[str, LastObeyed]) -> Judgement:
@@ -81,8 +81,8 @@ class Standings:
         self.judged += bool(obeyed)
         return judgement
 
-    def tell(self, standing: HostStanding) -> None:
-        self.told.append(standing)
+    def record(self, standing: HostStanding) -> None:
+        self.recorded.append(standing)
 
 
 @pytest.fixture(autouse=True)

@@ -177,7 +177,7 @@ class HostDaemons:
         present = await asyncio.to_thread(self._store.daemons_of, [standing.host_id])
         if not speaks_for_host(standing.incarnation, succeeds, present.get(standing.host_id, "")):
             raise _superseded(standing.host_id)
-        await asyncio.to_thread(self._standings.tell, standing)
+        await asyncio.to_thread(self._standings.record, standing)
         log.warning(
             "host is ahead of the database",
             host_id=standing.host_id,

@@ -1,7 +1,7 @@
 """Finds the root cause among the failures that ended a generation.
 
-When a worker dies, the others fail within milliseconds with a lost connection. Those failures are secondary: they show
-that something failed, but not what.
+When a worker dies, the others fail within milliseconds with lost connections. Those failures are secondary: they do not
+show the cause.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _CONNECTION_MESSAGES = (
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """One reason why a generation cannot go on. `at` is wall clock, of the observer; step -1: none completed."""
+    """One reason why a generation cannot go on. `at` is the observer's wall clock; step -1: none completed."""
 
     cause: str
     message: str  # for a person, in complete sentences
@@ -110,8 +110,8 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 def is_done(rank: RankView) -> bool:
-    """Whether the rank's worker ended well. Also if it reported to be done, and then crashed on its way out, or ended
-    while no daemon could see its exit status."""
+    """Whether the rank's worker ended well. True also if it reported that it was done and then crashed on exit, or
+    ended while no daemon could see its exit status."""
     ended = rank.exited
     if ended is None or ended.expected:
         return False
@@ -121,27 +121,28 @@ def is_done(rank: RankView) -> bool:
 
 
 def crash_after_done(rank: RankView) -> str:
-    """How a rank crashed on its way out after it was done, for the evidence; '' if it did not."""
+    """Describe a crash on exit after the rank was done, for the evidence; '' if there was none."""
     if rank.exited is None or rank.exited.signal_number is None or not is_done(rank):
         return ""
     return f"rank {rank.rank} on {rank.host_id}: {_signal_name(rank.exited.signal_number)}"
 
 
 def newest_step_of(rank: RankView, generation: GenerationView) -> int:
-    """The newest step that a rank is known to have completed; its restored step counts."""
+    """Return the newest step that a rank is known to have completed; its restored step counts."""
     restored = -1 if generation.restore_step is None else generation.restore_step
     return max(rank.step, restored, rank.exited.last_step if rank.exited else -1)
 
 
 def newest_common_step(generation: GenerationView) -> int:
-    """The newest step that all ranks are known to have completed, -1 if none. Ignores ranks that never reported."""
+    """Return the newest step that all ranks are known to have completed, -1 if none. Ignores ranks that never
+    reported."""
     steps = [newest_step_of(rank, generation) for rank in generation.ranks]
     restored = -1 if generation.restore_step is None else generation.restore_step
     return min(steps, default=restored)
 
 
 def exit_failure(rank: RankView, generation: GenerationView) -> Failure | None:
-    """The failure that a worker's end shows; None if it runs, ended well, or was ended on command."""
+    """Return the failure of a worker that ended; None if it runs, ended well, or was stopped on command."""
     ended = rank.exited
     if ended is None or ended.expected or is_done(rank):
         return None
@@ -189,7 +190,7 @@ def exit_failure(rank: RankView, generation: GenerationView) -> Failure | None:
 
 
 def start_failure(body: WorkerStartFailed, host_id: str, at: float) -> Failure:
-    """The failure of a rank that could not be started."""
+    """Return the failure of a rank that could not be started."""
     return Failure(
         cause=WORKER_START_FAILED,
         message=f"Rank {body.rank} could not be started on {host_id}: {_shortened(body.message)}.",
@@ -205,8 +206,8 @@ def start_failure(body: WorkerStartFailed, host_id: str, at: float) -> Failure:
 
 
 def failed_starts(actions: Iterable[ActionView], job: str, generation: GenerationView, at: float) -> list[Failure]:
-    """Failures of hosts whose answers say that they could not start their ranks: with a full disk, a host cannot report
-    it otherwise. An answer does not count if all of the host's ranks have reported since."""
+    """Return failures of hosts that replied that they could not start their ranks. With a full disk, a host has no
+    other way to report it. Skips hosts whose ranks have all reported since."""
     reported = {rank.rank for rank in generation.ranks}
     ranks = {part.host_id: part.ranks for part in generation.hosts if not reported.issuperset(part.ranks)}
     return [
@@ -219,7 +220,7 @@ def failed_starts(actions: Iterable[ActionView], job: str, generation: Generatio
 
 
 def stall_failure(body: RankStalled, ranks: Iterable[RankView], at: float) -> Failure:
-    """The failure of ranks that stopped moving; `ranks`: where they are."""
+    """Return the failure of ranks that stopped moving. `ranks` shows their hosts."""
     hosts = {rank.rank: rank.host_id for rank in ranks}
     one = len(body.ranks) == 1
     return Failure(
@@ -249,7 +250,7 @@ def stall_failure(body: RankStalled, ranks: Iterable[RankView], at: float) -> Fa
 
 
 def silence_failure(hosts: Iterable[HostView], generation: GenerationView) -> Failure | None:
-    """One failure for all silent hosts of the generation."""
+    """Return one failure for all silent hosts of the generation; None if there are none."""
     silent = sorted(hosts, key=lambda host: (host.since, host.host_id))
     if not silent:
         return None
@@ -268,7 +269,7 @@ def silence_failure(hosts: Iterable[HostView], generation: GenerationView) -> Fa
 
 
 def restart_failure(generation: GenerationView, at: float) -> Failure | None:
-    """One failure for all ranks whose hosts came back without them."""
+    """Return one failure for all ranks whose hosts came back without them; None if there are none."""
     gone = [rank for rank in generation.ranks if rank.is_gone and rank.exited is None]
     if not gone:
         return None
@@ -289,7 +290,7 @@ def restart_failure(generation: GenerationView, at: float) -> Failure | None:
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure | None:
-    """The failure that explains the others: the deepest cause, and the first of several."""
+    """Return the failure that explains the others: the deepest cause, of several the first."""
     return min(failures, key=lambda failure: (_ORDER[failure.cause], failure.at, failure.rank), default=None)
 
 
@@ -298,7 +299,7 @@ def _exit_cause(ended: WorkerExited, *, was_restoring: bool) -> str:
     # The exit code alone proves nothing: a script may use any.
     if ended.exit_code == RestoreFailed.exit_code and (kind == RestoreFailed.__name__ or was_restoring):
         return RESTORE_FAILED
-    if _is_connection_loss(kind, text):  # also of a process that NCCL's watchdog aborted (SIGABRT)
+    if _is_connection_loss(kind, text):  # or NCCL's watchdog aborted the process (SIGABRT)
         if ended.signal_number in (None, signal.SIGABRT):
             return CONNECTION_LOST
         return WORKER_KILLED

@@ -1,10 +1,10 @@
 """Keeps recoveries from becoming a loop that burns GPU hours.
 
 The restart budget (`max_restarts`) counts restarts without progress in between. Every restart after a failure of the
-workers themselves counts: a signal, an exception, a lost connection or a hang. Restarts that machines caused (a silent
-host, a preemption, a copy that could not be restored) do not count, nor do repeated starts (`start_rules`, or an
-unknown cause). The incident's limit of decisions and the patience with starts bound those. A generation that gets
-further than all before it refills the budget.
+workers themselves counts: a signal, an exception, a lost connection or a hang. Restarts caused by machines do not
+count: a silent host, a preemption, a copy that could not be restored. Nor do repeated starts (`start_rules`, or an
+unknown cause). The incident's limit on decisions and the patience with starts bound those. A generation that gets
+further than all earlier ones refills the budget.
 """
 
 from __future__ import annotations
@@ -32,20 +32,22 @@ class Budget(msgspec.Struct, frozen=True):
     restart_count: int  # all restarts of workers that failed, over the job's life
     used: int  # of max_restarts: those since the last progress
     furthest_step: int  # that progress is counted from
-    refilled_by: str = ""  # the progress that refilled a budget of which something was used; '' if none did
+    refilled_by: str = ""  # the progress that refilled a partly used budget; '' if none did
 
     @classmethod
     def of(cls, generation: GenerationView) -> Budget:
-        """The budget with which the generation was granted."""
+        """Return the budget with which the generation was granted."""
         return cls(generation.restart_count, generation.used_restarts, generation.furthest_step)
 
 
 def budget_after(
     generation: GenerationView, incident: Incident, settings: PolicySettings, failures: Iterable[PastFailure] = ()
 ) -> Budget:
-    """The budget of the generation after this one. One that never started has not used what it was granted, and one
-    that the incident has found no fault in is not charged with its predecessor's. A restart for a stall that this
-    generation showed to be none (on the job's record, `failures`) is given back."""
+    """Return the budget of the next generation.
+
+    A generation that never started used nothing. One in which the incident found no fault is not charged for its
+    predecessor's. If this generation proved a stall to be a false alarm (in `failures`), that restart is given back.
+    """
     granted = Budget.of(generation)
     given_back = sum(1 for f in failures if (f.generation, f.cause) == (generation.generation, FALSE_ALARM))
     granted = msgspec.structs.replace(granted, used=max(0, granted.used - given_back))
@@ -54,7 +56,7 @@ def budget_after(
     failed = incident.generation == generation.generation and incident.cause in WORKER_CAUSES
     progress = progress_of(generation, settings)
     if not (failed or progress):
-        return granted  # progress is counted on from the same step: a planned move in between costs none of it
+        return granted  # progress still counts from the same step: a planned move in between costs none of it
     return Budget(
         restart_count=granted.restart_count + (1 if failed else 0),
         used=(0 if progress else granted.used) + (1 if failed else 0),
@@ -64,10 +66,10 @@ def budget_after(
 
 
 def progress_of(generation: GenerationView, settings: PolicySettings) -> str:
-    """The progress of a generation, in words, if it is enough to refill the budget; '' if it is not.
+    """Describe a generation's progress if it is enough to refill the budget; otherwise return ''.
 
-    Only steps that all ranks completed, and that no generation before had reached, count. A script that shows no
-    steps proves itself by the time that it ran.
+    Only steps count that all ranks completed and no earlier generation had reached. For a script that shows no steps,
+    the time that it ran counts.
     """
     if generation.started_at == 0.0 or not generation.ranks:
         return ""
@@ -88,13 +90,13 @@ def _counted_from(generation: GenerationView) -> int:
 
 
 def _furthest_step(generation: GenerationView) -> int:
-    """The furthest step of any rank: to redo it is no progress."""
+    """Return the furthest step of any rank: redoing it is no progress."""
     steps = [max(rank.step, rank.exited.last_step if rank.exited else -1) for rank in generation.ranks]
     return max([_counted_from(generation), *steps])
 
 
 def _ended_at(ranks: Iterable[RankView]) -> float:
-    """When the first worker ended; if all run (a hang), when they last reported."""
+    """Return when the first worker ended; if all run (a hang), the time of the newest report."""
     ranks = tuple(ranks)
     exits = [rank.exited_at for rank in ranks if rank.exited is not None]
     return min(exits) if exits else max(rank.reported_at for rank in ranks)
@@ -107,7 +109,7 @@ def _shows_no_steps(rank: RankView) -> bool:
 
 
 def is_identical(one: PastFailure, other: PastFailure) -> bool:
-    """Whether two failures are the same exception at the same step; memory addresses in the message do not count."""
+    """Whether two failures are the same error at the same step, except for memory addresses in the message."""
     return (
         one.cause == other.cause
         and one.error_kind == other.error_kind
@@ -117,12 +119,12 @@ def is_identical(one: PastFailure, other: PastFailure) -> bool:
 
 
 def times_seen(failure: PastFailure, failures: Iterable[PastFailure]) -> int:
-    """How many generations, including its own, had this failure."""
+    """Count the generations with this failure, including its own."""
     return len({failure.generation} | {past.generation for past in failures if is_identical(past, failure)})
 
 
 def back_off_s(decisions_made: int) -> float:
-    """How long to wait after a failed action before the next decision: nothing the first time, then doubling."""
+    """Return the pause before the next decision after a failed action: none the first time, then doubling."""
     if decisions_made <= 1:
         return 0.0
     return backoff.pause_s(decisions_made - 1, first_s=_FIRST_BACK_OFF_S, longest_s=_LONGEST_BACK_OFF_S)

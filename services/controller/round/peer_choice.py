@@ -1,8 +1,8 @@
 """Chooses which hosts hold whose replicas. Pure.
 
-Every host has min(replicas, hosts - 1) holders and is holder for as many others: memory is planned for that. Holders
-are in other failure domains as far as the counts allow it. When a host was replaced, the new one takes its place, so
-that only what the lost host held is sent again.
+Every host has min(replicas, hosts - 1) holders, and is a holder for as many others: memory is planned for that.
+Holders are in other failure domains as far as the counts allow. A replacement takes the lost host's place, so that only
+the replicas that the lost host held are sent again.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def choose_peers(
     before: Mapping[str, Sequence[str]] | None = None,
     places: Mapping[str, str] | None = None,
 ) -> PeerMap:
-    """The holders of every host's replicas.
+    """Return the holders of every host's replicas.
 
-    `domains` has all hosts of the placement. `before` is the map of the generation before, `places` says whose place
-    there each host has now taken (host -> host before, itself if it stayed); without them the map is made anew.
+    `domains` has all hosts of the placement. `before` is the previous generation's map. `places` maps each host to the
+    host whose place in that map it takes (itself if it stayed). Without these two, build the map from scratch.
     """
     degree = min(replicas, len(domains) - 1)
     if degree < 1:
@@ -58,7 +58,7 @@ def _shared(chosen: PeerMap, domains: Domains) -> int:
 
 
 def _moved(before: Mapping[str, Sequence[str]], places: Mapping[str, str]) -> PeerMap:
-    """The map before, with every host's successor in its place; a host without one is gone."""
+    """Return the previous map with each host's successor in its place; hosts without a successor are left out."""
     successor = {old: new for new, old in places.items()}
     return {
         successor[owner]: tuple(successor[holder] for holder in holders if holder in successor)
@@ -68,7 +68,7 @@ def _moved(before: Mapping[str, Sequence[str]], places: Mapping[str, str]) -> Pe
 
 
 def _circle(domains: Domains, degree: int) -> PeerMap:
-    """Hosts in a circle, one failure domain after the other; each looks past the largest domain."""
+    """Put hosts in a circle, sorted by failure domain; each host's holders start one largest domain further on."""
     size = len(domains)
     circle = sorted(domains, key=lambda host_id: domains[host_id])
     largest = max(Counter(domains.values()).values())
@@ -80,8 +80,8 @@ def _circle(domains: Domains, degree: int) -> PeerMap:
 
 
 class _Matching:
-    """Owners and holders, each with at most `degree` of the other. Begins with the given pairs and completes them along
-    the shortest augmenting paths, first with pairs in different failure domains: as many as there can be."""
+    """Match owners to holders, each with at most `degree` of the other. Starts from the given pairs and adds more along
+    shortest augmenting paths: first pairs in different failure domains, as many as possible, then any."""
 
     def __init__(
         self, domains: Domains, degree: int, start: Mapping[str, Sequence[str]], *, complete: bool = True
@@ -99,7 +99,7 @@ class _Matching:
             self._complete(apart=False)
 
     def holders(self) -> PeerMap:
-        """Those in another domain first, then in the order in which they were found."""
+        """Return each owner's holders: those in another domain first, then in the order found."""
         return {
             owner: tuple(sorted(holders, key=lambda holder: not self._apart(owner, holder)))
             for owner, holders in self._holders.items()
@@ -123,7 +123,7 @@ class _Matching:
         del self._owners[holder][owner]
 
     def _complete(self, *, apart: bool) -> None:
-        # A holder that one search reached in vain leads nowhere in later ones either: augmenting paths keep that so.
+        # A holder that one search reached in vain is a dead end for later searches too: augmenting does not change it.
         unseen: dict[str, dict[str, None]] = {}
         for host_id, domain in self._domains.items():
             unseen.setdefault(domain, {})[host_id] = None
@@ -142,7 +142,7 @@ class _Matching:
     def _search(
         self, owner: str, unseen: dict[str, dict[str, None]], *, apart: bool
     ) -> list[tuple[str | None, str, str]] | None:
-        """The shortest way to one more holder for `owner`: (who gives the holder up, the holder, who takes it)."""
+        """Find the shortest path to one more holder for `owner`: (who gives it up, the holder, who takes it)."""
         taken_by: dict[str, str] = {}  # holder -> the owner that would take it
         given_up: dict[str, str] = {}  # owner -> the holder that it would give up
         queue = deque([owner])
@@ -176,14 +176,14 @@ def _way(
 
 
 def _deal(domains: Domains, degree: int) -> list[list[str]]:
-    """Groups of degree + 1 hosts, what is left over dealt to them; a failure domain goes round all groups."""
+    """Make groups of at least degree + 1 hosts. Deals each failure domain round-robin over all groups."""
     count = max(1, len(domains) // (degree + 1))
     dealt = sorted(domains, key=lambda host_id: domains[host_id])
     return [dealt[number::count] for number in range(count)]
 
 
 def _groups_of(kept: Mapping[str, Sequence[str]] | None, domains: Domains, degree: int) -> list[list[str]] | None:
-    """The groups of the map before, None if they are not groups as they would be made now."""
+    """Return the groups of the previous map, or None if their number or sizes differ from those made now."""
     group_of = {host_id: [host_id] for host_id in domains}
     for owner, holders in (kept or {}).items():
         for holder in holders:
@@ -200,9 +200,9 @@ def _groups_of(kept: Mapping[str, Sequence[str]] | None, domains: Domains, degre
 
 
 def _spread(groups: list[list[str]], domains: Domains) -> list[list[str]]:
-    """Exchange hosts between groups while that leaves fewer of one failure domain together."""
+    """Swap hosts between groups while that leaves fewer hosts of one failure domain together."""
     counts = [Counter(domains[host_id] for host_id in group) for group in groups]
-    fewest: dict[str, int] = {}  # domain -> how many of it are in the group with the fewest, until an exchange
+    fewest: dict[str, int] = {}  # domain -> its smallest count in any group; reset by a swap
     for here, group in enumerate(groups):
         for place, host_id in enumerate(group):
             own = domains[host_id]
@@ -223,7 +223,7 @@ def _spread(groups: list[list[str]], domains: Domains) -> list[list[str]]:
 def _exchange(
     here: int, host_id: str, groups: list[list[str]], counts: list[Counter[str]], domains: Domains
 ) -> tuple[int, int] | None:
-    """(group, place) of the host that had best change places with `host_id`; None if nothing is gained."""
+    """Return (group, place) of the best host to swap with `host_id`; None if no swap gains anything."""
     own = domains[host_id]
     best: tuple[int, int, int] | None = None
     for there, group in enumerate(groups):

@@ -16,14 +16,17 @@ from services.controller.round.round import Case
 from services.controller.round.view import GenerationView, HostView
 from services.rules.recovery_point import newest_step
 
-_WARM_SPARES = 2  # per job; more would only wait for a third failure within seconds
+_WARM_SPARES = 2  # per job; a third would only help with a third failure within seconds
 _END_TIMEOUT_S = 40.0  # beyond twice the grace, for a job's end
-_LAST_FLUSH_S = 60.0  # and for its newest recovery point to reach disk or store
+_LAST_FLUSH_S = 60.0  # beyond that, for the newest recovery point to reach a disk or store
 
 
 def start_plan(case: Case, hosts: tuple[HostRanks, ...]) -> ActionPlan:
-    """The job's first generation; or the one in which a job that had ended goes on. Then all hosts that may have
-    workers or copies of it are stopped first, and tell what they hold: that is what the restore step follows from."""
+    """Start the job's first generation, or resume a job that had ended.
+
+    A resumed job is first stopped on all hosts that may have workers or copies of it. They report their copies, from
+    which the restore step is computed.
+    """
     spec, before = case.job.spec, case.job.before
     reachable: tuple[str, ...] = ()
     unreachable: tuple[str, ...] = ()
@@ -67,8 +70,10 @@ def restart_plan(
     lineage: Lineage | None = None,
     given_up: Collection[str] = (),
 ) -> ActionPlan:
-    """Stop what runs, and go on in a new generation on `hosts`; `lineage` where another history than all of the
-    present one is to count. Hosts that are `given_up` are not asked for anything."""
+    """Stop the running workers and continue in a new generation on `hosts`.
+
+    `lineage` replaces the present history if only part of it counts. Hosts in `given_up` get no commands.
+    """
     spec = case.job.spec
     history = _history(generation) if lineage is None else lineage
     is_ancestor = generation.started_at > 0.0 and any(entry.generation == generation.generation for entry in history)
@@ -108,7 +113,7 @@ def restart_plan(
 def save_plan(
     case: Case, generation: GenerationView, step: int, *, deadline_s: float, spares: Sequence[HostView]
 ) -> ActionPlan:
-    """Have every rank save at `step`, park, and meanwhile warm the hosts that will go on."""
+    """Make every rank save at `step` and park; meanwhile, warm up spares."""
     return ActionPlan(
         kind=DecisionKind.EMERGENCY_CHECKPOINT,
         job=case.job.spec.job,
@@ -122,7 +127,8 @@ def save_plan(
 
 
 def resume_plan(case: Case, generation: GenerationView) -> ActionPlan:
-    """Let ranks go that stand at an emergency step. Steps beyond their newest, `emergency_step`, show that they did."""
+    """Release ranks that are parked at an emergency step. Steps beyond `emergency_step`, their newest, prove that they
+    train again."""
     return ActionPlan(
         kind=DecisionKind.RESUME,
         job=case.job.spec.job,
@@ -135,8 +141,10 @@ def resume_plan(case: Case, generation: GenerationView) -> ActionPlan:
 
 
 def end_plan(case: Case, kind: DecisionKind, grace_s: float, *, last_step: int = -1) -> ActionPlan:
-    """End the job on every host that has something of it: workers, or copies from an earlier placement. `last_step`:
-    what all ranks are to save before, -1 for nothing."""
+    """End the job on every host that has workers of it, or copies from an earlier placement.
+
+    `last_step`: the step that all ranks save first, -1 for none.
+    """
     spec = case.job.spec
     generation = case.job.generation
     reachable, unreachable = _involved(case, generation, _holders(case)) if generation else ((), ())
@@ -155,7 +163,7 @@ def end_plan(case: Case, kind: DecisionKind, grace_s: float, *, last_step: int =
 
 
 def clean_plan(case: Case, host_id: str, generation: int) -> ActionPlan:
-    """Stop the workers of a superseded generation that still run on a host; of a job that ended, its slots go too."""
+    """Stop workers of a superseded generation that still run on a host. If the job ended, free its slots too."""
     return ActionPlan(
         kind=DecisionKind.STOP_JOB if case.job.state.ended else DecisionKind.CORDON,
         job=case.job.spec.job,
@@ -167,13 +175,13 @@ def clean_plan(case: Case, host_id: str, generation: int) -> ActionPlan:
 
 
 def _holders(case: Case) -> tuple[str, ...]:
-    """Hosts that have copies of the job, as last reported."""
+    """Return hosts that last reported copies of the job."""
     job = case.job.spec.job
     return tuple(copy.host_id for copy in case.round.view.copies if copy.job == job and copy.host_id)
 
 
 def _others_that_hold(case: Case, involved: Collection[str]) -> tuple[str, ...]:
-    """Hosts in reach that the job has left, and that have copies of it."""
+    """Return reachable hosts outside `involved` that have copies of the job."""
     names = dict.fromkeys(_holders(case)).keys() - frozenset(involved)
     hosts = case.round.hosts
     return tuple(sorted(n for n in names if not case.round.is_silent(n) and not hosts[n].left_at))
@@ -182,8 +190,10 @@ def _others_that_hold(case: Case, involved: Collection[str]) -> tuple[str, ...]:
 def _involved(
     case: Case, generation: GenerationView, others: Collection[str] = (), *, given_up: Collection[str] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Hosts that have, or may have, workers of the job, those in reach and those not: of the generation, and of actions
-    that did not succeed, which may have left older workers behind; and `others`."""
+    """Return (reachable, unreachable) hosts that may have workers of the job, plus `others`.
+
+    Includes the generation's hosts, and those of the view's actions, which may have left older workers behind.
+    """
     names = [*(part.host_id for part in generation.hosts), *others]
     for action in case.round.actions.values():
         plan = action.plan
@@ -196,9 +206,12 @@ def _involved(
 
 
 def _history(generation: GenerationView) -> Lineage:
-    """The history that a restart goes on from. A generation that made no step cuts nothing off: what it restored was
-    what could be had then, and whoever holds newer steps may be back. One that reported no step may have made some all
-    the same, since reports wait while the bus is away: its own entry says from where on they would count."""
+    """Return the history that a restart continues.
+
+    A generation without steps of its own cuts nothing off: it restored the newest step available then, and hosts with
+    newer copies may be back. It may still have made steps, since reports wait while the bus is away. Its own entry in
+    the lineage says from which step on they would count.
+    """
     restored = -1 if generation.restore_step is None else generation.restore_step
     has_stepped = any(newest_step_of(rank, generation) > restored for rank in generation.ranks)
     if has_stepped or not generation.parent_lineage:
@@ -215,7 +228,7 @@ def loses_without(case: Case, generation: GenerationView, host_ids: Collection[s
 
 
 def known_step(case: Case, lineage: Lineage, asked: Collection[str]) -> int:
-    """The recovery point that the hosts which are asked have reported, -1 if none."""
+    """Return the recovery point by the reported copies of the `asked` hosts and the persistent tier; -1 if none."""
     asked = frozenset(asked)
     copies = [
         copy
@@ -236,7 +249,7 @@ def _peers(case: Case, hosts: Sequence[HostRanks], before: GenerationView | None
 
 
 def _places(before: Sequence[HostRanks], hosts: Sequence[HostRanks]) -> dict[str, str]:
-    """Whose place in the generation before each host has: its own, or that of the lost one whose ranks it has."""
+    """Map each host to its place in the previous generation: its own, or that of the lost host whose ranks it has."""
     stayed = {h.host_id for h in hosts} & {h.host_id for h in before}
     lost = {h.ranks: h.host_id for h in before if h.host_id not in stayed}
     taken = {h.host_id: lost[h.ranks] for h in hosts if h.host_id not in stayed and h.ranks in lost}

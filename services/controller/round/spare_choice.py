@@ -11,12 +11,12 @@ from services.controller.round.diagnosis import HOST_RESTARTED, HOST_SILENT
 from services.controller.round.view import HostView
 
 _FIT = (HostState.HEALTHY, HostState.SPARE)
-FLAP_WINDOW_S = 3600.0  # a host that took ranks down with it counts as unsteady for that long
-_ENGINE_WAIT_S = 10.0  # a host that has just joined reports before its engine is up: placed then, it would get no peers
+FLAP_WINDOW_S = 3600.0  # a host lost with ranks on it counts as unstable for that long
+_ENGINE_WAIT_S = 10.0  # a new host reports before its engine is up; placed that early, it would get no peers
 
 
 def recent_losses(incidents: Iterable[Incident], now: float) -> Counter[str]:
-    """How often each host was lost with ranks on it within the last hour."""
+    """Count how often each host was lost with ranks on it within the last hour."""
     return Counter(
         incident.host_id
         for incident in incidents
@@ -29,9 +29,12 @@ def recent_losses(incidents: Iterable[Incident], now: float) -> Counter[str]:
 def free_hosts(
     hosts: Iterable[HostView], spec: JobSpec, *, taken: Collection[str], now: float, fresh_s: float
 ) -> list[HostView]:
-    """Hosts that may take ranks of the job: fit, without a job, not about to be left, not gone, not `taken`, heard of
-    within `fresh_s`, with an engine unless it has long been without one. In the order of `spec.hosts` where the user
-    named hosts, else those first that were lost least lately, by host_id: a host that comes and goes is taken last."""
+    """Return hosts that may take ranks of the job.
+
+    They are fit, without a job, not leaving or gone, not `taken`, and reported within `fresh_s`. They have an engine,
+    unless they have long been without one. The order is that of `spec.hosts` if the user named hosts, otherwise by
+    recent losses, then host_id: unstable hosts come last.
+    """
     named = {host_id: position for position, host_id in enumerate(spec.hosts)}
     found = [
         host
@@ -50,8 +53,10 @@ def free_hosts(
 
 
 def place(spec: JobSpec, free: Sequence[HostView], before: Sequence[HostRanks] = ()) -> tuple[HostRanks, ...] | None:
-    """The first placement of a job: ranks in order over the first `nnodes` hosts; None if there are too few. A job that
-    had ended gets the places that it had `before`, as far as they are free: its copies are there."""
+    """Place a job's ranks in order on the first `nnodes` hosts; None if there are too few.
+
+    A job that had ended returns to its hosts `before` as far as they are free: its copies are there.
+    """
     if len(free) < spec.nnodes:
         return None
     if [len(part.ranks) for part in before] == [spec.nproc_per_node] * spec.nnodes:
@@ -71,11 +76,10 @@ def replace(
     free: Sequence[HostView],
     known: Mapping[str, HostView],
 ) -> tuple[HostRanks, ...] | None:
-    """The placement with every leaving host's ranks on a spare; the others keep theirs, with their newest addresses.
+    """Move every leaving host's ranks to a spare; the others keep theirs, with their newest addresses.
 
-    Each spare is chosen from those that were lost least lately, of these from the failure domain that the remaining
-    hosts use least, since those hold its replicas.
-    None if there are too few spares.
+    Prefers spares with the fewest recent losses, then the failure domain that the remaining hosts use least, since
+    those hold the replicas. Returns None if there are too few spares.
     """
     used = Counter(
         known[h.host_id].failure_domain for h in placement if h.host_id not in leaving and h.host_id in known

@@ -1,28 +1,28 @@
-"""Lists of hosts and ranks for sentences and evidence, short enough to read in a world of any size. Pure."""
+"""Formats hosts and ranks for sentences and evidence; stays short in a world of any size. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-NAMED = 8  # names that a sentence has
-RANGES_NAMED = 16  # ranges of ranks
-KEPT = 64  # names, or ranks, that evidence has
+NAMED = 8  # names in a sentence, at most
+RANGES_NAMED = 16  # ranges of ranks in a sentence
+KEPT = 64  # names or ranks in evidence
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Return the first few names, and how many more there are."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f"{', '.join(names[:NAMED])}{more}"
 
 
 def kept(names: Sequence[str]) -> str:
-    """Names as evidence: separated by commas alone, with how many more there are as the last."""
+    """Format names as evidence: separated by commas without spaces, at the end how many more there are."""
     more = [f"and {len(names) - KEPT} more"] if len(names) > KEPT else []
     return ",".join([*names[:KEPT], *more])
 
 
 def ranges(ranks: Iterable[int]) -> str:
-    """Ranks in order, three or more that follow each other as one range: "0-7, 9, 10"."""
+    """Format ranks in order; three or more consecutive ranks become a range: "0-7, 9, 10"."""
     parts: list[str] = []
     left_out = 0
     for first, last in _runs(sorted(set(ranks))):
@@ -37,19 +37,19 @@ def ranges(ranks: Iterable[int]) -> str:
 
 
 def ranks_kept(ranks: Iterable[int]) -> str:
-    """Ranks as evidence: separated by commas alone, as ranges where they are many."""
+    """Format ranks as evidence: separated by commas without spaces, as ranges if there are many."""
     ordered = sorted(set(ranks))
     return ",".join(map(str, ordered)) if len(ordered) <= KEPT else ranges(ordered).replace(", ", ",")
 
 
 def ranks_of(ranks: Iterable[int]) -> str:
-    """ "rank 3", "ranks 0-7"."""
+    """Return "rank 3" or "ranks 0-7"."""
     numbers = set(ranks)
     return f"rank{'' if len(numbers) == 1 else 's'} {ranges(numbers)}"
 
 
 def ranks_by_host(ranks: Iterable[int], host_of: Mapping[int, str]) -> str:
-    """ "Rank 0 on a", "Ranks 0-7 on a and 8-15 on b"; of many hosts only how many they are."""
+    """Return "Rank 0 on a" or "Ranks 0-7 on a and 8-15 on b"; for many hosts, only their number."""
     on: dict[str, list[int]] = {}
     for rank in sorted(set(ranks)):
         on.setdefault(host_of.get(rank, "an unknown host"), []).append(rank)
@@ -61,7 +61,7 @@ def ranks_by_host(ranks: Iterable[int], host_of: Mapping[int, str]) -> str:
 
 
 def _runs(ordered: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The first and the last of numbers that follow each other."""
+    """Yield (first, last) of each run of consecutive numbers."""
     start = 0
     for position in range(1, len(ordered) + 1):
         if position == len(ordered) or ordered[position] != ordered[position - 1] + 1:

@@ -1,4 +1,4 @@
-"""Moves incidents on by what happened since the last round, and finds what is wrong now. Decides nothing."""
+"""Updates incidents with the events since the last round, and diagnoses new failures. Decides nothing."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from services.controller.round.wording import ranks_kept, ranks_of
 from services.controller.rules import save_rules, start_rules
 from services.rules.incident_states import IncidentEvent
 
-_STALE_AFTER_S = 2.0  # if a report this much later than the start still shows older workers, they keep running
+_STALE_AFTER_S = 2.0  # older workers in a report this long after the start are strays
 _CLEAN_WITHIN_S = 15.0
 _REPORTED_WITHIN_S = 10.0  # after a successful start; a host that reports no worker by then has none
 _ASK_AGAIN_S = 1.0
-_ENDED_AFTER_S = 20.0  # likewise after the end of a job, with time for its commands and its workers' grace
+_ENDED_AFTER_S = 20.0  # as `_STALE_AFTER_S`, after a job's end: leaves time for its commands and its workers' grace
 
 
 def failure_of(round_: Round, job: str) -> Incident | None:
-    """The job's open incident about a failed generation; there is at most one."""
+    """Return the job's open incident about a failed generation; there is at most one."""
     return next((i for i in round_.open_incidents(job) if i.cause not in BESIDE_FAILURES), None)
 
 
 def follow(round_: Round, job: JobView) -> None:
-    """Move the job's incidents on, by their actions, ranks and hosts."""
+    """Update the job's incidents from their actions, ranks and hosts."""
     for incident in round_.open_incidents(job.spec.job):
         if incident.cause == SUPERSEDED_WORKERS:
             _follow_stale_workers(round_, incident)
@@ -58,7 +58,7 @@ def follow(round_: Round, job: JobView) -> None:
 
 
 def diagnose(round_: Round, job: JobView) -> None:
-    """Find what is wrong with the job's current generation, and open its incident or update the cause."""
+    """Diagnose the job's current generation, and open its incident or update the cause."""
     generation = job.generation
     if generation is None or job.state is not JobState.RUNNING:
         return
@@ -112,7 +112,7 @@ def _follow_action(round_: Round, job: JobView, incident: Incident) -> None:
 
 
 def _waits_for_the_silent(round_: Round, job: JobView, action: ActionView) -> bool:
-    """Whether a host that has to stop its workers fell silent. Hosts of the next generation are checked with it."""
+    """Whether a host that must stop its workers fell silent. The present generation's hosts are diagnosed with it."""
     if action.plan.next is None or action.phase not in ("", "stop"):
         return False
     present = {part.host_id for part in job.generation.hosts} if job.generation else set()
@@ -120,7 +120,7 @@ def _waits_for_the_silent(round_: Round, job: JobView, action: ActionView) -> bo
 
 
 def _failed_step(incident: Incident, action: ActionView | None) -> int:
-    """The newest step that all ranks completed before the failure, by the answers of an action's hosts.
+    """Return the newest step that all ranks completed before the failure, from the answers of an action's hosts.
 
     The last steps of a lost host's ranks are unknown. They count like the slowest other rank, since ranks that train
     together wait for each other. So the number of lost steps is never too low.
@@ -131,7 +131,7 @@ def _failed_step(incident: Incident, action: ActionView | None) -> int:
 
 
 def _verify(round_: Round, job: JobView, incident: Incident) -> None:
-    """Resolve an incident once every rank has completed a step past the failed one, not when processes are up."""
+    """Resolve an incident once every rank has completed a step past the failed one. Live processes do not suffice."""
     generation = job.generation
     if generation is None or generation.started_at == 0.0:
         return
@@ -157,7 +157,7 @@ def _verify(round_: Round, job: JobView, incident: Incident) -> None:
 
 def _is_known_since(round_: Round, generation: GenerationView, at: float) -> bool:
     """Whether `at` has passed, and every host of the generation has reported since. After an outage of the control
-    plane or the database, its workers may have been well for long."""
+    plane or the database, old reports prove nothing: the workers may have recovered long ago."""
     hosts = (round_.hosts.get(part.host_id) for part in generation.hosts)
     return round_.now >= at and all(host is None or host.known_at > at for host in hosts)
 
@@ -187,9 +187,9 @@ def _clear(round_: Round, job: JobView, incident: Incident) -> None:
             and action.state is not ActionState.SUPERSEDED
             and action.of_generation == generation.generation
         )  # its last action still holds
-        migrates = stands and action is not None and action.plan.next is not None  # then that action ends it
+        migrates = stands and action is not None and action.plan.next is not None  # that action will end it
         is_left = all(part.host_id != incident.host_id for part in generation.hosts)
-        # A drained host may have to take its ranks back, until they train elsewhere.
+        # A drained host may have to take its ranks back until they train elsewhere.
         may_return = incident.cause == DRAIN_REQUESTED and failure_of(round_, job.spec.job) is not None
         is_over = is_left and not migrates and not (may_return and is_wanted(round_, incident))
         if is_over or (not stands and not is_wanted(round_, incident)):
@@ -205,7 +205,7 @@ def _clear(round_: Round, job: JobView, incident: Incident) -> None:
 
 
 def is_wanted(round_: Round, incident: Incident) -> bool:
-    """Whether the host must still be left: a notice or a drain may be withdrawn."""
+    """Whether the host's ranks must still leave: a notice or a drain may be withdrawn."""
     host = round_.hosts.get(incident.host_id)
     if host is None:
         return False
@@ -246,7 +246,7 @@ def _silent_hosts(round_: Round, generation: GenerationView) -> list[HostView]:
 
 
 def _never_started(round_: Round, job: JobView, generation: GenerationView) -> Failure | None:
-    """The failure of a generation whose ranks are not all there, though no action or incident is open."""
+    """Return the failure of a generation with missing ranks, if no action or incident is open."""
     if any(round_.open_actions(job.spec.job)) or failure_of(round_, job.spec.job) is not None:
         return None
     present = {rank.rank for rank in generation.ranks}
@@ -267,14 +267,14 @@ def _never_started(round_: Round, job: JobView, generation: GenerationView) -> F
 
 
 def _parked_for_nothing(round_: Round, job: JobView, generation: GenerationView) -> Failure | None:
-    """The failure of ranks parked at an emergency step that the database does not know, since it was set back or lost.
-    They would wait forever."""
+    """Return the failure of ranks parked at an emergency step that the database does not know: it was set back or lost.
+    Without this, they would wait forever."""
     parked = [rank.rank for rank in generation.ranks if rank.phase is Phase.PARKED and rank.exited is None]
     if not parked or any(round_.open_actions(job.spec.job)) or round_.open_incidents(job.spec.job):
         return None
     return Failure(
         cause=RANKS_PARKED,
-        message=f"{ranks_of(parked).capitalize()} saved a step and wait to be released, but no action knows why.",
+        message=f"{ranks_of(parked).capitalize()} saved a step and wait, but no action will release them.",
         generation=generation.generation,
         at=round_.now,
         rank=parked[0],
@@ -298,7 +298,7 @@ def _record(round_: Round, job: JobView, generation: GenerationView, failure: Fa
     elif incident.generation < generation.generation:
         failed = max(incident.failed_step, newest_common_step(generation))
         facts["failed_step"] = failed
-        if progress_of(generation, round_.settings):  # so the last decision was right
+        if progress_of(generation, round_.settings):  # the last decision worked
             facts |= {"decisions_made": 0, "failed_starts": ()}
         round_.advance(incident, IncidentEvent.FAILED_AGAIN, **facts)
     elif incident.state is IncidentState.DECIDING and failure.explains(incident.cause):
@@ -306,7 +306,7 @@ def _record(round_: Round, job: JobView, generation: GenerationView, failure: Fa
     else:
         return
     record = failure.record
-    if not failure.is_step_known:  # so it cannot be compared by step
+    if not failure.is_step_known:  # it cannot be compared by step
         record = PastFailure(record.generation, record.cause, "", "", record.step)
     round_.change_job(job.spec.job, job.state, job.message, record)
 
@@ -319,7 +319,7 @@ def _find_notices(round_: Round, job: JobView, generation: GenerationView) -> No
         if host is None or host.preempt_deadline_at == 0.0 or host.host_id in known:
             continue
         if host.state in (HostState.SILENT, HostState.CORDONED):
-            continue  # lost already, or given up by an earlier incident
+            continue  # already lost, or given up by an earlier incident
         round_.open_incident(
             job=job.spec.job,
             host_id=host.host_id,
@@ -339,7 +339,7 @@ def _find_drains(round_: Round, job: JobView, generation: GenerationView) -> Non
         if host is None or host.drain is None or not host.is_drained or host.host_id in known:
             continue
         if host.state is HostState.SILENT:
-            continue  # lost already
+            continue  # already lost
         why = f" ({host.drain.reason})" if host.drain.reason else ""
         round_.open_incident(
             job=job.spec.job,

@@ -53,7 +53,7 @@ class SqlStandings:
                 }
         return Judgement(here.cluster_id, here.incarnation, frozenset(ahead))
 
-    def tell(self, standing: HostStanding) -> None:
+    def record(self, standing: HostStanding) -> None:
         """Store a host's standing for the controller, if the host is ahead. Raises watermarks over the signals that it
         cannot send again."""
         now = self._clock.wall_s()
