@@ -1,25 +1,25 @@
-"""What the control plane carries: one sensor, one controller, one actuator, one Redis, one MariaDB and the load
-generator, all on this machine.
+"""Measures the control plane's capacity: one sensor, controller, actuator, Redis, MariaDB and load generator, all on
+this machine.
 
     python benchmarks/control_plane.py --json              one JSON object on stdout, progress on stderr
-    python benchmarks/control_plane.py --quick             1,000 hosts for 10 s, to see that it works
+    python benchmarks/control_plane.py --quick             1,000 hosts for 10 s, a quick check
     python benchmarks/control_plane.py --hosts 5000 --seconds 30 --bus embedded
 
-One report is one HTTP request of one host with its token: eight ranks, the step that each completed in the last second,
+A report is one HTTP request of one host with its token: eight ranks, the step that each completed in the last second,
 eight copies. The phases:
 
-1. Idle: one host's worker fails again and again; nothing else happens.
-2. Flood: 256 hosts report as fast as they are answered, first a bare endpoint that only decodes, then the sensor, three
-   times in turns. `floor_ratio` is the median of the three ratios: a noisy machine slows both sides alike.
-3. Paced: all hosts report once a second, each on its own connection, while three go on failing. The first 15 s, in
-   which all of them join at once, count apart.
-4. Batches: all hosts over 256 connections, 16 requests at once; a figure apart.
+1. Idle: one host's worker fails repeatedly; nothing else happens.
+2. Flood: 256 hosts report as fast as they are answered. They alternate three times between a bare endpoint that only
+   decodes, and the sensor. `floor_ratio` is the median of the three ratios: a noisy machine slows both sides alike.
+3. Paced: all hosts report once a second, each on its own connection, while three fail repeatedly. All of them join at
+   once; the first 15 s are reported separately.
+4. Batches: all hosts over 256 connections, 16 requests at once; reported separately.
 
-It makes a database and a Redis server of its own, and removes them. MariaDB or MySQL is expected at 127.0.0.1:3306
-(root, no password), or give --database. Run it on a machine that does nothing else.
+The benchmark creates and removes its own database and Redis server. It expects MariaDB or MySQL at 127.0.0.1:3306
+(root, no password), unless --database is given. Run it on an otherwise idle machine.
 
-Exit codes: 0, 1 if reports were dropped or nothing was decided, 2 for wrong arguments, 7 for too little memory or too
-few open files.
+Exit codes: 0 for success, 1 if reports were dropped or no decision was made under load, 2 for wrong arguments, 7 for
+too little memory or too few open files.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ from control_plane_bench.probe import Order, Samples  # noqa: E402
 
 from flyball.contracts.wire import decode  # noqa: E402
 
-BATCH = 16  # reports that go over a connection together, as a relay of many hosts would send them
-FLOOD_PAIRS = 3  # of a bare endpoint and the sensor, in turns
-PROBED_AT_ONCE = 3  # hosts that fail again and again under load: under load an incident is open for seconds
+BATCH = 16  # reports sent together on a connection, as a relay of many hosts would
+FLOOD_PAIRS = 3  # runs each of bare endpoint and sensor, alternating
+PROBED_AT_ONCE = 3  # repeatedly failing hosts: under load, an incident stays open for seconds
 FILES_BESIDE_HOSTS = 500
 BYTES_PER_HOST = 150_000  # in the sensor, the load generator, the controller and the database together
 BASE_BYTES = 1 << 30
@@ -65,17 +65,15 @@ BASE_BYTES = 1 << 30
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--hosts", type=int, help="how many, each with 8 ranks and a connection (10000)")
-    parser.add_argument("--seconds", type=float, help="how long they report once a second (60)")
-    parser.add_argument("--flood-seconds", type=float, help="how long they report as fast as they can (10)")
-    parser.add_argument("--connections", type=int, default=256, help="that carry the flood (256)")
-    parser.add_argument("--hosts-per-job", type=int, default=1250, help="the hosts of one job (1250: 10,000 ranks)")
-    parser.add_argument("--failures", type=int, help="that are decided upon, idle and loaded (50)")
-    parser.add_argument(
-        "--warm-up-seconds", type=float, default=15.0, help="of all hosts, before what is measured (15)"
-    )
-    parser.add_argument("--bus", choices=("redis", "embedded"), default="redis", help="how signals travel (redis)")
-    parser.add_argument("--database", default="", help="URL of an empty database, instead of one of its own")
+    parser.add_argument("--hosts", type=int, help="number of hosts, each with 8 ranks and a connection (10000)")
+    parser.add_argument("--seconds", type=float, help="duration of the paced phase (60)")
+    parser.add_argument("--flood-seconds", type=float, help="duration of the flood (10)")
+    parser.add_argument("--connections", type=int, default=256, help="connections in the flood (256)")
+    parser.add_argument("--hosts-per-job", type=int, default=1250, help="hosts per job (1250: 10,000 ranks)")
+    parser.add_argument("--failures", type=int, help="failures to measure, idle and loaded each (50)")
+    parser.add_argument("--warm-up-seconds", type=float, default=15.0, help="warm-up of the paced phase (15)")
+    parser.add_argument("--bus", choices=("redis", "embedded"), default="redis", help="bus for the signals (redis)")
+    parser.add_argument("--database", default="", help="URL of an empty database to use instead of a new one")
     parser.add_argument("--quick", action="store_true", help="1,000 hosts, 10 s, 5 s of flood, 10 failures")
     options = parser.parse_args()
     for name, whole, quick in (
@@ -87,7 +85,7 @@ def parse() -> argparse.Namespace:
         if getattr(options, name) is None:
             setattr(options, name, quick if options.quick else whole)
     if min(options.hosts, options.connections, options.hosts_per_job, options.failures) < 1 or options.seconds < 1:
-        parser.error("at least one host, connection, failure and second are needed")
+        parser.error("--hosts, --connections, --hosts-per-job, --failures and --seconds must be at least 1")
     options.connections = min(options.connections, options.hosts)
     return options
 
@@ -115,7 +113,7 @@ def main() -> int:
 
 
 def shortage(hosts: int) -> str:
-    """What is missing for a run, and what to do about it; raises the limit of open files as far as it may."""
+    """Raise the limit on open files as far as allowed. Return what a run lacks, with the remedy; '' if nothing."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if most < hosts + FILES_BESIDE_HOSTS:
@@ -130,7 +128,7 @@ def shortage(hosts: int) -> str:
 
 
 def measure(options: argparse.Namespace, running: stack.Stack) -> dict[str, Any]:
-    say("idle: one host fails again and again")
+    log("idle: one host fails repeatedly")
     idle = finish(start_probe(options, running, "probe-idle", seconds=120.0))
     rss_before = {name: service.rss_bytes for name, service in running.services.items()}
 
@@ -156,7 +154,7 @@ def measure(options: argparse.Namespace, running: stack.Stack) -> dict[str, Any]
                 ("bare endpoint", floor_port, floors),
                 ("sensor", running.sensor.port, floods),
             ):
-                say(f"flood {pair} of {FLOOD_PAIRS}: {options.connections} hosts, {flood_s:.1f} s, {title}")
+                log(f"flood {pair} of {FLOOD_PAIRS}: {options.connections} hosts, {flood_s:.1f} s, {title}")
                 used = cpu(running)
                 results.append(uvloop.run(run_flood(port, hosts[: len(few)], options.connections, flood_s)))
                 if results is floods:
@@ -164,7 +162,7 @@ def measure(options: argparse.Namespace, running: stack.Stack) -> dict[str, Any]
     flood, floor = joined(floods), joined(floors)
     ratios = [one.per_s / max(1.0, bare.per_s) for one, bare in zip(floods, floors, strict=True)]
 
-    say(f"{options.hosts} hosts report every second for {options.seconds:.0f} s")
+    log(f"{options.hosts} hosts report every second for {options.seconds:.0f} s")
     stack.add_jobs(running.database, groups[1:], first=1)
     began_s, used = time.monotonic(), cpu(running)
     loaded_probe = start_probe(
@@ -181,7 +179,7 @@ def measure(options: argparse.Namespace, running: stack.Stack) -> dict[str, Any]
     rss_after = {name: service.rss_bytes for name, service in running.services.items()}
     loaded = finish(loaded_probe)
 
-    say(f"all over {options.connections} connections, {BATCH} at once, for {options.flood_seconds:.0f} s")
+    log(f"all over {options.connections} connections, {BATCH} at once, for {options.flood_seconds:.0f} s")
     used = cpu(running)
     batches = uvloop.run(
         run_flood(running.sensor.port, hosts, options.connections, options.flood_seconds, at_once=BATCH)
@@ -251,10 +249,10 @@ def start_probe(
 
 
 def finish(probe: subprocess.Popen[bytes]) -> Samples:
-    """What the probe measured; nothing if it failed."""
+    """Return the probe's samples; none if it failed."""
     out, _ = probe.communicate(timeout=300)
     if probe.returncode != 0:
-        say(f"the probe of failures ended with {probe.returncode}: its figures are missing")
+        log(f"the probe of failures exited with {probe.returncode}: its figures are missing")
         return Samples()
     return decode(out, Samples)
 
@@ -275,7 +273,7 @@ def shown(result: LoadResult, cpu_s: Mapping[str, float]) -> dict[str, Any]:
 
 
 def cpu(running: stack.Stack) -> dict[str, float]:
-    """Seconds of CPU so far; the load generator is this process."""
+    """Return CPU seconds so far, by process; the load generator is this process."""
     own = sum(os.times()[:2])
     return {name: service.cpu_s for name, service in running.services.items()} | {"load": own}
 
@@ -288,8 +286,8 @@ def machine() -> dict[str, Any]:
     return {"cores": os.cpu_count(), "load": [round(value, 2) for value in os.getloadavg()]}
 
 
-def say(what: str) -> None:
-    print(f"control_plane: {what}", file=sys.stderr, flush=True)
+def log(message: str) -> None:
+    print(f"control_plane: {message}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""How long a script waits for its launcher: `flyball run` against `torchrun`, same script, same machine.
+"""Measures how long a script waits for its launcher: `flyball run` against `torchrun`, same script, same machine.
 
     python benchmarks/startup.py                          a table
     python benchmarks/startup.py --json --pairs 10        one JSON object on stdout, progress on stderr
 
-Launchers take turns, so that both meet the same machine. Two scripts: `nothing`, which only writes down when it began,
-and `init`, which imports torch, joins the process group (gloo) and waits at a barrier. Measured from the start of the
-launcher: the first line of rank 0, the last line of it, and the end of the command. Processor time is that of all
-processes that the command started, workers and torch's import included: on a machine that is busy with other things it
-says more than seconds do. Commands that only print are measured too.
+Launchers take turns, so that load on the machine affects both alike. There are two scripts: `nothing` only records its
+start, and `init` imports torch, joins the process group (gloo) and waits at a barrier. Times count from the start of
+the launcher: to rank 0's first line, to its last line, and to the end of the command. Processor time covers all
+processes of the command, including workers and torch's import. On a busy machine, it is more reliable than wall time.
+Commands that only print are measured too.
 """
 
 from __future__ import annotations
@@ -72,28 +72,28 @@ dist.destroy_process_group()
 
 @dataclass(frozen=True)
 class Start:
-    """One command, in seconds since it was started; processor seconds of all that it started."""
+    """Times of one command, in seconds since its start; processor seconds of all its processes."""
 
     first_line_s: float
     last_line_s: float
     command_s: float
     cpu_to_first_line_s: float
     cpu_s: float
-    load_average_1m: float  # before it
+    load_average_1m: float  # before the start
 
 
 class BenchmarkError(Exception):
-    """A run did not do what was to be measured."""
+    """A run could not be measured."""
 
 
 def children_cpu_s() -> float:
-    """Of all descendants that were waited for, here or by their parents."""
+    """Return processor seconds of all descendants that have been reaped, here or by their parents."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def running_cpu_s() -> float:
-    """Of all descendants that run, and of those that they waited for."""
+    """Return processor seconds of all running descendants, and of those that they have reaped."""
     total = 0.0
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -103,7 +103,10 @@ def running_cpu_s() -> float:
 
 
 def reap_orphans() -> None:
-    """What outlives the command comes to this process, and its time counts."""
+    """Reap processes that outlive the command, so that their time counts; this process is their subreaper.
+
+    Raises BenchmarkError if some still run after `ORPHANS_END_S`.
+    """
     deadline_s = time.monotonic() + ORPHANS_END_S
     while time.monotonic() < deadline_s:
         try:
@@ -117,7 +120,7 @@ def reap_orphans() -> None:
 
 
 def measure(launcher: str, script: str, nproc: int, folder: Path) -> Start:
-    """Start one command, and wait for its end."""
+    """Run one command to its end, and return its times."""
     folder.mkdir()
     (folder / "train.py").write_text(SCRIPTS[script])
     times = folder / "times"
@@ -155,7 +158,7 @@ def tail(folder: Path) -> str:
 
 
 def measure_short(command: list[str], folder: Path) -> tuple[float, float]:
-    """Seconds and processor seconds of a command that only prints."""
+    """Return wall and processor seconds of a command that only prints."""
     before_s, began_s = children_cpu_s(), time.monotonic()
     environment = {**os.environ, "XDG_STATE_HOME": str(folder)}
     subprocess.run(command, env=environment, capture_output=True, timeout=DEADLINE_S, check=False)
@@ -167,7 +170,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def summary(starts: dict[str, list[Start]]) -> dict[str, object]:
-    """Each launcher's times, and how flyball's compare: medians, and the median of the pairs' own ratios."""
+    """Summarize each launcher's times, with flyball's ratio to torchrun: the median over the pairs."""
     fields = [name for name in Start.__dataclass_fields__ if name != "load_average_1m"]
     ratios = {}
     for name in fields:
@@ -175,8 +178,8 @@ def summary(starts: dict[str, list[Start]]) -> dict[str, object]:
         ratios[name] = statistics.median(getattr(ours, name) / getattr(theirs, name) for ours, theirs in pairs)
     return {
         **{
-            launcher: {name: spread([getattr(start, name) for start in all_of_it]) for name in fields}
-            for launcher, all_of_it in starts.items()
+            launcher: {name: spread([getattr(start, name) for start in each]) for name in fields}
+            for launcher, each in starts.items()
         },
         "ratio": ratios,
         "load_average_1m": spread([start.load_average_1m for each in starts.values() for start in each]),
@@ -184,14 +187,14 @@ def summary(starts: dict[str, list[Start]]) -> dict[str, object]:
     }
 
 
-def run_pairs(script: str, nproc: int, pairs: int, folder: Path, tell: Callable[[str], None]) -> dict[str, object]:
+def run_pairs(script: str, nproc: int, pairs: int, folder: Path, log: Callable[[str], None]) -> dict[str, object]:
     starts: dict[str, list[Start]] = {launcher: [] for launcher in LAUNCHERS}
     for number in range(pairs):
         order = list(LAUNCHERS) if number % 2 == 0 else list(reversed(LAUNCHERS))
         for launcher in order:
             start = measure(launcher, script, nproc, folder / f"{script}-{nproc}-{number}-{launcher}")
             starts[launcher].append(start)
-            tell(
+            log(
                 f"{script} nproc {nproc} pair {number + 1} {launcher}: first line {start.first_line_s:.2f} s, "
                 f"command {start.command_s:.2f} s, processor {start.cpu_s:.2f} s (load {start.load_average_1m:.1f})"
             )
@@ -217,21 +220,21 @@ def print_table(results: dict[str, dict[str, object]], short: dict[str, dict[str
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5, help="runs of each launcher and script (default 5)")
-    parser.add_argument("--nproc", type=int, action="append", help="workers; may be given again (default 1 and 2)")
-    parser.add_argument("--script", action="append", choices=[*SCRIPTS], help="only this one")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--nproc", type=int, action="append", help="number of workers; repeatable (default 1 and 2)")
+    parser.add_argument("--script", action="append", choices=[*SCRIPTS], help="run only this script; repeatable")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     given = parser.parse_args()
     if given.pairs < 1 or any(nproc < 1 for nproc in given.nproc or ()):
-        parser.error("--pairs and --nproc take numbers from 1")
+        parser.error("--pairs and --nproc must be at least 1")
     available = psutil.virtual_memory().available
     if available < NEEDED_BYTES:
-        sys.stderr.write(f"{available >> 20} MiB of memory are free; this needs {NEEDED_BYTES >> 20}.\n")
+        sys.stderr.write(f"{available >> 20} MiB of memory are free; this needs {NEEDED_BYTES >> 20} MiB.\n")
         return 1
     if ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        sys.stderr.write("This process cannot become a subreaper; processor times would lack those of orphans.\n")
+        sys.stderr.write("This process cannot become a subreaper; processor times would miss orphans.\n")
         return 1
 
-    def tell(text: str) -> None:
+    def log(text: str) -> None:
         sys.stderr.write(f"{text}\n")
 
     results: dict[str, dict[str, object]] = {}
@@ -244,7 +247,7 @@ def main() -> int:
                 short[title] = {"wall_s": spread([t[0] for t in times]), "cpu_s": spread([t[1] for t in times])}
             for nproc in given.nproc or [1, 2]:
                 for script in given.script or SCRIPTS:
-                    results[f"{script} x{nproc}"] = run_pairs(script, nproc, given.pairs, folder, tell)
+                    results[f"{script} x{nproc}"] = run_pairs(script, nproc, given.pairs, folder, log)
     except BenchmarkError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
