@@ -42,7 +42,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
 
 @dataclass(frozen=True)
 class Run:
-    """One kill: seconds from the signal to the first step completed by all ranks, and steps that were done again."""
+    """One kill: seconds from the signal to the first step completed by all ranks, and the number of repeated steps."""
 
     restart_s: float
     lost_steps: int
@@ -83,11 +83,11 @@ class Losses:
                 self.steps[rank].setdefault(int(generation), []).append(int(step))
 
     def newest_of_all(self) -> int:
-        """The newest step that every rank has completed, -1 if there is none."""
+        """Return the newest step that every rank has completed, -1 if there is none."""
         return min(max((s for steps in by.values() for s in steps), default=-1) for by in self.steps.values())
 
     def resumed_at_step(self, after_generation: int) -> int | None:
-        """The first step that every rank completed in a later generation."""
+        """Return the first step that every rank completed in a later generation."""
         firsts = []
         for by_generation in self.steps.values():
             later = [steps[0] for generation, steps in sorted(by_generation.items()) if generation > after_generation]
@@ -197,7 +197,7 @@ def _wait(
 
 
 def _writer(path: Path) -> psutil.Process:
-    """The rank's process under any launcher: the one that has the loss file open."""
+    """Return the rank's process under any launcher: the one that has the loss file open."""
     writers = _writers([path])
     if len(writers) != 1:
         raise BenchmarkError(f"{path.name} is open in {len(writers)} processes, not in one.")

@@ -1,4 +1,4 @@
-"""Real engine processes, configured as a daemon would, and jobs that save with them. No daemon runs."""
+"""Runs real engine processes, configured as by a daemon, and jobs that save with them. No daemon runs."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ _FOLDER = re.compile(r"fbb-([0-9]+)-.+")
 
 
 def folder_prefix() -> str:
-    """Of the names of this process's folders; short, since a Unix socket's path is limited."""
+    """Return the prefix of this process's folders; short, since a Unix socket's path is limited."""
     return f"fbb-{os.getpid()}-"
 
 
 def segments_of(state_dir: Path) -> list[Path]:
-    """The files in shared memory of the engine with this state folder, and of no other."""
+    """Return the shared-memory files of the engine with this state folder."""
     prefix = Path(shm_prefix(str(state_dir.resolve())))
     return sorted(prefix.parent.glob(prefix.name + ".*"))
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what processes of this user that are gone made below `folder`, and the slots of their engines."""
+    """Remove the folders below `folder` of this user's dead processes, and the slots of their engines."""
     for found in folder.glob("fbb-*-*"):
         named = _FOLDER.fullmatch(found.name)
         if named is None or _is_alive(int(named[1])) or found.lstat().st_uid != os.getuid():
@@ -66,7 +66,7 @@ def _is_alive(pid: int) -> bool:
         status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
-    return status.rpartition(") ")[2][:1] not in ("Z", "X")  # one that nobody has waited for yet is dead all the same
+    return status.rpartition(") ")[2][:1] not in ("Z", "X")  # a zombie is dead, too
 
 
 JOB = "checkpoint-benchmark"
@@ -75,7 +75,7 @@ _END_TIMEOUT_S = 20.0
 
 
 class EngineHost:
-    """A state folder and the engine process that uses it."""
+    """A state folder and its engine process."""
 
     def __init__(self, root: Path, host_id: str) -> None:
         self.host_id = host_id
@@ -96,7 +96,7 @@ class EngineHost:
     def start(self) -> None:
         token = self._root / "token"
         token.write_text("of this benchmark\n", encoding="ascii")
-        # It ends with this process, also when that is killed.
+        # It ends with this process, even if that is killed.
         command = [sys.executable, "-P", "-m", "flyball.cli.run.tied", str(os.getpid()), "ckpt_engine.host.server"]
         command += ["--state-dir", str(self.state_dir)]
         command += ["--host-id", self.host_id, "--address", "127.0.0.1", "--token-file", str(token)]
@@ -128,7 +128,7 @@ class EngineHost:
         return segments_of(self.state_dir)
 
     def lose_memory(self) -> None:
-        """As after a reboot: the engine is new, and there are no slots; what is on disk stays."""
+        """Restart as after a reboot: a new engine without slots; files on disk stay."""
         self.end()
         self.start()
 
@@ -160,8 +160,8 @@ class Cluster:
             host.start()
 
     def begin(self, restore_step: int | None = None, *, written_by: int = 0, source: Tier = Tier.MEMORY) -> list[Job]:
-        """A new generation, from scratch or from a step that generation `written_by` wrote and every host has in
-        `source`; one job for each rank."""
+        """Begin a new generation, from scratch or from a step that generation `written_by` wrote and every host has in
+        `source`. Return one job for each rank."""
         self.generation += 1
         self._lineage = branch(self._lineage, restored_step=restore_step, generation=self.generation)
         restore = None if restore_step is None else self._restore_plan(restore_step, written_by, source)
@@ -224,7 +224,7 @@ class Cluster:
 
 @contextmanager
 def cluster(hosts: int, spec: CheckpointSpec) -> Iterator[Cluster]:
-    """Engines that are ended, with everything that they made removed, at the end."""
+    """Run engines; at the end, stop them and remove all their files."""
     root = Path(tempfile.mkdtemp(prefix=folder_prefix()))
     made = Cluster(root, hosts, spec)
     try:
@@ -250,7 +250,7 @@ _SETTLE_TIMEOUT_S = 120.0
 
 
 class Saver:
-    """Saves of one job, each of the next step. Every failed save ends the benchmark: nothing would be measured."""
+    """Saves consecutive steps of one job. A failed save ends the benchmark: there would be nothing to measure."""
 
     def __init__(self, job: Job, state: dict[str, object], first_step: int = 0) -> None:
         self.job = job
@@ -265,13 +265,13 @@ class Saver:
         return handle
 
     def settle(self, handle: SaveHandle, *, durable: bool = False) -> None:
-        """Wait until nothing of a save is going on: it is committed, replicated, and the world's step."""
+        """Wait until a save is complete: committed, replicated, and the recovery point."""
         stage = handle.durable if durable else handle.replicated
         wait_until(lambda: stage.done or handle.error, f"step {handle.step}", _SETTLE_TIMEOUT_S)
         handle.check()
         wait_until(lambda: self.job.recovery_point >= handle.step, f"world step {handle.step}", _SETTLE_TIMEOUT_S)
 
     def warm_up(self, saves: int, *, durable: bool = False) -> None:
-        """Fill every slot once, so that none is made while something is measured."""
+        """Fill every slot once, so that none is created during a measurement."""
         for _ in range(saves):
             self.settle(self.save(), durable=durable)

@@ -1,6 +1,6 @@
-"""One part of Flyball's figures, in a process of its own: python -m checkpoint_bench.figures PART ...
+"""Measures one part of Flyball's figures in its own process: python -m checkpoint_bench.figures PART ...
 
-JSON on stdout, progress on stderr.
+Prints JSON to stdout, progress to stderr.
 """
 
 from __future__ import annotations

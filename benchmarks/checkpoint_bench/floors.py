@@ -1,4 +1,4 @@
-"""What the machine itself can do, measured beside every engine: copies in memory, sequential writes, loopback TCP."""
+"""Measures the machine's own limits, beside every engine: copies in memory, sequential writes, loopback TCP."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch
 from checkpoint_bench.measure import seconds
 from checkpoint_bench.state import size_bytes
 
-WRITE_BYTES = 8 << 20  # handed to the kernel at once
+WRITE_BYTES = 8 << 20  # per write call
 RECEIVE_BYTES = 4 << 20
 _ALIGNMENT = 4096
 
 
 class SharedBuffer:
-    """A warm shared mapping as large as the state, with a view of it for each tensor. Its file has no name, so that
-    nothing of it is left behind."""
+    """A warm shared mapping as large as the state, with a view for each tensor. Its file has no name, so nothing stays
+    behind."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.size_bytes = -(-size_bytes(tensors) // _ALIGNMENT) * _ALIGNMENT
@@ -39,14 +39,14 @@ class SharedBuffer:
         self.copy()  # first touch
 
     def memcpy(self) -> None:
-        """The state into the mapping, by memcpy in this thread."""
+        """Copy the state into the mapping, by memcpy in this thread."""
         for source, view in self._pairs:
             if not source.is_contiguous():
                 raise ValueError("memcpy needs contiguous tensors")
             ctypes.memmove(view.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
 
     def copy(self) -> None:
-        """The state into the mapping, by torch's copy, with the threads that torch is set to."""
+        """Copy the state into the mapping, by torch's copy with its present number of threads."""
         for source, view in self._pairs:
             view.copy_(source)
 
@@ -54,7 +54,7 @@ class SharedBuffer:
         return seconds(self.memcpy)
 
     def copy2_s(self) -> float:
-        """Seconds of `torch.Tensor.copy_` with two threads."""
+        """Return the seconds that `torch.Tensor.copy_` takes with two threads."""
         threads = torch.get_num_threads()
         torch.set_num_threads(2)
         try:
@@ -64,18 +64,18 @@ class SharedBuffer:
 
 
 class DiskWrite:
-    """A new file of the buffer's size, written sequentially, then fsync."""
+    """Writes a new file of the buffer's size sequentially, then calls fsync."""
 
     def __init__(self, folder: Path, buffer: SharedBuffer) -> None:
         self._path = folder / "sequential"
         self._buffer = buffer
 
     def buffered_s(self) -> float:
-        """Through the page cache."""
+        """Return the seconds of a write through the page cache."""
         return self._write_s(0)
 
     def direct_s(self) -> float:
-        """With O_DIRECT; OSError where the file system has none."""
+        """Return the seconds of a write with O_DIRECT. Raises OSError if the file system does not support it."""
         return self._write_s(os.O_DIRECT)
 
     def _write_s(self, flags: int) -> float:
@@ -99,7 +99,7 @@ class DiskWrite:
 
 
 class LoopbackTransfer:
-    """sendfile in this process, recv_into a warm shared mapping in another one."""
+    """Sends with sendfile from this process; another process receives into a warm shared mapping."""
 
     def __init__(self, buffer: SharedBuffer) -> None:
         self._buffer = buffer
@@ -108,10 +108,10 @@ class LoopbackTransfer:
             command = [sys.executable, "-m", "checkpoint_bench.tcp_receiver", str(server.getsockname()[1])]
             self._receiver = subprocess.Popen([*command, str(buffer.size_bytes), str(RECEIVE_BYTES)])
             self._socket, _ = server.accept()
-        self._socket.settimeout(None)  # sendfile wants a blocking socket; the receiver's end ends it
+        self._socket.settimeout(None)  # sendfile needs a blocking socket; it fails once the receiver is gone
 
     def transfer_s(self) -> float:
-        """Seconds until the receiver has said that it has every byte."""
+        """Return the seconds until the receiver has confirmed all bytes."""
         return seconds(self._transfer)
 
     def _transfer(self) -> None:
@@ -119,7 +119,7 @@ class LoopbackTransfer:
         while sent < self._buffer.size_bytes:
             sent += os.sendfile(self._socket.fileno(), self._buffer.descriptor, sent, self._buffer.size_bytes - sent)
         if self._socket.recv(1) != b"+":
-            raise ConnectionError("the receiver of the TCP floor went away")
+            raise ConnectionError("the receiver of the TCP floor ended")
 
     def close(self) -> None:
         self._socket.close()

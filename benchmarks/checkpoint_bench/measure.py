@@ -1,4 +1,4 @@
-"""How the benchmark measures: repeats, spreads and ratios of interleaved pairs, memory, and a part's options."""
+"""Tools of the benchmark: interleaved repeats, spreads and ratios, memory, and a part's options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-STEP_TO_COPY = 3.0  # a step takes at least this many times the copy
+STEP_TO_COPY = 3.0  # a step takes at least this many times as long as the copy
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,14 @@ class Options:
 
     state_bytes: int
     repeats: int
-    folder: Path  # on the disk that is measured; what is made in it is removed
+    folder: Path  # on the disk to measure; the part removes its files there
 
     def arguments(self) -> list[str]:
         return ["--state-bytes", str(self.state_bytes), "--repeats", str(self.repeats), "--folder", str(self.folder)]
 
 
 def parse_part(names: list[str]) -> tuple[str, Options]:
-    """The arguments of a part's own process."""
+    """Parse the arguments of a part's process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("part", choices=names)
     parser.add_argument("--state-bytes", type=int, required=True)
@@ -42,7 +42,7 @@ Spread = dict[str, object]
 
 
 def spread(values: Sequence[float], digits: int = 5) -> Spread:
-    """Median, extremes and every value in the order in which it was measured."""
+    """Return median, extremes and all values in measured order."""
     rounded = [round(value, digits) for value in values]
     return {
         "median": round(statistics.median(values), digits),
@@ -53,18 +53,18 @@ def spread(values: Sequence[float], digits: int = 5) -> Spread:
 
 
 def with_error(values: Sequence[float]) -> Spread:
-    """Also the mean and its standard error, for what scatters by more than its size."""
+    """Return the spread with mean and standard error, for values that scatter by more than their size."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
     return {"mean": round(statistics.fmean(values), 4), "standard_error": round(error, 4), **spread(values)}
 
 
 def ratios(values: Sequence[float], floors: Sequence[float]) -> list[float]:
-    """Each value over the floor that was measured beside it."""
+    """Divide each value by the floor measured beside it."""
     return [value / floor for value, floor in zip(values, floors, strict=True)]
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The smallest value that at least `percent` % of the values do not exceed."""
+    """Return the smallest value that at least `percent` % of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
 
@@ -78,8 +78,11 @@ def seconds(action: Callable[[], object]) -> float:
 def interleaved(
     actions: dict[str, Callable[[], float]], repeats: int, *, what: str, between: Callable[[], object] | None = None
 ) -> dict[str, list[float]]:
-    """Run every action `repeats` times in turns, the order reversed every other time, so that a drift of the machine
-    meets all of them alike. An action returns what it measured; `between` runs before each, unmeasured."""
+    """Run every action `repeats` times in turns, and return each action's results.
+
+    Every other turn reverses the order, so that drift of the machine affects all alike. `between` runs before each
+    action, unmeasured.
+    """
     found: dict[str, list[float]] = {name: [] for name in actions}
     for repeat in range(repeats):
         for name in list(actions) if repeat % 2 == 0 else reversed(actions):
@@ -91,12 +94,12 @@ def interleaved(
 
 
 def progress(text: str) -> None:
-    """Say on stderr what is going on."""
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 120.0, poll_s: float = 0.0002) -> None:
-    """Poll until the condition holds; raises TimeoutError that says what was waited for."""
+    """Poll until the condition holds; raise TimeoutError with `what` if it does not within `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() >= deadline_s:
@@ -108,7 +111,7 @@ _SAMPLE_INTERVAL_S = 0.02
 
 
 def available_bytes() -> int:
-    """Memory that can be had now, by the machine and by its control group (version 2, or 1)."""
+    """Return the memory available now, in the machine and in its control group (version 2, or 1)."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
     for limit, used in (
@@ -125,8 +128,8 @@ def available_bytes() -> int:
 
 
 def resident_bytes(pid: int, excluded: Sequence[str] = ()) -> int:
-    """Proportional set size of a process without the mappings of files whose path begins with one of `excluded`.
-    0 when the process is gone."""
+    """Return the proportional set size of a process; 0 if it is gone. Excludes mappings of files whose path begins with
+    one of `excluded`."""
     try:
         return sum(size for path, size in _mappings(pid, "Pss:") if not path.startswith(tuple(excluded)))
     except OSError:
@@ -134,20 +137,22 @@ def resident_bytes(pid: int, excluded: Sequence[str] = ()) -> int:
 
 
 def forget_peak() -> None:
-    """From now on `peak_bytes` is of what comes."""
+    """Reset the peak that `peak_bytes` returns."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def peak_bytes(excluded: Sequence[str]) -> int:
-    """The kernel's own peak of this process's resident memory since `forget_peak`, which no look can miss, without the
-    mappings of files whose path begins with one of `excluded`: these must have been resident all the time."""
+    """Return this process's peak of resident memory since `forget_peak`, by the kernel, which misses no short peak.
+
+    Excludes mappings of files whose path begins with one of `excluded`: these must have been resident all the time.
+    """
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     peak = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
     return peak - sum(size for path, size in _mappings(os.getpid(), "Rss:") if path.startswith(tuple(excluded)))
 
 
 def _mappings(pid: int, field: str) -> Iterator[tuple[str, int]]:
-    """(path, '' if it is no file; bytes by `field` of smaps) of every mapping."""
+    """Yield (path, '' if it is no file; bytes by `field` of smaps) for every mapping."""
     path = ""
     for line in Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8", errors="replace").splitlines():
         first, *rest = line.split(maxsplit=5)
@@ -158,7 +163,7 @@ def _mappings(pid: int, field: str) -> Iterator[tuple[str, int]]:
 
 
 class PeakSampler:
-    """The peak of `measure`, looked at every 20 ms by a thread, or by a sibling process if `measure` walks this one."""
+    """Samples `measure` every 20 ms in a thread, and keeps its peak."""
 
     def __init__(self, measure: Callable[[], int]) -> None:
         self.peak = measure()
@@ -181,7 +186,7 @@ class PeakSampler:
 
 
 def family(pid: int | None = None) -> list[int]:
-    """A process and all that descend from it."""
+    """Return the pids of a process and all its descendants."""
     found = [os.getpid() if pid is None else pid]
     for parent in found:
         try:

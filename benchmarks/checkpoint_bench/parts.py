@@ -1,7 +1,7 @@
-"""Runs each part of the benchmark in a process and a folder of its own: Flyball's parts, then the other engines.
+"""Runs each part of the benchmark in its own process and folder: Flyball's parts, then the other engines.
 
-The other engines live in a venv of their own, outside the repository, with the same torch. Nothing at the top of this
-file imports Flyball: their processes import it too.
+The other engines have their own venv, outside the repository, with the same torch. This module must not import Flyball
+at the top, because their processes import it too.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _ERROR_LINES = 12
 
 
 class PartFailed(Exception):
-    """A part ended without a result; the message is the end of what it wrote."""
+    """A part ended without a result; the message is the end of its stderr."""
 
 
 def measure_flyball(names: list[str], state_bytes: int, repeats: int, folder: Path) -> dict[str, dict[str, Any]]:
-    """What each part found; {"failed": reason} for one that could not be measured."""
+    """Return each part's result; {"failed": reason} if it could not be measured."""
     found: dict[str, dict[str, Any]] = {}
     for name in names:
         progress(f"--- {name}, {state_bytes / 2**30:g} GiB")
@@ -51,7 +51,7 @@ def run_part(
     folder: Path,
     timeout_s: float = PART_TIMEOUT_S,
 ) -> dict[str, Any]:
-    """Run one part and return its JSON object. Its stderr goes on to ours."""
+    """Run one part and return its JSON object. Pass its stderr on to ours."""
     from host_daemon.workers.worker_environment import COPY_PAST_CACHES
 
     began_s = time.monotonic()
@@ -61,23 +61,23 @@ def run_part(
             [str(python), "-m", module, name, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={"GLIBC_TUNABLES": COPY_PAST_CACHES, **os.environ},  # as workers have it; floors and peers too
+            env={"GLIBC_TUNABLES": COPY_PAST_CACHES, **os.environ},  # as for workers; floors and peers too
             text=True,
         )
         assert process.stderr is not None
         assert process.stdout is not None
-        said: list[str] = []
+        errors: list[str] = []
         try:
-            output = _collect(process, said, timeout_s)
+            output = _collect(process, errors, timeout_s)
         finally:
-            if process.poll() is None:  # SIGINT, so that it ends what it started
+            if process.poll() is None:  # SIGINT, so that it stops its own processes
                 process.send_signal(signal.SIGINT)
                 try:
                     process.wait(_END_TIMEOUT_S)
                 except subprocess.TimeoutExpired:
                     process.kill()
     if process.returncode != 0:
-        raise PartFailed("\n".join(said[-_ERROR_LINES:]) or f"it ended with {process.returncode}")
+        raise PartFailed("\n".join(errors[-_ERROR_LINES:]) or f"exited with {process.returncode}")
     try:
         result: dict[str, Any] = json.loads(output.splitlines()[-1])
     except (IndexError, ValueError) as error:
@@ -86,13 +86,13 @@ def run_part(
     return result
 
 
-def _collect(process: subprocess.Popen[str], said: list[str], timeout_s: float) -> str:
-    """Its stdout; passes its progress on as it comes."""
+def _collect(process: subprocess.Popen[str], errors: list[str], timeout_s: float) -> str:
+    """Return its stdout; pass its stderr on as it arrives."""
 
     def relay() -> None:
         assert process.stderr is not None
         for line in process.stderr:
-            said.append(line.rstrip())
+            errors.append(line.rstrip())
             sys.stderr.write(line)
 
     reader = threading.Thread(target=relay, daemon=True)
@@ -114,7 +114,7 @@ PEERS = (
     "safetensors",
     "dcp.save",
     "dcp.async_save-thread",
-    "dcp.async_save-thread-reused",  # a stager that keeps its buffers from save to save
+    "dcp.async_save-thread-reused",  # its stager keeps its buffers between saves
     "dcp.async_save-thread-pinned",
     "dcp.async_save-process",
     "dcp.async_save-process-shared",  # a reused stager in shared memory
@@ -132,7 +132,7 @@ PEER_TIMEOUT_S = 400.0
 def measure_peers(
     python: Path, names: list[str], state_bytes: int, repeats: int, folder: Path
 ) -> dict[str, dict[str, Any]]:
-    """What each engine found; {"failed": reason} where it could not be run."""
+    """Return each engine's result; {"failed": reason} if it could not run."""
     found: dict[str, dict[str, Any]] = {}
     for name in names:
         progress(f"--- {name}, {state_bytes / 2**30:g} GiB")
@@ -146,14 +146,16 @@ def measure_peers(
     return found
 
 
-# grpcio: dlrover imports it, and its extra `torch` does not name it.
+# dlrover imports grpcio, but its extra `torch` does not require it.
 REQUIREMENTS = ("dlrover[torch]", "grpcio", "nvidia-resiliency-ext", "torchsnapshot")
 _INSTALL_TIMEOUT_S = 1800.0
 
 
 def prepare_venv(folder: Path, root: Path) -> Path:
-    """The venv's python. What is missing is installed, torch pinned by constraints.txt; what cannot be installed is
-    said by its adapter, which then cannot import it."""
+    """Install missing packages into the venv, torch pinned by constraints.txt, and return its python.
+
+    If an engine cannot be installed, its adapter fails to import it and reports that.
+    """
     folder = folder.resolve()
     if folder.is_relative_to(root):
         raise SystemExit(f"checkpoint: --peers-venv {folder} is inside the repository; give a folder outside it")
@@ -164,7 +166,7 @@ def prepare_venv(folder: Path, root: Path) -> Path:
     constraints = root / "constraints.txt"
     pinned = next(line for line in constraints.read_text(encoding="utf-8").splitlines() if line.startswith("torch=="))
     _install(python, constraints, [pinned, "numpy", "safetensors"], required=True)
-    for requirement in REQUIREMENTS:  # one by one, so that one that does not install keeps no other out
+    for requirement in REQUIREMENTS:  # one by one, so that a failure blocks no other
         _install(python, constraints, [pinned, requirement], required=False)
     return python
 

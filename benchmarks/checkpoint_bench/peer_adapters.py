@@ -1,4 +1,4 @@
-"""How each other engine saves and loads: torch, safetensors, DCP, DLRover, NVIDIA's extension, torchsnapshot."""
+"""Adapters of the other engines: torch, safetensors, DCP, DLRover, NVIDIA's extension, torchsnapshot."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _POLL_S = 0.001
 
 
 class Adapter:
-    """One engine. `save` returns when training may go on, `finish` when what was saved is complete in its files, and
-    `load` when it is in the tensors of the state."""
+    """One engine. `save` returns when training may continue, `finish` when the files of the save are complete, and
+    `load` when the state's tensors have it."""
 
     note = ""
 
@@ -33,24 +33,24 @@ class Adapter:
         self.folder = folder
 
     def path(self, step: int) -> Path:
-        """Where this step's files are; nothing else is below it."""
+        """Return the folder of this step's files, and of nothing else."""
         return self.folder / f"step{step}"
 
     def save(self, step: int) -> None:
         raise NotImplementedError
 
     def finish(self, step: int) -> None:
-        """Nothing to wait for if `save` writes."""
+        """Does nothing by default, for engines whose `save` writes."""
 
     def load(self, step: int) -> None:
         raise NotImplementedError
 
     def close(self) -> None:
-        """End what it started."""
+        """Stop the engine's own processes."""
 
 
 def flat_tensors(training: Training) -> dict[str, torch.Tensor]:
-    """The state's tensors by name, contiguous and untied, for engines that take a flat dict."""
+    """Return the state's tensors by name, contiguous and untied, for engines that take a flat dict."""
     found = {f"model.{name}": tensor for name, tensor in training.model.state_dict().items()}
     for index, moments in training.optimizer.state_dict()["state"].items():
         found |= {f"optimizer.{index}.{name}": tensor for name, tensor in moments.items()}
@@ -58,7 +58,7 @@ def flat_tensors(training: Training) -> dict[str, torch.Tensor]:
 
 
 def copy_into(target: object, source: object) -> None:
-    """Every tensor of one state dict into its counterpart in another."""
+    """Copy every tensor of one state dict into its counterpart in another."""
     if isinstance(target, torch.Tensor):
         assert isinstance(source, torch.Tensor)
         with torch.no_grad():
@@ -75,7 +75,7 @@ def copy_into(target: object, source: object) -> None:
 
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
-    """A group of one process, for engines that want one."""
+    """Run with a process group of one, for engines that need one."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
@@ -121,7 +121,9 @@ class DcpSave(Adapter):
     def __init__(self, training: Training, folder: Path) -> None:
         super().__init__(training, folder)
         self.state = flat_tensors(training)
-        self._storages = [t.untyped_storage() for t in self.state.values()]  # a stager finds its buffers by these
+        self._storages = [
+            t.untyped_storage() for t in self.state.values()
+        ]  # a stager finds its buffers by these storages
 
     def save(self, step: int) -> None:
         dcp.save(dict(self.state), checkpoint_id=self.path(step))
@@ -131,7 +133,7 @@ class DcpSave(Adapter):
 
 
 class DcpAsync(DcpSave):
-    """`stager`: None for what async_save makes by itself, for each save anew."""
+    """`stager`: None for the one that async_save creates for each save."""
 
     def __init__(self, training: Training, folder: Path, kind: AsyncCheckpointerType, stager: Any, note: str) -> None:  # noqa: ANN401
         super().__init__(training, folder)
@@ -159,7 +161,7 @@ class DcpAsync(DcpSave):
 
 
 def dcp_async(training: Training, folder: Path, kind: str, staging: str) -> DcpAsync:
-    """`kind`: thread or process. `staging`: default, reused, shared or pinned."""
+    """Make an adapter. `kind`: thread or process. `staging`: default, reused, shared or pinned."""
     if staging == "default":
         return DcpAsync(training, folder, AsyncCheckpointerType(kind), None, "its default stager, made for each save")
     options = StagingOptions(
@@ -177,7 +179,7 @@ def dcp_async(training: Training, folder: Path, kind: str, staging: str) -> DcpA
 
 
 class DLRover(Adapter):
-    """Its DdpCheckpointer with the saver process that it starts where `dlrover-run` is not the launcher."""
+    """DLRover's DdpCheckpointer, with the saver process that it starts if `dlrover-run` is not the launcher."""
 
     note = "no verification; one buffer; no fsync of its own; its restore from memory aliases the buffer"
 
@@ -218,8 +220,8 @@ class DLRover(Adapter):
 
 
 class NvidiaLocal(Adapter):
-    """LocalCheckpointManager. Its state dict class asserts CUDA tensors, so this one clones CPU tensors instead, which
-    is what its own would do on a GPU."""
+    """LocalCheckpointManager. Its state dict class asserts CUDA tensors. This one clones CPU tensors instead, as the
+    original does on a GPU."""
 
     def __init__(self, training: Training, folder: Path) -> None:
         super().__init__(training, folder)
@@ -235,7 +237,7 @@ class NvidiaLocal(Adapter):
                 self.state_dict = {name: tensor.clone() for name, tensor in self.state_dict.items()}
 
             def restore_tensor_device(self, non_blocking: bool = True) -> None:
-                """They are where they belong."""
+                """Do nothing: the tensors are already on the right device."""
 
         self._state = CpuState
         globals()["CpuState"] = CpuState  # it is pickled by name
@@ -261,7 +263,7 @@ class NvidiaLocal(Adapter):
 
 
 class NvidiaAsync(Adapter):
-    """TorchAsyncCheckpoint: torch.save in a process."""
+    """TorchAsyncCheckpoint: torch.save in a separate process."""
 
     note = "no verification; no fsync of its own"
 

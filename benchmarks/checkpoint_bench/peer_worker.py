@@ -1,6 +1,6 @@
-"""One other engine in a process of its own, in the venv that has it: python -m checkpoint_bench.peer_worker NAME ...
+"""Measures one other engine in its own process and venv: python -m checkpoint_bench.peer_worker NAME ...
 
-It imports nothing of Flyball's. JSON on stdout; an engine that does not import or run ends with its error on stderr.
+It imports nothing from Flyball. Prints JSON to stdout. If the engine cannot be imported or run, the error is on stderr.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def make_adapter(name: str, training: Training, folder: Path) -> Adapter:
 
 
 def measure(name: str, options: Options) -> dict[str, Any]:
-    """Stall, time to durable files, restore from a warm cache, and memory, of one engine."""
+    """Measure one engine: stall, time to durable files, restore from a warm cache, and memory."""
     training = Training(options.state_bytes)
     buffer = SharedBuffer(training.tensors())
     training.step(_TOKENS)
@@ -96,13 +96,13 @@ def _measure(name: str, adapter: Adapter, training: Training, buffer: SharedBuff
         adapter.load(step)
         took_s = time.perf_counter() - began_s
         if digests() != saved:
-            raise RuntimeError("what was loaded is not what was saved")
+            raise RuntimeError("the loaded state differs from the saved state")
         return took_s
 
     def digests() -> list[float]:
         return [float(tensor.sum()) for tensor in training.tensors()]
 
-    save()  # the first makes buffers and processes; it counts for nothing
+    save()  # warm-up: the first one creates buffers and processes
     durable_s.clear()
     saves = interleaved({"memcpy": buffer.memcpy_s, "save": save}, repeats, what=name)
     saved = digests()
@@ -125,7 +125,7 @@ def _family_bytes() -> int:
 
 
 def _sync(folder: Path) -> None:
-    """Have its files on the disk, whether the engine saw to that or not."""
+    """Flush all files to disk, in case the engine did not."""
     for path in folder.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
@@ -147,7 +147,7 @@ def _read_all(folder: Path) -> None:
 def main() -> None:
     name, options = parse_part(list(PEERS))
     output = os.dup(1)
-    os.dup2(2, 1)  # whatever an engine prints is not the result
+    os.dup2(2, 1)  # keeps an engine's own output out of the result
     with process_group():
         found = measure(name, options)
     with os.fdopen(output, "w") as file:

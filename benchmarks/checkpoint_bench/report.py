@@ -1,4 +1,4 @@
-"""The result as one JSON object, and as tables for people."""
+"""Formats the result as one JSON object, and as tables for people."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from checkpoint_bench.measure import available_bytes
 
-# figure -> (part, must reach, whether more is better)
+# figure -> (part, bar, whether more is better)
 BARS: dict[str, tuple[str, float, bool]] = {
     "lost_ratio": ("lost", 0.10, False),
     "blocking_ratio": ("blocking", 1.15, False),
@@ -31,14 +31,14 @@ FLOORS = {  # floor -> (part, key)
 }
 PEER_KEYS = ("stall_ratio", "durable_s", "restore_disk_ratio", "extra_mib")
 
-_QUIET_LOAD = 0.7  # the run's own processes raise it, so it is read before
+_QUIET_LOAD = 0.7  # read before the run, whose own processes raise it
 _STEADY = 1.3
 
 Found = dict[str, dict[str, Any]]
 
 
 def machine() -> dict[str, Any]:
-    """What was measured on, and how busy it was before."""
+    """Describe the machine, with its load before the run."""
     cpus = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     model = next((line.partition(":")[2].strip() for line in cpus if line.startswith("model name")), "")
     return {
@@ -62,7 +62,7 @@ def _version(package: str) -> str:
 
 
 def assemble(size_gib: float, repeats: int, before: dict[str, Any], flyball: Found, peers: Found) -> dict[str, Any]:
-    """The asked keys, medians, None where a part was not run or failed; and `detail` with every run and its spread."""
+    """Return the medians (None for parts that did not run or failed), and `detail` with all runs and their spreads."""
     return {
         "floors": {name: _median(flyball, part, key) for name, (part, key) in FLOORS.items()},
         "flyball": {name: _median(flyball, part, name) for name, (part, _, _) in BARS.items()},
@@ -81,7 +81,7 @@ def assemble(size_gib: float, repeats: int, before: dict[str, Any], flyball: Fou
 
 
 def _warnings(before: dict[str, Any], flyball: Found) -> list[str]:
-    """Signs that something else ran on the machine: then no figure is to be trusted."""
+    """Return signs of other load on the machine; with any of them, trust no figure."""
     found = []
     if before["load_average"][0] > _QUIET_LOAD:
         found.append(f"the load average was {before['load_average'][0]} before the run")
@@ -105,7 +105,7 @@ def _peer(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The same for people."""
+    """Format the result as tables for people."""
     detail = result["detail"]
     about = detail["machine"]
     lines = [

@@ -1,4 +1,4 @@
-"""What saving costs: training time lost (lazy), the stall (blocking), steps beside a save, and memory."""
+"""Measures the cost of saves: lost training time (lazy), stall (blocking), steps beside a save, and memory."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from ckpt_engine.rules.slot_rules import slot_count
 from flyball.contracts.checkpoints import CaptureMode, CheckpointSpec
 
 _MIN_ROWS, _MAX_ROWS = 64, 8192
-# A difference of two steps is noisier than a copy: as many pairs as this time allows.
+# A difference of two steps is noisier than a copy, so take as many pairs as these times allow.
 _ONE_THREAD_BUDGET_S, _BESIDE_BUDGET_S, _INTERFERENCE_BUDGET_S = 90.0, 15.0, 25.0
 _TOKENS = 8
 _MIB = 1 << 20
-_MATMUL_ROWS = 256  # of 64 rows the weights are read from memory for too few products: no longer a step of matmuls
+_MATMUL_ROWS = 256  # with 64 rows, reading the weights from memory outweighs the products
 _MAX_PAIRS = 300
 
 
 def measure_blocking(options: Options) -> dict[str, Any]:
-    """Seconds that `save` holds the training thread up in blocking mode, beside both copies of the same state."""
+    """Measure how long `save` blocks the training thread in blocking mode, beside both copies of the same state."""
     training = Training(options.state_bytes)
     buffer = SharedBuffer(training.tensors())
     with cluster(1, CheckpointSpec(capture=CaptureMode.BLOCKING)) as engines:
@@ -68,10 +68,12 @@ def measure_blocking(options: Options) -> dict[str, Any]:
 
 
 def measure_lost(options: Options) -> dict[str, Any]:
-    """Training time lost per save in lazy mode: save and step against a step alone, as neighbours. The figure is that
-    of matrix products on one thread, which leave the second core free. Two stand beside it: products of so few rows
-    that memory limits them, which any copy of memory slows down; and GPT on both cores. What the machine itself takes
-    is measured in turns with them: a step beside a thread that does nothing but a memcpy of the state."""
+    """Measure the training time lost per save in lazy mode: save and step against a step alone, as neighbours.
+
+    The figure is for matrix products on one thread, which leave the second core free. Two more are reported: products
+    of so few rows that memory limits them, which any memory copy slows down; and GPT on both cores. The machine's own
+    share is measured in turns with them: a step beside a thread that only does a memcpy of the state.
+    """
     matmuls = MatmulTraining(options.state_bytes)
     one_thread = _lost(options, matmuls, threads=1, budget_s=_ONE_THREAD_BUDGET_S, at_least_rows=_MATMUL_ROWS)
     memory_bound = _lost(options, matmuls, threads=1, budget_s=_BESIDE_BUDGET_S)
@@ -118,7 +120,7 @@ def _lost(
             copy.result()
             return took_s
 
-        with_save()  # the first meets an optimizer that is not watched yet
+        with_save()  # the first save finds the optimizer unwatched
         calls_s.clear()
         pairs = max(options.repeats, min(_MAX_PAIRS, int(budget_s / (4 * _step_s(training, rows)))))
         found = interleaved(
@@ -145,8 +147,10 @@ def _lost(
 
 
 def measure_interference(options: Options) -> dict[str, Any]:
-    """The time of steps between a save and its last byte on the disk, and of as many steps without a save. As for the
-    time lost, the figure is that of matrix products; those of few rows, which memory limits, stand beside it."""
+    """Measure steps between a save and its last byte on the disk, against as many steps without a save.
+
+    As for lost time, the figure is for matrix products; products of few rows, limited by memory, are reported too.
+    """
     torch.set_num_threads(1)
     training = MatmulTraining(options.state_bytes)
     buffer = SharedBuffer(training.tensors())
@@ -195,7 +199,7 @@ def _step_s(training: Training, rows: int) -> float:
 
 
 def rows_for(training: Training, wanted_s: float) -> int:
-    """How many rows (tokens or vectors) make a step last at least `wanted_s` seconds."""
+    """Return how many rows (tokens or vectors) make a step last at least `wanted_s` seconds."""
     rows = _MIN_ROWS
     while rows < _MAX_ROWS:
         training.step(rows)
@@ -206,10 +210,12 @@ def rows_for(training: Training, wanted_s: float) -> int:
 
 
 def measure_extra(options: Options) -> dict[str, Any]:
-    """Peaks of both processes with every local tier on: lazy saves to slot, peer and disk beside training, then a
-    restore. Of the trainer, what comes on top of its peak without saves, once its slots are resident; of the engine,
-    all that it has but the slots (its interpreter included), which is one rank's here. Files of the disk tier in the
-    page cache are not counted."""
+    """Measure peak memory of both processes with every local tier on: lazy saves to slot, peer and disk beside
+    training, then a restore.
+
+    The trainer's figure is the excess over its peak without saves, once its slots are resident. The engine's is all its
+    memory except the slots, interpreter included, for its one rank here. Page cache of the disk tier does not count.
+    """
     torch.set_num_threads(1)
     training = Training(options.state_bytes)
     tier = options.folder / "disk-tier"

@@ -1,4 +1,4 @@
-"""What is saved: a model and its AdamW state in float32, of a given total size, and real training steps of it."""
+"""The state to save: a model and its AdamW state in float32, of a given total size, with real training steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 GPT2_VOCABULARY = 50_257
-CONTEXT = 1024  # positions that the model knows; a step may use fewer
+CONTEXT = 1024  # positions of the model; a step may use fewer
 STATE_BYTES_PER_PARAMETER = 12  # the parameter and AdamW's two moments, float32
 _WIDTHS = (1024, 768, 512, 256, 128, 64)
 _MAX_LAYERS = 12
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2's architecture; its output weights are those of the embedding, as there."""
+    """GPT-2's architecture, with output weights tied to the embedding."""
 
     def __init__(self, width: int, layers: int, vocabulary: int) -> None:
         super().__init__()
@@ -56,20 +56,20 @@ class GPT(nn.Module):
 
 
 def make_model(state_bytes: int) -> GPT:
-    """A model whose parameters and AdamW moments take `state_bytes`, to within one row of the embedding."""
+    """Make a model whose parameters and AdamW moments take `state_bytes`, to within one row of the embedding."""
     parameters = state_bytes // STATE_BYTES_PER_PARAMETER
     width = next((w for w in _WIDTHS if (GPT2_VOCABULARY + CONTEXT) * w <= 0.6 * parameters), _WIDTHS[-1])
     block = 12 * width * width + 13 * width
     fixed = CONTEXT * width + 2 * width
     layers = min(_MAX_LAYERS, max(1, (parameters - fixed - GPT2_VOCABULARY * width) // block))
-    vocabulary = (parameters - fixed - layers * block) // width  # takes up what whole blocks leave
+    vocabulary = (parameters - fixed - layers * block) // width  # fills the rest beside whole blocks
     if vocabulary < 256:
         raise ValueError(f"{state_bytes} bytes are too few for a model; give at least 0.005 GiB")
     return GPT(width, layers, vocabulary)
 
 
 class Matmuls(nn.Module):
-    """A stack of square weights: a step is hardly anything but matrix products."""
+    """A stack of square weights: a step is almost only matrix products."""
 
     def __init__(self, parameters: int) -> None:
         super().__init__()
@@ -93,13 +93,13 @@ class Training:
         self.model = self._make_model(state_bytes)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self._generator = torch.Generator().manual_seed(1)
-        self.step(16)  # the optimizer has its state from here on, and gradients their memory
+        self.step(16)  # creates the optimizer's state and the gradients' memory
 
     def _make_model(self, state_bytes: int) -> nn.Module:
         return make_model(state_bytes)
 
     def _loss(self, rows: int) -> torch.Tensor:
-        """Over `rows` tokens, in sequences of at most 256."""
+        """Return the loss over `rows` tokens, in sequences of at most 256."""
         length = min(rows, 256)
         shape = (max(1, rows // length), length)
         batch = torch.randint(self.model.vocabulary, shape, generator=self._generator)
@@ -107,16 +107,16 @@ class Training:
 
     @property
     def state(self) -> dict[str, object]:
-        """As given to a checkpoint engine that takes objects."""
+        """Return the state for a checkpoint engine that takes objects."""
         return {"model": self.model, "optimizer": self.optimizer}
 
     @property
     def state_dict(self) -> dict[str, object]:
-        """As given to an engine that takes state dicts."""
+        """Return the state for an engine that takes state dicts."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def step(self, rows: int) -> float:
-        """One optimizer step over `rows` tokens or vectors; returns the loss."""
+        """Run one optimizer step over `rows` tokens or vectors, and return the loss."""
         loss = self._loss(rows)
         loss.backward()
         self.optimizer.step()
@@ -128,7 +128,7 @@ class Training:
 
 
 class MatmulTraining(Training):
-    """The same of matrix products alone."""
+    """Training of matrix products alone."""
 
     def _make_model(self, state_bytes: int) -> nn.Module:
         return Matmuls(state_bytes // STATE_BYTES_PER_PARAMETER)
@@ -138,7 +138,7 @@ class MatmulTraining(Training):
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Every tensor of nested dicts, lists and tuples."""
+    """Return every tensor in nested dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):

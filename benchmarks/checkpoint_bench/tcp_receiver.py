@@ -16,7 +16,7 @@ def main() -> None:
     for begin in range(0, size_bytes, mmap.PAGESIZE):  # first touch
         memory[begin] = 1
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
-        connection.settimeout(None)  # its parent's end of the connection ends it
+        connection.settimeout(None)  # it ends when the parent closes the connection
         while True:
             received = 0
             while received < size_bytes:

@@ -1,4 +1,4 @@
-"""How fast bytes move: to disk, to a peer's memory, and back into tensors, verified, from memory and disk."""
+"""Measures how fast bytes move: to disk, to a peer's memory, and back into tensors, verified, from memory and disk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TIMEOUT_S = 120.0
 
 
 def measure_durable(options: Options) -> dict[str, Any]:
-    """Throughput from staged to durable on the disk, over that of sequential writes with fsync of as many bytes."""
+    """Measure throughput from staged to durable on disk, relative to sequential writes with fsync of as many bytes."""
     training = Training(options.state_bytes)
     buffer = SharedBuffer(training.tensors())
     disk = DiskWrite(options.folder, buffer)
@@ -51,7 +51,7 @@ def measure_durable(options: Options) -> dict[str, Any]:
     medians = {name: spread(found[name])["median"] for name in floors}
     floor = min(medians, key=lambda name: float(str(medians[name])))
     return {
-        "durable_ratio": spread(ratios(found[floor], found["durable"])),  # times, so the other way round
+        "durable_ratio": spread(ratios(found[floor], found["durable"])),  # inverse, since these are times
         "floor": floor,
         "durable_over_buffered": spread(ratios(found["buffered"], found["durable"])),
         "durable_s": spread(found["durable"]),
@@ -69,7 +69,7 @@ def _has_direct_io(disk: DiskWrite) -> bool:
 
 
 def measure_peer(options: Options) -> dict[str, Any]:
-    """Throughput of the copy of a committed shard into a peer's memory, over a plain sendfile on the same path."""
+    """Measure throughput of copying a committed shard into a peer's memory, relative to a plain sendfile."""
     training = Training(options.state_bytes)
     buffer = SharedBuffer(training.tensors())
     plain = LoopbackTransfer(buffer)
@@ -96,8 +96,8 @@ def _peer(
     before = sender.ask_counters(), receiver.ask_counters()
 
     def copy_s() -> float:
-        """From the commit of the shard to its acknowledgement by the peer."""
-        for tensor in training.tensors():  # else nothing would travel: the peer has these bytes from the step before
+        """Return the seconds from the commit of the shard to its acknowledgement by the peer."""
+        for tensor in training.tensors():  # unchanged bytes would not be sent: the peer has them already
             tensor.add_(1.0)
         handle = saver.save()
         staged_s = time.perf_counter()
@@ -118,7 +118,7 @@ def _peer(
         job.close()
     segments.close()
     return {
-        "peer_copy_ratio": spread(ratios(found["plain"], found["copy"])),  # times, so the other way round
+        "peer_copy_ratio": spread(ratios(found["plain"], found["copy"])),  # inverse, since these are times
         "staged_to_replicated_ratio": spread(ratios(found["plain"], totals_s)),
         "copy_s": spread(found["copy"]),
         "staged_to_replicated_s": spread(totals_s),
@@ -130,8 +130,8 @@ def _peer(
 
 
 def measure_restore_memory(options: Options) -> dict[str, Any]:
-    """Seconds of `job.restore` from a slot that survived. Each restore is a new generation with new mappings, and the
-    engine has looked at its slots before, as it has when a worker starts."""
+    """Measure `job.restore` from a slot that survived. Each restore is a new generation with new mappings. The engine
+    has checked its slots before, as it has when a worker starts."""
     training = Training(options.state_bytes)
     buffer = SharedBuffer(training.tensors())
     with cluster(1, CheckpointSpec(capture=CaptureMode.BLOCKING)) as engines:
@@ -140,7 +140,7 @@ def measure_restore_memory(options: Options) -> dict[str, Any]:
         def restore_s() -> float:
             _spoil(training)
             (job,) = engines.begin(step, written_by=written_by)
-            wait_until(lambda: _engine_is_ready(engines), "the engine's look at its slots")
+            wait_until(lambda: _engine_is_ready(engines), "the engine's check of its slots")
             began_s = time.perf_counter()
             _restore(job.restore(training.state), step)
             took_s = time.perf_counter() - began_s
@@ -157,9 +157,11 @@ def measure_restore_memory(options: Options) -> dict[str, Any]:
 
 
 def measure_restore_disk(options: Options) -> dict[str, Any]:
-    """Seconds of `job.restore` with nothing in memory and the file in the cache. Each time the engine is a new process,
-    and there are no slots, as after the loss of a host's memory. Beside it, from the engine's orders on: that has the
-    engine's own fsync of them."""
+    """Measure `job.restore` with nothing in memory and the file in the cache.
+
+    Each time, the engine is a new process without slots, as after the loss of a host's memory. A second figure starts
+    at the engine's configuration, and includes the engine's fsync of it.
+    """
     training = Training(options.state_bytes)
     buffer = SharedBuffer(training.tensors())
     tier = options.folder / "disk-tier"
@@ -192,7 +194,7 @@ def measure_restore_disk(options: Options) -> dict[str, Any]:
 
 
 def _save_one(engines: Cluster, training: Training, *, durable: bool) -> tuple[int, int, str]:
-    """Save a step and wait for it; returns it, its generation, and the digest of the state."""
+    """Save a step and wait for it. Return the step, its generation, and the digest of the state."""
     (job,) = engines.begin()
     saver = Saver(job, training.state)
     saver.warm_up(2, durable=durable)
@@ -204,7 +206,7 @@ def _save_one(engines: Cluster, training: Training, *, durable: bool) -> tuple[i
 
 def _restore(start: int, step: int) -> None:
     if start != step + 1:
-        raise RuntimeError(f"restore began at {start}, and step {step} was to be restored")
+        raise RuntimeError(f"the restore returned {start}, but step {step} was expected")
 
 
 def _engine_is_ready(engines: Cluster) -> bool:
@@ -220,7 +222,7 @@ def _spoil(training: Training) -> None:
 
 def _check(training: Training, digest: str) -> None:
     if state_digest(training.tensors()) != digest:
-        raise RuntimeError("what was restored is not what was saved")
+        raise RuntimeError("the restored state differs from the saved state")
 
 
 def state_digest(tensors: list[torch.Tensor]) -> str:
@@ -231,7 +233,7 @@ def state_digest(tensors: list[torch.Tensor]) -> str:
 
 
 def _read_all(folder: Path) -> None:
-    """Have every file in the page cache."""
+    """Read every file, so that the page cache has it."""
     scratch = bytearray(_READ_BYTES)
     for path in folder.rglob("*"):
         if path.is_file():

@@ -1,4 +1,4 @@
-"""Quantiles of what was measured."""
+"""Computes quantiles of measured times and of Prometheus histograms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
 
 def quantiles_ms(seconds: Collection[float]) -> dict[str, float | None]:
-    """In milliseconds; None where there is nothing."""
+    """Return quantiles in milliseconds; None if there are no values."""
     ordered = sorted(seconds)
     if not ordered:
         return dict.fromkeys(_QUANTILES)
@@ -20,7 +20,7 @@ def quantiles_ms(seconds: Collection[float]) -> dict[str, float | None]:
 
 
 def histogram_quantiles(samples: Mapping[str, float], name: str) -> dict[str, float | None]:
-    """Of a Prometheus histogram, in milliseconds: the upper bound of the bucket in which each quantile lies."""
+    """Return quantiles of a Prometheus histogram in milliseconds: the upper bound of each quantile's bucket."""
     buckets = sorted(
         (float(found[1]), count)
         for key, count in samples.items()

@@ -1,6 +1,6 @@
-"""The hosts that the load generator plays: their reports as bytes, encoded once, with slots for what changes.
+"""The simulated hosts of the load generator: reports encoded once as bytes, with slots for the changing values.
 
-A report is one of eight ranks that train at a step per second: sent each second it tells of one step of every rank.
+A report covers eight ranks that train at a step per second: sent each second, it has one step of every rank.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ RANKS_PER_HOST = 8
 INTERVAL_S = 1.0
 STEP_S = 1.0
 
-# Values that nothing else in a report has; each stands for a slot.
+# Values that occur nowhere else in a report; each marks a slot.
 _SENT_AT, _SEQ, _STEP, _DONE_AT = 7_770_000_001.5, 777_000_002, 777_000_003, 7_770_000_004.5
 _SLOTS = {encode(value): number for number, value in enumerate((_SENT_AT, _SEQ, _STEP, _DONE_AT))}
 _SLOT = re.compile(b"(" + b"|".join(map(re.escape, _SLOTS)) + b")")
 
 
 class Template:
-    """Bytes around slots."""
+    """An encoded report with slots to fill in."""
 
     __slots__ = ("parts", "slots")
 
@@ -37,25 +37,25 @@ class Template:
         self.slots = [_SLOTS[name] for name in self.parts[1::2]]
 
     def fill(self, values: Sequence[bytes]) -> bytes:
-        """`values`: sent_at, seq, step, done_at."""
+        """Return the report with `values`: sent_at, seq, step, done_at."""
         self.parts[1::2] = [values[slot] for slot in self.slots]
         return b"".join(self.parts)
 
 
 class FakeHost:
-    """One host of the fleet: the head and the two kinds of body that it sends."""
+    """One host of the fleet: its request head and its two kinds of body."""
 
     __slots__ = ("head", "host_id", "idle", "seq", "stepping")
 
     def __init__(self, host_id: str, head: bytes, stepping: Template, idle: Template) -> None:
         self.host_id = host_id
         self.head = head
-        self.stepping = stepping  # a step of every rank was completed since the last report
+        self.stepping = stepping  # every rank has completed a step since the last report
         self.idle = idle
         self.seq = 0
 
     def request(self, now: float, step: int, *, has_stepped: bool) -> bytes:
-        """The next report, as it goes over the wire."""
+        """Return the next report as an HTTP request."""
         self.seq += 1
         body = (self.stepping if has_stepped else self.idle).fill(
             (b"%.6f" % now, b"%d" % self.seq, b"%d" % step, b"%.6f" % (now - 0.25))
@@ -68,7 +68,7 @@ def host_ids(count: int) -> list[str]:
 
 
 def placed(hosts: Sequence[str]) -> tuple[HostRanks, ...]:
-    """Ranks on these hosts, in order."""
+    """Place ranks on these hosts, in order."""
     return tuple(
         HostRanks(host_id, "10.0.0.1", "10.0.0.1:7000", tuple(range(n * RANKS_PER_HOST, (n + 1) * RANKS_PER_HOST)))
         for n, host_id in enumerate(hosts)
@@ -76,7 +76,7 @@ def placed(hosts: Sequence[str]) -> tuple[HostRanks, ...]:
 
 
 def make_host(host_id: str, first_rank: int, job: str, generation: int, secret: str, *, tag: str) -> FakeHost:
-    """A host that runs the ranks from `first_rank` on. `tag` makes its incarnation another one."""
+    """Make a host that runs the ranks from `first_rank` on. `tag` distinguishes its incarnation."""
     ranks = range(first_rank, first_rank + RANKS_PER_HOST)
     workers, progress = in_columns(
         RankStatus(job, generation, rank, 10_000 + rank, Phase.STEP, _STEP, 0.25) for rank in ranks
@@ -104,7 +104,7 @@ def make_host(host_id: str, first_rank: int, job: str, generation: int, secret: 
 
 
 def request_head(token: str) -> bytes:
-    """As the daemons' HTTP client writes it, up to the number behind Content-Length."""
+    """Return the head as the daemons' HTTP client writes it, up to the number after Content-Length."""
     return (
         "POST /v1/reports HTTP/1.1\r\nHost: 127.0.0.1:7370\r\nAccept: */*\r\nAccept-Encoding: gzip, deflate\r\n"
         "Connection: keep-alive\r\nUser-Agent: python-httpx/0.28.1\r\nContent-Type: application/json\r\n"

@@ -1,6 +1,6 @@
 """A bare endpoint that decodes reports and does nothing else: python -m control_plane_bench.floor
 
-It is the floor of `reports_per_s`. Like the sensor it runs uvloop, httptools and msgspec in one process. It checks no
+It is the floor of `reports_per_s`. Like the sensor, it runs uvloop, httptools and msgspec in one process. It checks no
 token, detects no fault and stores nothing. It prints its port, then serves until it is terminated.
 """
 
@@ -57,7 +57,7 @@ class Endpoint(asyncio.Protocol):
 
 @contextmanager
 def running_floor() -> Iterator[int]:
-    """The port of an endpoint in a process of its own."""
+    """Run an endpoint in its own process; yield its port."""
     command = [sys.executable, "-m", "control_plane_bench.floor"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

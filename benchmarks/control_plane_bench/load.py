@@ -1,4 +1,4 @@
-"""The load generator: hosts on connections of their own, at an interval (`run_paced`), or as many reports as a few
+"""The load generator: each host on its own connection at a fixed interval (`run_paced`), or as many reports as a few
 connections carry (`run_flood`)."""
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _CLOCK = SystemClock()
 
 
 class LoadResult(msgspec.Struct):
-    """What a run came to. Latencies in seconds, from the moment at which a report was due."""
+    """The result of a run. Latencies are in seconds, from the moment when a report was due."""
 
     connections: int
     seconds: float
     sent: int
     taken: int
     refused: int
-    lost: int  # without an answer at the end, or on a connection that was closed
+    lost: int  # unanswered at the end, or on a closed connection
     latencies: array[float]
-    lateness: array[float]  # of the generator itself: from due to sent
-    joining: array[float]  # latencies of what was due in the warm-up
+    lateness: array[float]  # the generator's own delay, from due to sent
+    joining: array[float]  # latencies of reports due in the warm-up
     first_refusal: str = ""
 
     @property
@@ -43,12 +43,12 @@ class LoadResult(msgspec.Struct):
 
     @property
     def per_s(self) -> float:
-        """Reports taken per second."""
+        """Return the accepted reports per second."""
         return self.taken / self.seconds
 
 
 def joined(results: Sequence[LoadResult]) -> LoadResult:
-    """Several runs as one."""
+    """Combine several runs into one result."""
     return LoadResult(
         connections=max(result.connections for result in results),
         seconds=sum(result.seconds for result in results),
@@ -64,7 +64,7 @@ def joined(results: Sequence[LoadResult]) -> LoadResult:
 
 
 class Link(asyncio.Protocol):
-    """One connection. At most `run.at_once` reports are on their way; those that are due together go together."""
+    """One connection. At most `run.at_once` reports are in flight; those due together are sent together."""
 
     def __init__(self, run: _Run, hosts: Sequence[FakeHost]) -> None:
         self._run = run
@@ -72,19 +72,19 @@ class Link(asyncio.Protocol):
         self._next = 0
         self._transport: asyncio.Transport
         self._answer = b""
-        self._sent: deque[float] = deque()  # when each report on its way was due
+        self._sent: deque[float] = deque()  # when each report in flight was due
         self._due: deque[float] = deque()
         self.closed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's are none by inheritance
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transports do not inherit from it
 
     def send(self, due_s: float, count: int = 1) -> None:
-        """Send the reports of the next hosts, or after the answers to those before."""
+        """Send the reports of the next `count` hosts: now, or after the answers to those in flight."""
         self._due.extend([due_s] * count)
-        self._go_on()
+        self._send_due()
 
-    def _go_on(self) -> None:
+    def _send_due(self) -> None:
         run = self._run
         if self._sent or self.closed or not self._due:
             return
@@ -113,14 +113,14 @@ class Link(asyncio.Protocol):
         if self._run.floods:
             self.send(monotonic(), self._run.at_once)
         else:
-            self._go_on()
+            self._send_due()
 
     def _take(self, answer: bytes) -> None:
         result, due_s = self._run.result, self._sent.popleft()
         if answer.startswith(b"HTTP/1.1 200 "):
             result.taken += 1
-            joined = due_s >= self._run.counts_from_s
-            (result.latencies if joined else result.joining).append(monotonic() - due_s)
+            has_joined = due_s >= self._run.counts_from_s
+            (result.latencies if has_joined else result.joining).append(monotonic() - due_s)
         else:
             result.refused += 1
             result.first_refusal = result.first_refusal or answer.decode(errors="replace")
@@ -142,11 +142,11 @@ class _Run:
         self.links = [Link(self, hosts[n::connections]) for n in range(connections)]
         self.result = LoadResult(connections, 0.0, 0, 0, 0, 0, array("d"), array("d"), array("d"))
         self.floods = False
-        self.counts_from_s = 0.0  # latencies of what is due earlier are left out
+        self.counts_from_s = 0.0  # reports due earlier count as joining
         self._last_step: dict[str, int] = {}
 
     def has_stepped(self, host: FakeHost, step: int) -> bool:
-        """Whether this report is the first to tell of the step."""
+        """Whether this report is the host's first with this step."""
         is_new = self._last_step.get(host.host_id) != step
         self._last_step[host.host_id] = step
         return is_new
@@ -162,7 +162,7 @@ class _Run:
             )
 
     async def finish(self) -> LoadResult:
-        """Wait for the last answers, and close."""
+        """Wait for the last answers, close the connections, and return the result."""
         deadline_s = monotonic() + ANSWER_TIMEOUT_S
         while any(link.outstanding and not link.closed for link in self.links) and monotonic() < deadline_s:
             await asyncio.sleep(0.01)
@@ -174,8 +174,10 @@ class _Run:
 
 
 async def run_paced(port: int, hosts: Sequence[FakeHost], seconds: float, *, warm_up_s: float = 0.0) -> LoadResult:
-    """Every host on its own connection, one report per interval, spread evenly over it, for `warm_up_s` and then
-    `seconds`; only latencies of the latter count."""
+    """Send one report per host and interval, each host on its own connection, spread evenly over the interval.
+
+    Runs for `warm_up_s` and then for `seconds`; latencies of the warm-up are kept separately.
+    """
     run = _Run(hosts, len(hosts))
     await run.connect(port)
     began_s = monotonic() + 0.1
@@ -201,8 +203,8 @@ async def run_paced(port: int, hosts: Sequence[FakeHost], seconds: float, *, war
 async def run_flood(
     port: int, hosts: Sequence[FakeHost], connections: int, seconds: float, *, at_once: int = 1
 ) -> LoadResult:
-    """All hosts over `connections` connections, each sending its next `at_once` reports as soon as the last ones were
-    answered."""
+    """Send all hosts' reports over `connections` connections. Each sends its next `at_once` reports as soon as the last
+    ones were answered."""
     run = _Run(hosts, connections, at_once)
     await run.connect(port)
     run.floods = True
@@ -216,7 +218,7 @@ async def run_flood(
 
 
 def _answer_bytes(data: bytes) -> int:
-    """The size of the answer that `data` begins with; 0: it is not there as a whole."""
+    """Return the size of the first answer in `data`; 0 if it is incomplete."""
     end = data.find(b"\r\n\r\n")
     if end < 0:
         return 0

@@ -1,5 +1,5 @@
-"""Hosts that fail again and again, in a process of their own: how long until a failure is decided upon, and until the
-command is there.
+"""Plays hosts that fail repeatedly, in a separate process. Measures the time from a failure to its decision, and from
+there to the command at the host.
 
     python -m control_plane_bench.probe '{"sensor_port": ..., ...}'     one JSON object on stdout
 """
@@ -36,29 +36,29 @@ from services.store.decisions.job_store import SqlJobStore
 from services.store.sql.database import Database
 from services.store.sql.tables import decisions, incidents
 
-LOOK_EVERY_S = 0.002  # for a decision
-WAIT_LOOK_S = 0.02  # for what is not measured
+LOOK_EVERY_S = 0.002  # while waiting for a decision
+WAIT_LOOK_S = 0.02  # in waits that are not measured
 WAIT_S = 60.0
-REPORT_EVERY_S = 0.2  # while it waits: what resolves an incident is seen in reports
+REPORT_EVERY_S = 0.2  # while waiting: reports resolve an incident
 _CLOCK = SystemClock()
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What to do. `name` begins the names of the jobs, each of which has one host."""
+    """The probe's parameters. Names of jobs begin with `name`; each job has one host."""
 
     name: str
     sensor_port: int
     actuator_port: int
     secret: str
     database_url: str
-    failures: int  # in all
+    failures: int  # over all hosts
     seconds: float  # at most
     hosts: int = 1
-    delay_s: float = 0.0  # before it begins
+    delay_s: float = 0.0  # before the first report
 
 
 class Samples(msgspec.Struct):
-    """Seconds, one each per failure that was decided upon."""
+    """Times in seconds, one each per decided failure."""
 
     decision_s: list[float] = []  # from the report to the decision in the database
     command_s: list[float] = []  # from there to the command at the host
@@ -77,7 +77,7 @@ class Probe:
         self._reports = 0
         self._signals = 0
         self._generation = 0
-        self._marked = 0  # the generation whose moments were told
+        self._marked = 0  # the generation whose marks were reported
         self._step = 0
         self._arrived: Queue[tuple[float, Command]] = Queue()
         self._stop = threading.Event()
@@ -93,7 +93,7 @@ class Probe:
             JobSpec(self._job, ("train.py",), "/", hosts=(self._host,), max_restarts=1_000_000), _CLOCK.wall_s()
         )
         self._poller.start()
-        self._until(lambda: self._generation > 0, "the probe's job starts")
+        self._until(lambda: self._generation > 0, "start of the probe's job")
         while True:
             self._train()
             self._fail(samples)
@@ -103,13 +103,13 @@ class Probe:
         return samples
 
     def _train(self) -> None:
-        """Steps that end the incident."""
+        """Report steps until the incident is resolved."""
         while True:
             self._step += 5
             self._report()
             if self._open_incidents() == 0:
                 return
-            self._until(lambda: self._open_incidents() == 0, "the incident is resolved", give_up_s=REPORT_EVERY_S)
+            self._until(lambda: self._open_incidents() == 0, "end of the incident", give_up_s=REPORT_EVERY_S)
 
     def _fail(self, samples: Samples) -> None:
         newest = self._newest_decision()
@@ -127,10 +127,12 @@ class Probe:
             time.sleep(LOOK_EVERY_S)
         decided_s = time.monotonic()
         samples.decision_s.append(decided_s - began_s)
-        self._until(lambda: not self._arrived.empty(), "a command for the host")  # a silent host would get none
+        self._until(
+            lambda: not self._arrived.empty(), "command for the host"
+        )  # reports meanwhile: a silent host gets none
         arrived_s, _ = self._arrived.get()
         samples.command_s.append(max(0.0, arrived_s - decided_s))
-        self._until(lambda: self._generation > generation, "the next generation starts")
+        self._until(lambda: self._generation > generation, "start of the next generation")
 
     def _report(self, *signals: Signal) -> None:
         self._reports += 1
@@ -156,11 +158,11 @@ class Probe:
         answer = self._sensor.getresponse()
         text = answer.read()
         if answer.status != 200:
-            raise RuntimeError(f"the sensor said {answer.status}: {text.decode()}")
+            raise RuntimeError(f"the sensor answered {answer.status}: {text.decode()}")
         self._marked = max(self._marked, self._generation) if running else self._marked
 
     def _poll(self) -> None:
-        """Take commands, and say that they were carried out."""
+        """Receive commands and report them as succeeded."""
         connection = http.client.HTTPConnection("127.0.0.1", self._order.actuator_port, timeout=WAIT_S)
         query = f"/v1/hosts/{self._host}/commands?incarnation={self._incarnation}&wait_s=20"
         while not self._stop.is_set():
@@ -195,7 +197,8 @@ class Probe:
             return int(connection.scalar(select(func.count()).select_from(incidents).where(*mine)) or 0)
 
     def _until(self, condition: Callable[[], bool], what: str, give_up_s: float = 0.0) -> None:
-        """Wait, and report now and then. With `give_up_s` it only waits so long."""
+        """Wait for the condition, and report meanwhile. Return after `give_up_s`, if given; otherwise raise
+        TimeoutError after `WAIT_S`."""
         deadline_s = time.monotonic() + (give_up_s or WAIT_S)
         report_s = time.monotonic() + REPORT_EVERY_S
         while not condition():
@@ -203,7 +206,7 @@ class Probe:
             if now_s > deadline_s:
                 if give_up_s:
                     return
-                raise TimeoutError(f"not within {WAIT_S:.0f} s: {what}")
+                raise TimeoutError(f"no {what} within {WAIT_S:.0f} s")
             if now_s > report_s:
                 self._report()
                 report_s = now_s + REPORT_EVERY_S

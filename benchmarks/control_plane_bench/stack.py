@@ -1,4 +1,4 @@
-"""A control plane of its own for one run: a database, a Redis server, and a process for each service."""
+"""Starts a control plane for one run: a database, a Redis server, and a process for each service."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Service(msgspec.Struct, frozen=True):
         return float(times.user + times.system)
 
     def metrics(self) -> dict[str, float]:
-        """Every sample of /metrics, by name and labels as they are written."""
+        """Return every sample of /metrics, keyed by name and labels as written there."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
             lines = answer.read().decode().splitlines()
         samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
@@ -58,7 +58,7 @@ class Service(msgspec.Struct, frozen=True):
 
 
 class Stack(msgspec.Struct, frozen=True):
-    """What is running."""
+    """The running control plane."""
 
     secret: str
     database: Database
@@ -71,7 +71,8 @@ class Stack(msgspec.Struct, frozen=True):
 
 @contextmanager
 def running_stack(folder: Path, *, bus: str, database_url: str) -> Iterator[Stack]:
-    """`database_url` '': a database of its own on the MariaDB server at 127.0.0.1:3306, dropped afterwards."""
+    """Run a control plane. Without a `database_url`, create a database on the MariaDB server at 127.0.0.1:3306, and
+    drop it afterwards."""
     with ExitStack() as stack:
         url = database_url or stack.enter_context(_own_database())
         database = Database(url)
@@ -84,12 +85,12 @@ def running_stack(folder: Path, *, bus: str, database_url: str) -> Iterator[Stac
             environment["FLYBALL_REDIS_URL"] = stack.enter_context(_own_redis(folder))
         services = {part: stack.enter_context(_service(part, folder, environment)) for part in SERVICES}
         for part, service in services.items():
-            _wait_until(lambda service=service: _is_open(service.port), f"the {part} serves", folder)  # type: ignore[misc]
+            _wait_until(lambda service=service: _is_open(service.port), f"start of the {part}", folder)  # type: ignore[misc]
         yield Stack(secret, database, services)
 
 
 def add_jobs(database: Database, names: list[list[str]], *, first: int = 0) -> None:
-    """Jobs that run, one for each list of hosts; numbered from `first` on."""
+    """Insert running jobs, one for each list of hosts; numbered from `first` on."""
     now = SystemClock().wall_s()
     with database.write() as connection:
         for number, hosts in enumerate(names, first):
@@ -144,7 +145,7 @@ def _own_redis(folder: Path) -> Iterator[str]:
     port = _free_port()
     command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
     with _process([*command, "--appendonly", "yes"], folder / "redis.log", dict(os.environ)):
-        _wait_until(lambda: _is_open(port), "Redis serves", folder)
+        _wait_until(lambda: _is_open(port), "start of Redis", folder)
         yield f"redis://127.0.0.1:{port}/0"
 
 
@@ -177,7 +178,7 @@ _given: set[int] = set()
 
 
 def _free_port() -> int:
-    """From below those that outgoing connections are given: it is still free when its service has started."""
+    """Return a free port below the range of outgoing connections, so that it is still free when its service starts."""
     while True:
         port = 20_000 + secrets.randbelow(12_000)
         if port in _given:
@@ -198,5 +199,5 @@ def _wait_until(condition: Any, what: str, folder: Path) -> None:  # noqa: ANN40
     while not condition():
         if time.monotonic() > deadline_s:
             logs = "\n".join(f"{path.name}: {path.read_text()[-500:]}" for path in folder.glob("*.out"))
-            raise TimeoutError(f"not within {START_TIMEOUT_S:.0f} s: {what}\n{logs}")
+            raise TimeoutError(f"no {what} within {START_TIMEOUT_S:.0f} s\n{logs}")
         time.sleep(0.05)
