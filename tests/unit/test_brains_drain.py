@@ -305,6 +305,8 @@ def test_without_a_spare_training_goes_on_and_the_operator_is_told_once() -> Non
     (decision,) = first.decisions
     assert (decision.kind, decision.rule, decision.action) == (DecisionKind.HOLD, "wait_for_a_spare", None)
     assert "No spare is free to take its ranks: job job stays there" in decision.reason
+    assert decision.evidence == {"host": "b", "remaining_s": 299.0}
+    assert first.wake_at == NOW + 1.0
     again = look(view(host("a"), host("b", drain=ASKED), incidents=first.incidents))
     assert again.empty and again.wake_at > NOW
     (later,) = look(view(host("a"), host("b", drain=ASKED), host("c"), incidents=first.incidents)).decisions
@@ -319,6 +321,11 @@ def test_a_drain_that_finds_no_spare_in_time_is_refused_and_the_job_left_alone()
     assert "It is refused: the time for it is over (it waited for a spare host)." in decision.reason
     assert [(c.host_id, c.state, c.ended_drain) for c in outcome.hosts] == [("b", HostState.HEALTHY, OVERDUE)]
     assert outcome.incidents[0].state is IncidentState.ESCALATED
+    assert decision.evidence == {"host": "b", "decisions": 0}
+    moved = look(
+        view(host("a"), host("b", job="", drain=OVERDUE), host("c", job="job"), incidents=waiting, job=moved_to_c())
+    )
+    assert "refuse_what_took_too_long" not in {d.rule for d in moved.decisions}, "its ranks are elsewhere by now"
     refused = msgspec.structs.replace(OVERDUE, state=DrainState.REFUSED)
     assert look(view(host("a"), host("b", drain=refused), host("c"))).empty, "it is not tried again"
 
@@ -330,6 +337,9 @@ def test_ranks_that_are_starting_are_moved_when_they_train() -> None:
     hosts = (host("a"), host("b", drain=ASKED), host("c"))
     (decision,) = look(view(*hosts, job=job)).decisions
     assert (decision.kind, decision.rule) == (DecisionKind.HOLD, "wait_until_all_ranks_step")
+    assert decision.evidence == {"host": "b", "generation": 2}
+    (still,) = look(view(*hosts, job=job), now=NOW - 2 + SETTINGS.action_deadline_s - 0.1).decisions
+    assert still.rule == "wait_until_all_ranks_step"
     plain = msgspec.structs.replace(fresh, started_at=NOW - SETTINGS.action_deadline_s)
     (decision,) = look(view(*hosts, job=msgspec.structs.replace(JOB, generation=plain))).decisions
     assert decision.kind is DecisionKind.MIGRATE_TO_SPARE, "a script that never attaches is not waited for for ever"

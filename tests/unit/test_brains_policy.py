@@ -866,6 +866,13 @@ def test_a_returned_host_is_a_spare() -> None:
     assert decide(view(hosts=(*HOSTS[:2], unsaid)), [], SETTINGS, NOW).hosts[0].state is HostState.SPARE
 
 
+@pytest.mark.parametrize(("deadline_at", "after"), [(NOW - 5, 0.0), (NOW, 0.0), (NOW + 5, None), (0.0, None)])
+def test_a_notice_is_over_if_its_host_returns_after_it(deadline_at: float, after: float | None) -> None:
+    gone = host("c", state=HostState.SILENT, since=NOW - 60, last_report_at=NOW - 70, preempt_deadline_at=deadline_at)
+    outcome = decide(view(hosts=(*HOSTS[:2], gone)), [say(HostReturned("c", 70.0), source="sensor.1")], SETTINGS, NOW)
+    assert outcome.hosts[0].preempt_deadline_at == after
+
+
 def test_superseded_workers_are_stopped_before_a_host_is_a_spare() -> None:
     back = host("c", state=HostState.SILENT, since=NOW - 60, last_report_at=NOW, stale_jobs={"job": 1})
     outcome = decide(view(hosts=(*HOSTS[:2], back)), [], SETTINGS, NOW)
@@ -1025,12 +1032,17 @@ STALE = host("c", state=HostState.SILENT, since=NOW - 60, last_report_at=NOW, st
         ),
         (view(), [say(LOST)], "wait_for_the_root_cause", {"unheard": "a,b", "window_s": 2.0}),
         (
-            view(hosts=preempted()),
+            view(hosts=(HOSTS[0], host("b", job="job", preempt_deadline_at=NOW + 20.0625), HOSTS[2])),
             (),
             "save_before_the_host_goes",
-            {"host": "b", "remaining_s": 20.0, "step": 54, "newest_step": 50},
+            {"host": "b", "remaining_s": 20.062, "step": 54, "newest_step": 50},
         ),
-        (view(hosts=preempted()[:2]), (), "wait_for_a_spare", {"host": "b", "remaining_s": 20.0}),
+        (
+            view(hosts=(HOSTS[0], host("b", job="job", preempt_deadline_at=NOW + 20.0625))),
+            (),
+            "wait_for_a_spare",
+            {"host": "b", "remaining_s": 20.062},
+        ),
         (view(hosts=preempted(), incidents=[GIVEN_UP]), (), "give_up_after_too_many_decisions", {"decisions": 8}),
         (view(hosts=(*HOSTS[:2], STALE)), (), "stop_superseded_workers", {"host": "c", "generation": 1}),
     ],

@@ -138,6 +138,7 @@ def test_it_is_an_incident_that_restarts_nothing() -> None:
     )
     assert (decision.kind, decision.rule, decision.action) == (DecisionKind.HOLD, "hold_while_saves_fail", None)
     assert outcome.jobs == ()
+    assert (decision.evidence, outcome.wake_at) == ({"hosts": "b"}, NOW + 60.0)
     held = msgspec.structs.replace(view(), incidents=(incident,))
     assert decide_on(FAIL_SIGNAL, view_=held).empty
     assert decide_on(view_=held).wake_at > NOW
