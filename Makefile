@@ -7,7 +7,7 @@ RUNTIME := $(VENV)/.runtime
 DEV     := $(VENV)/.dev
 MUTANTS := $(VENV)/.mutants
 
-.PHONY: demo test test-fast mutants lint first-hour setup wheel clean
+.PHONY: demo test test-fast proofs mutants lint first-hour setup wheel clean
 .DEFAULT_GOAL := demo
 
 # What users need, and no tool of the developers.
@@ -16,6 +16,10 @@ demo: $(RUNTIME)
 
 test: $(DEV)
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5
+
+# Whole clusters whose processes, services and databases are killed; the demo; the benchmarks at their smallest.
+proofs: $(DEV)
+	$(BIN)/pytest -m proof tests/integration -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10 --durations-min 5
 
 # For every save of a file: no processes, no databases, no properties.
 test-fast: $(DEV)

@@ -48,7 +48,14 @@ providers._get_local_constants = _constants
 LONGEST_FIRST = ("integration", "corruption", "browser", "simulation", "property", "conformance")
 
 
+# Whole clusters that are killed again and again, the demo, and the benchmarks at their smallest: `make proofs`.
+PROOFS = ("integration/recovery/", "integration/test_cli_demo", "integration/test_benchmark_")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(f"/tests/{name}" in str(item.path) for name in PROOFS):
+            item.add_marker(pytest.mark.proof)
     if not hasattr(config, "workerinput"):
         return
     folders = [*LONGEST_FIRST, ""]
