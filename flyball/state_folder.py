@@ -15,6 +15,7 @@ from pathlib import Path
 from flyball.contracts.errors import ConfigurationError, FlyballError, StateVersionMismatch, StorageFull
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)  # what os.link raises where there are none
 _WRITABLE = "choose a folder that you may write to"
 
 
@@ -44,10 +45,18 @@ class StateFolder:
             raise
 
     def write_lock(self, name: str, text: str) -> None:
-        """Replace the text of a held lock's file. Not by a rename: the lock is on this very file."""
+        """Replace the text of a held lock's file. Not by a rename: the lock is on this very file.
+
+        Raises StorageFull or ConfigurationError; then nothing is held.
+        """
         data = f"{text}\n".encode()
-        os.pwrite(self._locks[name], data, 0)
-        os.ftruncate(self._locks[name], len(data))
+        try:
+            with clear_errors(self.path / name):
+                os.pwrite(self._locks[name], data, 0)
+                os.ftruncate(self._locks[name], len(data))
+        except FlyballError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Release the locks; the files stay."""
@@ -110,8 +119,12 @@ def create_once(path: Path, data: bytes) -> None:
         os.link(temporary, path)
     except FileExistsError:
         pass
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        _rename_once(temporary, path)
     finally:
-        temporary.unlink()
+        temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
@@ -143,6 +156,17 @@ def clear_errors(path: Path, *, hint: str = _WRITABLE) -> Iterator[None]:
                 f"There is no room for {path}.", hint="free space on that disk, or choose another folder"
             ) from error
         raise ConfigurationError(f"Cannot use {path}: {error.strerror}.", hint=hint) from error
+
+
+def _rename_once(temporary: Path, path: Path) -> None:
+    """Rename, unless `path` exists. A lock on the folder makes all who do so take turns."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        if not path.exists():
+            temporary.rename(path)
+    finally:
+        os.close(folder)
 
 
 def _write_aside(path: Path, data: bytes, *, durable: bool) -> Path:

@@ -9,11 +9,14 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
 from flyball.contracts.errors import ConfigurationError, Conflict, StateVersionMismatch, StorageFull
 from flyball.state_folder import StateFolder, clear_errors, create_once, make_folder, try_lock, write_private
+from host_daemon.store.state_dir import HostStateDir
+from services.runtime.state_dir import SupervisorStateDir
 
 
 @pytest.fixture
@@ -113,6 +116,65 @@ def test_of_several_that_create_a_file_one_wins(tmp_path: Path) -> None:
     create_once(tmp_path / "file", b"later")
     assert (tmp_path / "file").read_bytes() == first
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK])
+def test_where_there_are_no_hard_links_one_of_several_wins_too(
+    tmp_path: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refused(_source: Path, _target: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", refused)
+    create_once(tmp_path / "single", b"first")
+    assert synced[1:] == ["rename", str(tmp_path)], "whole on disk before it has its name"
+    assert stat.S_IMODE((tmp_path / "single").stat().st_mode) == 0o600
+    starts = Barrier(8)
+
+    def create(text: str) -> bytes:
+        starts.wait(60.0)
+        create_once(tmp_path / "file", text.encode())
+        return (tmp_path / "file").read_bytes()
+
+    with ThreadPoolExecutor(8) as pool:
+        seen = set(pool.map(create, (str(n) * 4096 for n in range(8))))
+    assert len(seen) == 1 and len(seen.pop()) == 4096
+    create_once(tmp_path / "file", b"later")
+    assert (tmp_path / "file").stat().st_size == 4096
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "single"]
+
+
+def test_another_error_of_a_link_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_source: Path, _target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "link", full)
+    with pytest.raises(StorageFull), clear_errors(tmp_path):
+        create_once(tmp_path / "file", b"first")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("call", ["pwrite", "ftruncate"])
+def test_a_full_disk_while_a_lock_is_written_is_a_clear_error_and_leaves_nothing_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def full(*_arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    supervisor, host = SupervisorStateDir(tmp_path / "supervisor"), HostStateDir(tmp_path / "host")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises(StorageFull, match=r"no room for .*sensor\.lock") as caught:
+            supervisor.open(["sensor", "api"])
+        assert "free space" in caught.value.hint
+        with pytest.raises(StorageFull, match=r"no room for .*daemon\.pid"):
+            host.open()
+    for again in (SupervisorStateDir(tmp_path / "supervisor"), supervisor):
+        again.open(["sensor", "api"])
+        again.close()
+    for another in (HostStateDir(tmp_path / "host"), host):
+        another.open()
+        another.close()
 
 
 def test_a_folder_of_another_version_is_refused_and_its_locks_are_free(tmp_path: Path) -> None:
