@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from random import Random
 
 _MAX_EXPONENT = 64  # beyond it every pause is the longest one, and a float would overflow at 1024
+_SPREAD = 0.25  # by jitter, in both directions: the mean stays
 
 
 def pause_s(failures: int, *, first_s: float, longest_s: float, factor: float = 2.0) -> float:
@@ -26,7 +27,8 @@ class Backoff:
         factor: float = 2.0,
         jitter: Random | None = None,
     ) -> None:
-        """`jitter`: a seeded source that shortens each pause by up to half, so that many hosts do not retry in step."""
+        """`jitter`: a seeded source that spreads each pause over 0.75 to 1.25 of its length, the longest one too. So many
+        hosts do not retry in step, and pauses are as long on average as without it."""
         self._first_s = first_s
         self._longest_s = longest_s
         self._factor = factor
@@ -37,7 +39,7 @@ class Backoff:
         """Count a failure. Returns the seconds to wait before the next attempt."""
         self._failures += 1
         pause = pause_s(self._failures, first_s=self._first_s, longest_s=self._longest_s, factor=self._factor)
-        return pause if self._jitter is None else pause * self._jitter.uniform(0.5, 1.0)
+        return pause if self._jitter is None else pause * self._jitter.uniform(1.0 - _SPREAD, 1.0 + _SPREAD)
 
     def succeeded(self) -> None:
         """The next failure is the first again."""

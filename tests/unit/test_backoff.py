@@ -33,14 +33,16 @@ def test_many_failures_do_not_overflow() -> None:
         assert backoff.failed() <= 2.0
 
 
-def test_jitter_shortens_by_up_to_half_and_the_seed_repeats_it() -> None:
+def test_jitter_keeps_the_mean_and_the_seed_repeats_it() -> None:
     one, again, other = (Backoff(1.0, 4.0, jitter=Random(seed)) for seed in (1, 1, 2))
-    pauses = [one.failed() for _ in range(20)]
-    assert pauses == [again.failed() for _ in range(20)]
-    assert pauses != [other.failed() for _ in range(20)]
+    pauses = [one.failed() for _ in range(2_000)]
+    assert pauses == [again.failed() for _ in range(2_000)]
+    assert pauses != [other.failed() for _ in range(2_000)]
     for number, pause in enumerate(pauses, 1):
         whole = pause_s(number, first_s=1.0, longest_s=4.0)
-        assert whole / 2 <= pause <= whole
+        assert 0.75 * whole <= pause <= 1.25 * whole
+    assert sum(pauses[2:]) / len(pauses[2:]) == pytest.approx(4.0, rel=0.02)
+    assert min(pauses[2:]) < 3.1 and max(pauses[2:]) > 4.9
 
 
 @pytest.mark.parametrize(("failures", "expected_s"), [(1, 0.5), (2, 1.0), (4, 4.0), (5, 5.0), (10_000, 5.0)])
