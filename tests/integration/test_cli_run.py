@@ -239,17 +239,15 @@ while True:
 """
 
 
-def test_a_signal_stops_the_job_in_order(place: Path) -> None:
-    """Ctrl-C: tests/integration/test_cli_terminal.py."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_job_in_order(place: Path, number: signal.Signals) -> None:
+    """Without a terminal. Ctrl-C on one: tests/integration/test_cli_terminal.py."""
     out = place / "pid"
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "flyball.cli.main", "run", "--nproc-per-node", "2"),
-            *(
-                "--shutdown-timeout",
-                "120",
-                script(place, SLEEPER),
-            ),  # generous, because workers must end by SIGTERM even if slow
+            # generous, because workers must end by SIGTERM even if slow
+            *("--shutdown-timeout", "120", script(place, SLEEPER)),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -259,13 +257,13 @@ def test_a_signal_stops_the_job_in_order(place: Path) -> None:
     )
     try:
         wait_for(lambda: all((place / f"pid.{r}").exists() for r in (0, 1)), "the start of both ranks")
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         stdout, stderr = process.communicate(timeout=TIMEOUT_S)
     finally:
         if process.poll() is None:
             process.kill()
             process.wait()
-    assert process.returncode == 128 + signal.SIGTERM, stderr
+    assert process.returncode == 128 + number, stderr
     assert stdout.count("saved") == 2, "the workers got SIGTERM"
     assert "was stopped" in stderr
 
