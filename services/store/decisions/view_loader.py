@@ -19,6 +19,7 @@ from flyball.contracts.checkpoints import Lineage
 from flyball.contracts.clock import Clock
 from flyball.contracts.cluster import JobSpec, JobState, Phase
 from flyball.contracts.decisions import ActionPlan, ActionState, GenerationPlan, Incident
+from flyball.contracts.errors import NotFound
 from flyball.contracts.identity import run_id
 from services.controller.round.focus import Focus, asks, named_hosts, named_jobs, open_hosts, open_jobs, placed_hosts
 from services.controller.round.spare_choice import FLAP_WINDOW_S, recent_losses
@@ -254,7 +255,11 @@ class ViewLoader:
         self._plans = {key: plan for key, plan in self._plans.items() if key in present}
         for job, generation in sorted(present - self._plans.keys()):
             plan = plan_of(connection, job, generation)
-            assert plan is not None  # its row was just read
+            if plan is None:
+                raise NotFound(
+                    f"The plan of {job}, generation {generation}, is missing, although its row was just read.",
+                    hint="somebody else deleted rows: if this repeats, stop the services and restore a backup",
+                )
             given = {host.host_id: frozenset(host.ranks) for host in plan.hosts}
             self._plans[job, generation] = _Plan(plan, given)
         return running
