@@ -56,6 +56,20 @@ def test_a_wrong_setting_is_named(wrong: dict[str, object], named: str) -> None:
     assert caught.value.hint
 
 
+@pytest.mark.parametrize("detector", ['{"tick_s": 0.05}', '{"silence": {"tick_s": 1}}', '{"stalls": {"tick_s": 1}}'])
+def test_an_unknown_or_removed_field_of_the_detector_is_refused(monkeypatch: pytest.MonkeyPatch, detector: str) -> None:
+    monkeypatch.setenv("FLYBALL_DETECTOR", detector)
+    with pytest.raises(ConfigurationError, match=r"detector.*unknown field `tick_s`"):
+        load_settings()
+
+
+def test_the_variable_of_a_removed_setting_is_ignored_and_its_argument_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYBALL_MAX_STREAMS", "64")
+    load_settings()
+    with pytest.raises(ConfigurationError, match="max_streams"):
+        load_settings(max_streams=64)
+
+
 def test_a_short_token_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLYBALL_TOKEN", "hunter2")
     with pytest.raises(ConfigurationError, match=r"token: .*at least 16") as caught:
