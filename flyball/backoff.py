@@ -27,8 +27,8 @@ class Backoff:
         factor: float = 2.0,
         jitter: Random | None = None,
     ) -> None:
-        """`jitter`: a seeded source that spreads each pause over 0.75 to 1.25 of its length, the longest one too. So many
-        hosts do not retry in step, and pauses are as long on average as without it."""
+        """`jitter`: a seeded source that spreads each pause over 0.75 to 1.25 of its length, the longest one too.
+        This keeps many hosts from retrying in step, and pauses are as long on average as without it."""
         self._first_s = first_s
         self._longest_s = longest_s
         self._factor = factor
