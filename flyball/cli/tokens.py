@@ -18,7 +18,7 @@ from flyball.contracts import wire
 from flyball.contracts.credentials import PREFIXES, host_credential, reader_token
 from flyball.contracts.errors import ConfigurationError, Conflict, NotFound
 from flyball.contracts.identity import check_name
-from flyball.state_folder import sync_folder
+from flyball.state_folder import sync_folder, write_private
 
 OutOption = Annotated[str, typer.Option("--out", help="write it to this file (mode 0600) instead of printing it")]
 EPOCHS_VARIABLE = "FLYBALL_HOST_TOKEN_EPOCHS"
@@ -110,7 +110,7 @@ def rotate(
             hint="distribute the new tokens, then run `flyball token rotate --finish`",
         )
     new = keep_token(folder / f".{SECRET_FILE}.new", secrets.token_urlsafe(32))
-    os.link(current, former)
+    write_private(former, current.read_bytes())
     new.rename(current)
     sync_folder(folder)
     announce("1. restart the supervisor")
