@@ -941,6 +941,78 @@ def test_the_hosts_of_a_job_that_has_just_ended_are_left_to_its_own_action() -> 
     assert decide(view(job=over, hosts=hosts), [], SETTINGS, NOW).empty
 
 
+def test_each_host_with_superseded_workers_is_found_whoever_else_cannot_be_asked() -> None:
+    lost = host("c", state=HostState.SILENT, since=NOW - 60, last_report_at=NOW - 70, stale_jobs={"job": 1})
+    early = host("d", stale_jobs={"job": 1}, last_report_at=JOB.generation.started_at + 2.0)  # type: ignore[union-attr]  # it runs
+    stale = (host(name, stale_jobs={"job": 1}) for name in "ef")
+    outcome = decide(view(hosts=(*HOSTS[:2], lost, early, *stale)), [], SETTINGS, NOW)
+    assert [found.host_id for found in outcome.incidents] == ["e", "f"]
+    assert {(found.generation, found.observed_at) for found in outcome.incidents} == {(1, NOW)}
+
+
+def parked(*phases: Phase) -> JobView:
+    ranks = tuple(rank(number, "ab"[number], phase=phase) for number, phase in enumerate(phases))
+    return msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, ranks=ranks))
+
+
+def test_ranks_that_are_parked_for_nothing_are_restarted() -> None:
+    """The database was set back, and knows nothing of the action for which they saved."""
+    outcome = decide(view(job=parked(Phase.STEP, Phase.PARKED), copies=SAVED), [], SETTINGS, NOW)
+    (found,) = outcome.incidents
+    assert (found.cause, found.generation, found.observed_at) == ("ranks_parked", 2, NOW)
+    assert (decided(outcome).kind, decided(outcome).evidence) == (
+        DecisionKind.RESTART_IN_PLACE,
+        {"ranks": "1"} | BUDGET,
+    )
+    assert decide(view(job=parked(Phase.STEP, Phase.STEP)), [], SETTINGS, NOW).empty
+    running = action(state=ActionState.DISPATCHED, incident_id="inc-9")
+    assert not decide(view(job=parked(Phase.PARKED, Phase.PARKED), actions=[running]), [], SETTINGS, NOW).incidents
+    noticed = view(job=parked(Phase.PARKED, Phase.PARKED), hosts=preempted(), incidents=[NOTICED])
+    assert {i.cause for i in decide(noticed, [], SETTINGS, NOW).incidents} == {"preemption_notice"}
+
+
+def test_ranks_are_not_missed_while_an_action_of_their_job_runs() -> None:
+    running = action(state=ActionState.DISPATCHED, incident_id="inc-9")
+    assert not decide(view(job=UNSTARTED, actions=[running]), [], SETTINGS, NOW).incidents
+    assert decide(view(job=UNSTARTED), [], SETTINGS, NOW).incidents[0].cause == "start_overdue"
+    other = msgspec.structs.replace(running, plan=msgspec.structs.replace(running.plan, job="other"))
+    assert decide(view(job=UNSTARTED, actions=[other]), [], SETTINGS, NOW).incidents
+
+
+def test_hosts_that_an_action_of_another_job_has_are_not_free() -> None:
+    moving = action(state=ActionState.DISPATCHED, incident_id="inc-9")
+    granted = GenerationPlan("other", 2, 1, (HostRanks("b", "ip", "b:7", (0,)),), {}, (), restart_count=0)
+    plan = msgspec.structs.replace(moving.plan, job="other", stop_hosts=("a",), next=granted)
+    hosts = [host(name) for name in "abcd"]
+
+    def placed(plan: ActionPlan, state: ActionState) -> list[str]:
+        busy = msgspec.structs.replace(moving, plan=plan, state=state)
+        outcome = decide(view(job=submitted(), hosts=hosts, actions=[busy]), [], SETTINGS, NOW)
+        found = decided(outcome).action
+        assert found is not None and found.next is not None
+        return [part.host_id for part in found.next.hosts]
+
+    assert placed(plan, ActionState.DISPATCHED) == ["c", "d"]
+    assert placed(msgspec.structs.replace(plan, next=None), ActionState.DISPATCHED) == ["b", "c"]
+    assert placed(plan, ActionState.SUCCEEDED) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("state", "ends", "lost"),
+    [
+        (ActionState.SUPERSEDED, IncidentState.ACTING, 60),
+        (ActionState.FAILED, IncidentState.ACTING, 60),
+        (ActionState.SUCCEEDED, IncidentState.VERIFYING, 60),
+    ],
+)
+def test_the_answers_of_an_action_move_the_failed_step(state: ActionState, ends: IncidentState, lost: int) -> None:
+    answered = action(state=state, positions={"0": 60, "1": 61}, restore_step=49, message="no disk")
+    (found,) = decide(view(job=UNSTARTED, incidents=[incident()], actions=[answered]), [], SETTINGS, NOW).incidents
+    assert (found.state, found.failed_step) == (ends, lost)
+    if state is ActionState.SUCCEEDED:
+        assert (found.restored_step, found.lost_steps) == (49, 11)
+
+
 def test_after_a_migration_the_job_says_where_it_runs_now() -> None:
     silent = say(HostSilent("b", 3.0, 2.0, ()), source="sensor.1", at=NOW + 3)
     outcome = decide(view(), [silent], SETTINGS, NOW)

@@ -207,6 +207,11 @@ def test_failures_with_a_long_time_between_them_are_not_one_row_of_them() -> Non
     outcome = look(job(), host("a"), host("b"), incidents=[both], actions=[action("start", a=MISSING, b=MISSING)])
     assert outcome.decisions[-1].kind is not DecisionKind.FAIL_JOB
     assert {(start.first_at, start.times) for start in outcome.incidents[-1].failed_starts} == {(NOW, 1)}
+    recent = incident(*(FailedStart(name, MISSING, 2, NOW - 50, 3, NOW - 20) for name in "ab"))
+    outcome = look(job(), host("a"), host("b"), incidents=[recent], actions=[action("start", a=MISSING, b=MISSING)])
+    assert {(s.first_at, s.times, s.last_at) for s in outcome.incidents[-1].failed_starts} == {(NOW - 50, 4, NOW)}
+    (held,) = outcome.decisions
+    assert (held.rule, held.kind, held.evidence) == ("start_again", DecisionKind.HOLD, {"times": 4})
 
 
 def test_what_other_hosts_once_failed_with_is_no_reason_to_fail_for_a_full_disk() -> None:
