@@ -145,28 +145,35 @@ class EngineJob:
 
     def flush(self, timeout_s: float) -> None:
         """Commit captured slots and scan the disks again, both as far as the time allows."""
-        if self.running is not None:
-            deadline_s = time.monotonic() + timeout_s
-            self.running.commit_captured(deadline_s)
-            self.running.durable.scan(deadline_s)
+        deadline_s = time.monotonic() + timeout_s
+        running = self._commit_captured(deadline_s)
+        if running is not None:
+            running.durable.scan(deadline_s)
 
     def flush_durably(self, timeout_s: float) -> dict[str, int]:
         """Commit captured slots, and write the newest recovery point to the disk tiers out of schedule. Returns by tier
         the newest step that the local ranks have there."""
-        running = self.running
-        if running is None:
-            return {}
         deadline_s = time.monotonic() + timeout_s
-        running.commit_captured(deadline_s)
-        return running.flush_durably(deadline_s)
+        running = self._commit_captured(deadline_s)
+        return running.flush_durably(deadline_s) if running is not None else {}
 
     def drain(self, timeout_s: float) -> None:
         """Finish commits and disk writes in progress, before the engine ends."""
-        running, deadline_s = self.running, time.monotonic() + timeout_s
-        if running is not None:
+        deadline_s = time.monotonic() + timeout_s
+        running = self._commit_captured(deadline_s)
+        if running is not None and not running.durable.drain(deadline_s):
+            log.warning("disk_write_cut_short", job=self.name)
+
+    def _commit_captured(self, deadline_s: float) -> RunningGeneration | None:
+        """Commit captured slots. Returns the generation that runs afterwards: another may have begun meanwhile."""
+        if (running := self._begun()) is not None:
             running.commit_captured(deadline_s)
-            if not running.durable.drain(deadline_s):
-                log.warning("disk_write_cut_short", job=self.name)
+        return self._begun()
+
+    def _begun(self) -> RunningGeneration | None:
+        """The running generation. Waits for a `begin` in progress, which may be replacing it."""
+        with self._lock:
+            return self.running
 
     def arm(self, step: int) -> tuple[bool, dict[str, int]]:
         """See `RunningGeneration.arm`."""

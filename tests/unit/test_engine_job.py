@@ -23,6 +23,7 @@ from ckpt_engine.format.shard_names import ShardKey
 from ckpt_engine.host.daemon_contact import DaemonContact
 from ckpt_engine.host.engine_host import EngineHost
 from ckpt_engine.host.job import EngineJob
+from ckpt_engine.host.running_generation import RunningGeneration
 from ckpt_engine.host.save_reports import FAILING_AFTER_S
 from ckpt_engine.peers.peer_access import PeerAccess
 from ckpt_engine.peers.transport.port import ByteCounters, Identity
@@ -118,6 +119,33 @@ def test_a_flush_does_not_wait_for_a_slot_that_is_being_fetched_into(job: Engine
             assert not flush.is_alive()
     capture(job, 1, 0)
     job.flush(60.0)
+    assert [copy.step for copy in job.copies() if copy.tier is Tier.MEMORY] == [0]
+
+
+@pytest.mark.parametrize("method", [EngineJob.flush, EngineJob.flush_durably, EngineJob.drain])
+def test_a_flush_waits_for_a_generation_that_begins(
+    job: EngineJob, monkeypatch: pytest.MonkeyPatch, method: Callable[[EngineJob, float], object]
+) -> None:
+    begins, go_on = threading.Event(), threading.Event()
+
+    def make_slowly(*arguments: Any, **named: Any) -> RunningGeneration:  # noqa: ANN401 - handed on
+        begins.set()
+        assert go_on.wait(60.0)
+        return RunningGeneration(*arguments, **named)
+
+    job.begin(configure(1, 0))
+    monkeypatch.setattr("ckpt_engine.host.job.RunningGeneration", make_slowly)
+    threads = [threading.Thread(target=job.begin, args=(configure(2, 0),))]
+    threads[0].start()
+    assert begins.wait(60.0)
+    capture(job, 2, 0)
+    threads.append(threading.Thread(target=method, args=(job, 60.0)))
+    threads[1].start()
+    threads[1].join(0.05)
+    assert threads[1].is_alive(), "the older generation can commit nothing"
+    go_on.set()
+    for thread in threads:
+        thread.join(60.0)
     assert [copy.step for copy in job.copies() if copy.tier is Tier.MEMORY] == [0]
 
 
