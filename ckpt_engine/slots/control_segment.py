@@ -34,7 +34,8 @@ from ckpt_engine.rules.slot_rules import MAX_SLOTS, MIN_SLOTS, SlotState, SlotVi
 from ckpt_engine.slots import control_words as at
 from ckpt_engine.slots import segment_files
 from ckpt_engine.slots.control_file import HEADER_BYTES, LAST_USE_WORD, boot_time_ns, open_in_use
-from ckpt_engine.slots.control_words import initial_words, this_machines_fence
+from ckpt_engine.slots.control_words import initial_words
+from ckpt_engine.slots.memory_order import this_machines_fence
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.fault_points import reach
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import structlog
 
 from ckpt_engine.counters import Counters
+from ckpt_engine.rules.reclaim_rules import is_reclaimable, unused_s
 from ckpt_engine.slots import segment_files
 from ckpt_engine.slots.control_file import boot_time_ns, other_layout, read_last_use, write_last_use
 from ckpt_engine.slots.rank_segments import RankSegments
@@ -28,17 +29,6 @@ from flyball.contracts.on_host.segments import CONTROL_SUFFIX, SLOT_SUFFIXES, Se
 log = structlog.get_logger()
 
 _MOST_S, _LEAST_S = 60.0, 0.05  # between two sweeps
-
-
-def unused_s(last_use_ns: int, now_ns: int) -> float:
-    """Seconds since the last use, both in boot time. Zero if the last use is in the future: it dates from before a
-    reboot, in a folder that survived it, so the time to live begins again."""
-    return max(0, now_ns - last_use_ns) / 1e9
-
-
-def is_reclaimable(*, known: bool, in_use: bool, unused_s: float, ttl_s: float) -> bool:
-    """Whether segments can go: unknown to the engine, open in no process, unused for longer than the time to live."""
-    return not known and not in_use and unused_s > ttl_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from ckpt_engine.rules.memory_plan import MemoryPlan
 from ckpt_engine.rules.slot_rules import MAX_SLOTS, SlotState, SlotView, slot_count
 from ckpt_engine.settings import load_settings
 from ckpt_engine.slots import memory_limits
-from ckpt_engine.slots.control_words import make_fence
+from ckpt_engine.slots.memory_order import make_fence
 from ckpt_engine.slots.rank_segments import RankSegments, SegmentOptions
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Tier
 from flyball.contracts.errors import ConfigurationError, MemoryTooSmall, StateVersionMismatch
