@@ -69,6 +69,7 @@ class TrainerEngine:
         self._newest_step = -1 if identity.restore_step is None else identity.restore_step
         self._newest_durable: SaveHandle | None = None  # that a disk or persistent tier is to have
         self._save_factor = 1
+        self._waited_s = 0.0  # of the newest save: for a slot, and for the copy of the save before it
         self.outcomes = SaveOutcomes()
         self.restored_from: Tier | None = None
         if identity.shm_prefix:
@@ -148,6 +149,7 @@ class TrainerEngine:
         phase_before = self._beacon.current_phase
         began_ns = time.monotonic_ns()
         self._beacon.phase(Phase.CHECKPOINT)
+        self._waited_s = 0.0
         try:
             self._capture(handle, state, self._segments, self._free_slots, emergency=emergency)
         except SlotsFull as full:
@@ -158,6 +160,7 @@ class TrainerEngine:
             if isinstance(error, UnsupportedState) or (isinstance(error, MemoryTooSmall) and at_start):
                 raise
         finally:
+            self.outcomes.note_waited(handle, self._waited_s)
             self._beacon.phase(phase_before)
             self._beacon.add_save_blocked(time.monotonic_ns() - began_ns)
         self.outcomes.add(handle)
@@ -195,7 +198,8 @@ class TrainerEngine:
         try:
             slot = free_slots.take(patient=emergency).index
         finally:
-            self.outcomes.note_waited(handle, free_slots.waited_s + copied_s)
+            self._waited_s = free_slots.waited_s
+        self._waited_s += copied_s
         payload = segments.begin_write(slot, self._me.generation, handle.step, capture.payload_bytes, plan)
         try:
             on_end = partial(self._copy_ended, handle, slot, segments)
