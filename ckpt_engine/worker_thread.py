@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ckpt_engine.counters import Counters
 from flyball.contracts.errors import FlyballError
@@ -30,16 +30,21 @@ class WorkerThread:
         *,
         stopped: threading.Event | None = None,
         counters: Counters | None = None,
+        context: Mapping[str, object] | None = None,
         on_failure: Callable[[Exception], None] | None = None,
         on_end: Callable[[], None] | None = None,
         retry_s: float | None = RETRY_S,
     ) -> None:
-        """`stopped` ends the thread when somebody else sets it. `counters` belong to an engine: its failures go to its
-        JSON log. A training process has none and uses Python's logging. `on_failure` and `on_end` run in the thread."""
+        """`counters` belong to an engine: failures go to its JSON log, with the fields of `context`. A training process
+        has none and uses Python's logging. `on_failure` and `on_end` run in the thread.
+
+        `stopped` may be shared. Setting it ends the thread only after its current wait (`wake` cuts it short), and
+        `stop` sets it for everything that shares it."""
         self._work = work
         self._stopped = stopped or threading.Event()
         self._wake = threading.Event()
         self._counters = counters
+        self._context = context or {}
         self._on_failure = on_failure
         self._on_end = on_end
         self._retry_s = retry_s
@@ -112,7 +117,7 @@ class WorkerThread:
         else:
             import structlog  # training processes do without it
 
-            structlog.get_logger().error("worker_failed", thread=self._thread.name, exc_info=failure)
+            structlog.get_logger().error("worker_failed", thread=self._thread.name, **self._context, exc_info=failure)
             self._counters.add("worker_failures")
         if self._on_failure is not None:
             self._on_failure(failure)

@@ -61,23 +61,29 @@ class ControlServer:
         self._listener.close()
 
     def _accept(self) -> float | None:
+        """Accept one connection. Returns a pause if there is no free descriptor or thread."""
         try:
             sock, _ = self._listener.accept()
-        except OSError:
-            if self._thread.stopping:
-                return None
-            raise
+        except OSError as error:  # out of descriptors
+            return self._pause_s(error)
         if not self._slots.acquire(blocking=False):
             log.warning("control_connection_refused", limit=self._settings.max_control_connections)
             sock.close()
             return 0.0
         try:
             WorkerThread("control", partial(self._serve, sock), counters=self._counters, retry_s=None).start()
-        except RuntimeError:  # out of threads
+        except RuntimeError as error:  # out of threads
             self._slots.release()
             sock.close()
-            raise
+            return self._pause_s(error)
         return 0.0
+
+    def _pause_s(self, error: OSError | RuntimeError) -> float | None:
+        """Seconds until the next connection is accepted; None if the server is closed."""
+        if self._thread.stopping:
+            return None
+        log.error("control_accept_failed", reason=str(error))
+        return self._settings.reconnect_interval_s
 
     def _serve(self, sock: socket.socket) -> None:
         try:

@@ -79,6 +79,7 @@ class RankPipeline:
             self._round,
             stopped=generation.ended,
             counters=counters,
+            context={"job": generation.job, "rank": rank},
             retry_s=settings.scan_interval_s,
         )
         self._replicators = [

@@ -79,22 +79,29 @@ class PeerServer:
             connection.abort()
 
     def _accept(self) -> float | None:
-        """Accept one connection. Fails without a free descriptor or thread; the next one is accepted after a pause."""
+        """Accept one connection. Returns a pause if there is no free descriptor or thread."""
         try:
             connection, remote = self._listener.accept()
-        except OSError:
-            if self._thread.stopping:
-                return None
-            raise
+        except OSError as error:  # out of descriptors
+            return self._pause_s(error)
         if self._make_room(connection, remote):
-            serve = partial(self._serve, connection, remote)
+            context: dict[str, object] = {"remote": remote}
+            serve = partial(self._serve, connection, remote, context)
+            thread = WorkerThread(f"peer-{remote}", serve, counters=self._counters, context=context, retry_s=None)
             try:
-                WorkerThread(f"peer-{remote}", serve, counters=self._counters, retry_s=None).start()
-            except RuntimeError:
+                thread.start()
+            except RuntimeError as error:  # out of threads
                 self._forget(connection)
                 connection.close()
-                raise
+                return self._pause_s(error)
         return 0.0
+
+    def _pause_s(self, error: OSError | RuntimeError) -> float | None:
+        """Seconds until the next connection is accepted; None if the server is closed."""
+        if self._thread.stopping:
+            return None
+        log.error("accept_failed", reason=str(error))
+        return self._settings.reconnect_interval_s
 
     def _forget(self, connection: Connection) -> None:
         with self._lock:
@@ -134,7 +141,7 @@ class PeerServer:
             except FlyballError as error:
                 log.debug("refusal_not_sent", remote=remote, reason=error.message)
 
-    def _serve(self, connection: Connection, remote: str) -> None:
+    def _serve(self, connection: Connection, remote: str, context: dict[str, object]) -> None:
         try:
             with connection:
                 admit(
@@ -144,6 +151,7 @@ class PeerServer:
                     timeout_s=self._settings.handshake_timeout_s,
                     on_shown=partial(self._let_in, connection),
                 )
+                context["peer"] = connection.peer.host_id
                 self._on_hello(connection.peer)
                 while True:
                     request: PeerRequest = connection.receive(PeerRequest, timeout_s=self._settings.idle_timeout_s)  # type: ignore[arg-type]  # a union is no type[T]

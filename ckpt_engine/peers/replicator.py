@@ -95,6 +95,7 @@ class Replicator:
             self._round,
             stopped=generation.ended,
             counters=counters,
+            context={"job": generation.job, "rank": rank, "peer": peer},
             retry_s=settings.scan_interval_s,
         )
 

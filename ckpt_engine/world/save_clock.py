@@ -34,16 +34,19 @@ class SaveClock:
         self._coordination = coordination
         self._on_passed_by = on_passed_by
         self._reported: dict[int, int] = {}  # rank -> the newest step that it passed by
-        name = f"{generation.job}-clock"
-        self._thread = WorkerThread(name, self._tick, stopped=generation.ended, counters=counters, retry_s=TICK_S)
+        self._thread = WorkerThread(
+            f"{generation.job}-clock",
+            self._tick,
+            stopped=generation.ended,
+            counters=counters,
+            context={"job": generation.job},
+            retry_s=TICK_S,
+        )
 
     def start(self) -> None:
         """Run until the generation ends. Does nothing if all intervals are in steps."""
         if interval_s(self._generation.configure.spec) > 0:
             self._thread.start()
-
-    def join(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
 
     def _tick(self) -> float:
         self._coordination.tick(max(map(self._look_at, self._generation.local_ranks), default=-1))

@@ -76,5 +76,5 @@ def test_a_step_that_was_passed_by_is_reported_once(tmp_path: Path) -> None:
             assert positions[-1] == 10
         finally:
             generation.ended.set()
-            clock.join(60.0)
+            clock._thread.join(60.0)
     memory.release()

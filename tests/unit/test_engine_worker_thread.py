@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from structlog.testing import capture_logs
 
 from ckpt_engine.counters import Counters
 from ckpt_engine.worker_thread import WorkerThread
@@ -59,6 +60,14 @@ def test_a_failure_that_cannot_be_reported_is_reported_later() -> None:
     worker.start()
     assert worker.join(TIMEOUT_S)
     assert [type(failure) for failure in reported] == [KeyError]
+
+
+def test_a_failure_is_logged_with_its_context() -> None:
+    with capture_logs() as lines:
+        worker = WorkerThread("a", script(KeyError("it")), counters=Counters(), context={"rank": 3}, retry_s=None)
+        worker.start()
+        assert worker.join(TIMEOUT_S)
+    assert [(line["event"], line["thread"], line["rank"]) for line in lines] == [("worker_failed", "a", 3)]
 
 
 def test_without_a_retry_a_failure_ends_it(caplog: pytest.LogCaptureFixture) -> None:

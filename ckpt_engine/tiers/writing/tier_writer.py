@@ -93,6 +93,7 @@ class DiskWriter:
             f"{disk.tier}-r{rank}",
             self._round,
             counters=counters,
+            context={"job": generation.job, "rank": rank, "tier": str(disk.tier)},
             on_failure=self._note_unexpected,
             on_end=self._become_idle,
             retry_s=_LOOK_AGAIN_S,

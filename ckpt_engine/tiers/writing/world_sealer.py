@@ -54,6 +54,7 @@ class WorldSealer:
             f"seal-{disk.tier}",
             self._round,
             counters=counters,
+            context={"job": generation.job, "tier": str(disk.tier)},
             on_failure=lambda error: self._fail(self._asked, error),
             retry_s=settings.scan_interval_s,
         )
