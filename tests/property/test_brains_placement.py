@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,6 +56,24 @@ def test_a_host_that_comes_and_goes_is_taken_last() -> None:
     assert [host.host_id for host in spares] == ["d", "c"]
     assert [part.host_id for part in replace(first, {"b"}, spares, known) or ()] == ["a", "d"]
     assert [part.host_id for part in replace(first, {"b"}, spares[1:], known) or ()] == ["a", "c"]
+
+
+def test_a_spare_is_of_the_domain_that_the_remaining_hosts_use_least_and_has_an_engine() -> None:
+    spec = JobSpec(job="j", argv=("t",), workdir="/", nnodes=3, nproc_per_node=1)
+    hosts = [view("a", "r1"), view("b", "r2"), view("c", "r1")]
+    first = place(spec, hosts)
+    assert first is not None
+
+    def chosen(*spares: HostView, leaving: set[str] | None = None) -> list[str]:
+        known = {host.host_id: host for host in hosts[:2]}  # c is gone
+        return [part.host_id for part in replace(first, leaving or {"c"}, spares, known) or ()]
+
+    near, far, other = view("x", "r1"), view("y", "r3"), view("z", "r3")
+    assert chosen(near, far) == ["a", "b", "y"]
+    assert chosen(near) == ["a", "b", "x"]
+    assert chosen(msgspec.structs.replace(far, engine_address=""), other) == ["a", "b", "z"]
+    assert chosen(near, other, far, leaving={"b", "c"}) == ["a", "z", "x"], "z is of that domain, too, by then"
+    assert chosen(near, leaving={"b", "c"}) == []
 
 
 def test_losses_count_for_an_hour() -> None:

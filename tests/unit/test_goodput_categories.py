@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flyball.contracts.events import Event, EventKind
+from goodput.account.categories import Category
+from goodput.account.sweep import Interval, Layer, Span, sweep
 from goodput.calculator import AccountOptions, GoodputReport, calculate
 
 JOB = "gpt"
@@ -378,3 +380,25 @@ def test_an_evaluation_ends_with_its_generation() -> None:
         ]
     )
     assert spent(report) == {"useful": 5.0, "evaluation": 7.0}
+
+
+def test_the_highest_span_wins_and_within_a_layer_the_later_start() -> None:
+    spans = [
+        Span(Layer.BASE, 0.0, 10.0, Category.RESTART),
+        Span(Layer.STEP, 2.0, 6.0, Category.USEFUL),
+        Span(Layer.STEP, 4.0, 8.0, Category.RECOMPUTED, "inc-1"),
+        Span(Layer.DATA, 5.0, 5.0, Category.DATA_WAIT),
+        Span(Layer.DATA, 7.0, 7.5, Category.DATA_WAIT, "", "host-a"),
+        Span(Layer.STEP, 8.0, 9.0, Category.RECOMPUTED, "inc-1"),
+    ]
+    assert list(sweep(spans, 1.0, 12.0)) == [
+        Interval(1.0, 2.0, Category.RESTART, ""),
+        Interval(2.0, 4.0, Category.USEFUL, ""),
+        Interval(4.0, 7.0, Category.RECOMPUTED, "inc-1"),
+        Interval(7.0, 7.5, Category.DATA_WAIT, "", "host-a"),
+        Interval(7.5, 9.0, Category.RECOMPUTED, "inc-1"),
+        Interval(9.0, 10.0, Category.RESTART, ""),
+        Interval(10.0, 12.0, Category.UNKNOWN, ""),
+    ]
+    assert list(sweep(spans, 5.0, 5.0)) == []
+    assert list(sweep([], 1.0, 2.0)) == [Interval(1.0, 2.0, Category.UNKNOWN, "")]
