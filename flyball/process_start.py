@@ -58,7 +58,7 @@ def log_to_stderr() -> None:
             structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),  # one write per line: a kill leaves no half line
         cache_logger_on_first_use=True,
     )
 
