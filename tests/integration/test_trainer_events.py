@@ -105,6 +105,8 @@ def test_a_trainer_killed_with_minus_9_leaves_a_log_whole_but_for_its_last_line(
     with subprocess.Popen(command, env=environment(events)) as trainer:
         wait_for(lambda: newest_step(events) >= 20)
         trainer.send_signal(signal.SIGKILL)
+    killed_s = time.monotonic()
+    wait_for(lambda: time.monotonic() > killed_s + 0.1)  # the start of a process is known to 0.01 s only
     assert read_logs([events]).malformed_count <= 1  # the line that the kill cut off
 
     # It goes on from the save, which may be newer than what was told last.
