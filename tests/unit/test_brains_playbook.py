@@ -415,6 +415,8 @@ def test_a_job_that_is_stopped_saves_a_last_step_if_one_is_named_and_is_stopped_
     failed = answer(progress, UpdateState.FAILED, {"b": CommandResult()}, code="not_saved")
     assert advance(failed, NOW + 5.0).phase == "stop"
     assert advance(progress, NOW + 9.0).phase == "stop"  # b says nothing
+    for first_step, phase in ((0, "save"), (-1, "stop")):
+        assert advance(begun(msgspec.structs.replace(plan, emergency_step=first_step)), NOW).phase == phase
 
 
 def test_what_ends_a_job_brings_its_newest_step_to_the_slow_tiers_before_its_memory_is_freed() -> None:

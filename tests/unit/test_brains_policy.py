@@ -826,12 +826,14 @@ def test_only_failures_and_departures_that_are_handled_come_before_a_notice(stat
         (5.0, 0.0, 93 + 3),  # ten a second
         (5.0, 0.44, 97 + 3),
         (5.0, -2.0, 93 + 3),  # of a clock that is ahead
+        (100.0, 3.02, 93 + 3),  # 0.91 steps a second, from step 0 on
     ],
 )
 def test_the_named_step_is_ahead_of_ranks_that_train_on(ran_s: float, report_ago_s: float, step: int) -> None:
     at = NOW - report_ago_s
     ranks = (rank(0, "a", step=90, at=at), rank(1, "b", step=88, at=at))
-    generation = msgspec.structs.replace(GENERATION, ranks=ranks, started_at=at - ran_s)
+    restored = None if ran_s == 100.0 else 40
+    generation = msgspec.structs.replace(GENERATION, ranks=ranks, started_at=at - ran_s, restore_step=restored)
     job = msgspec.structs.replace(JOB, generation=generation)
     plan = decided(decide(view(job=job, hosts=preempted()), [], SETTINGS, NOW)).action
     assert plan is not None and plan.emergency_step == step

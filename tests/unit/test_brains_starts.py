@@ -125,6 +125,11 @@ def test_whether_others_fail_alike_is_seen_first() -> None:
     first = look(job(), host("a"), host("b"), host("c"), signals=[failed("a", MISSING)])
     (held,) = first.decisions
     assert (held.rule, held.action) == ("wait_for_the_other_starts", None)
+    until = first.incidents[0].hold_until
+    assert first.wake_at == until == NOW + SETTINGS.root_cause_window_s
+    answers = {"incidents": first.incidents, "signals": [failed("a", MISSING)]}
+    late = look(job(), host("a"), host("b"), host("c"), **answers, now=until)  # type: ignore[arg-type]  # as named
+    assert "wait_for_the_other_starts" not in {decision.rule for decision in late.decisions} and late.decisions
     both = look(job(), host("a"), host("b"), host("c"), incidents=first.incidents, signals=[failed("b", MISSING, 1)])
     (decision,) = both.decisions
     assert (decision.kind, decision.rule) == (DecisionKind.RESTART_IN_PLACE, "start_again")
