@@ -13,6 +13,7 @@ from flyball.contracts.identity import (
     Address,
     Duration,
     Generation,
+    HostId,
     JobName,
     Moment,
     Rank,
@@ -38,7 +39,7 @@ class CaptureMode(StrEnum):
 
 
 class WhenFull(StrEnum):
-    """What a save does when the world still needs its slot."""
+    """How a save behaves while the world still needs its slot."""
 
     WAIT = "wait"  # up to `save_timeout_s`, then the whole world skips the step
     SKIP = "skip"  # at once
@@ -75,27 +76,30 @@ class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     A tier with no interval (steps or seconds) is off. Per-host limits and bandwidths live in the engine's settings.
     """
 
-    every_steps: Steps = 1  # memory tier, replicated to a peer if there is one
-    every_s: IntervalSeconds = 0.0
-    replicas: Annotated[int, msgspec.Meta(ge=0, le=8)] = 1
+    every_steps: Steps = 1  # steps between saves to memory and to the peers; 0: none
+    every_s: IntervalSeconds = 0.0  # seconds between them: in addition to every_steps if both are set, else instead
+    replicas: Annotated[int, msgspec.Meta(ge=0, le=8)] = 1  # hosts that hold a copy of each host's memory
+    # How they are chosen. ring: the next hosts of other failure domains; clique: fixed groups.
     replication: Replication = Replication.RING
-    disk_dir: str = ""
-    disk_every_steps: Steps = 0
-    disk_every_s: IntervalSeconds = 0.0
-    disk_keep_latest: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 2
-    disk_keep_every: Steps = 0  # multiples of this are kept forever
+    disk_dir: str = ""  # folder on each host's disk; none: the tier is off
+    disk_every_steps: Steps = 0  # steps between saves to it; 0: none
+    disk_every_s: IntervalSeconds = 0.0  # seconds between them, as well
+    disk_keep_latest: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 2  # newest steps that stay
+    disk_keep_every: Steps = 0  # multiples of this are kept for ever
     disk_is_default: bool = False  # nobody named the folder: unused if memory is short, deleted on success
-    persistent_dir: str = ""  # a folder shared by all hosts, or s3://, gs://, az://
-    persistent_every_steps: Steps = 0
-    persistent_every_s: IntervalSeconds = 0.0
-    persistent_keep_latest: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 2
-    persistent_keep_every: Steps = 0
+    persistent_dir: str = ""  # a folder that all hosts share, or s3://, gs://, az://; none: the tier is off
+    persistent_every_steps: Steps = 0  # steps between saves to it; 0: none
+    persistent_every_s: IntervalSeconds = 0.0  # seconds between them, as well
+    persistent_keep_latest: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 2  # newest steps that stay
+    persistent_keep_every: Steps = 0  # multiples of this are kept for ever
+    # lazy: copy while forward and backward run; blocking: before `save` returns.
     capture: CaptureMode = CaptureMode.LAZY
+    # If every slot is in use: wait, or skip the step in the whole world.
     when_full: WhenFull = WhenFull.WAIT
     adapt_interval: bool = True  # save less often than the step intervals say if saves hold up training
     raise_on_failure: bool = False  # the trainer's next call raises the error of a failed save
     save_timeout_s: TimeoutSeconds = 30.0  # longest wait for a slot that the world still needs
-    restore_timeout_s: TimeoutSeconds = 120.0
+    restore_timeout_s: TimeoutSeconds = 120.0  # longest wait of a rank for its shard at the start
 
     @property
     def saves(self) -> bool:
@@ -150,6 +154,21 @@ class SaveInterval(msgspec.Struct, frozen=True, gc=False):
     step_s: Duration
 
 
+MAX_PEER_TRANSPORTS: Final = 64  # that one host reports
+NO_TRANSPORT: Final = "none"  # RDMA is required, but not possible
+
+
+class PeerTransport(msgspec.Struct, frozen=True, gc=False):
+    """What carries shards from a host to a peer, or to the host from it when it restores; and why that."""
+
+    peer: HostId
+    transport: Annotated[str, msgspec.Meta(max_length=16)]  # "rdma", "tcp" or NO_TRANSPORT
+    reason: Annotated[str, msgspec.Meta(max_length=1024)]
+
+
+PeerTransports = Annotated[tuple[PeerTransport, ...], msgspec.Meta(max_length=MAX_PEER_TRANSPORTS)]
+
+
 class ShardCopy(msgspec.Struct, frozen=True, gc=False, order=True):
     """One verified copy of one rank's bytes of one step. `host_id` stores it ('' for the persistent tier)."""
 
@@ -169,11 +188,14 @@ class LineageEntry(msgspec.Struct, frozen=True):
     `after_step` marks a generation that may have completed steps without a report; it is the step that generation
     restored. If one of its own steps turns up, that generation becomes the history. Older generations then count only
     up to `after_step`, and not at all if it is -1.
+
+    `world_size` is the number of ranks that saved its steps; 0: as many as the job has.
     """
 
     generation: int
     upto_step: int | None = None
     after_step: int | None = None
+    world_size: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 Lineage = tuple[LineageEntry, ...]
@@ -188,6 +210,8 @@ class StoredPoint(msgspec.Struct, frozen=True, gc=False):
 
 
 StoredPoints = Mapping[JobName, StoredPoint]
+# Of jobs whose newest steps are suspect: the newest step that is not, -1 for none.
+CleanSteps = Mapping[JobName, Annotated[int, msgspec.Meta(ge=-1)]]
 
 
 class JobHistory(msgspec.Struct, frozen=True):
@@ -205,6 +229,16 @@ def is_alive(generation: int, step: int, lineage: Iterable[LineageEntry]) -> boo
     )
 
 
+def world_size_of(generation: int, lineage: Iterable[LineageEntry], *, of_job: int) -> int:
+    """How many ranks saved the steps of `generation`; `of_job`: how many the job has."""
+    return next((entry.world_size for entry in lineage if entry.generation == generation), 0) or of_job
+
+
+def with_world_sizes(lineage: Lineage, of_job: int) -> Lineage:
+    """The lineage with every number of ranks filled in, before the job's becomes another one."""
+    return tuple(msgspec.structs.replace(entry, world_size=entry.world_size or of_job) for entry in lineage)
+
+
 def newest_point(points: Iterable[Point], lineage: Lineage) -> Point | None:
     """The newest recovery point of a history; None if there is none.
 
@@ -215,16 +249,19 @@ def newest_point(points: Iterable[Point], lineage: Lineage) -> Point | None:
     return max(points, key=lambda point: (order.get(point[1], -1), point[0]), default=None)
 
 
-def branch(lineage: Lineage, *, restored_step: int | None, generation: int, source: int | None = None) -> Lineage:
-    """The lineage of a new generation that continues from `restored_step` of generation `source`.
+def branch(
+    lineage: Lineage, *, restored_step: int | None, generation: int, source: int | None = None, world_size: int = 0
+) -> Lineage:
+    """The lineage of a new generation of `world_size` ranks that continues from `restored_step` of generation `source`.
 
     `restored_step` None: from scratch, nothing earlier counts. `source` None: the last generation.
     """
-    kept = [LineageEntry(generation)]
+    kept = [LineageEntry(generation, world_size=world_size)]
     last = restored_step
     for entry in reversed(lineage):
         if last is not None and (source is None or entry.generation <= source):
-            kept.append(LineageEntry(entry.generation, last if entry.upto_step is None else min(entry.upto_step, last)))
+            upto_step = last if entry.upto_step is None else min(entry.upto_step, last)
+            kept.append(LineageEntry(entry.generation, upto_step, world_size=entry.world_size))
             last = last if entry.after_step is None else min(last, entry.after_step)
     return tuple(reversed(kept))
 
@@ -240,7 +277,7 @@ class ShardSource(msgspec.Struct, frozen=True):
 
 
 class RestorePlan(msgspec.Struct, frozen=True):
-    """One step for the whole world, and each rank's sources in order."""
+    """One step for the whole world, and the sources in order of the shard of each rank that saved it."""
 
     step: Step
     sources: Mapping[str, tuple[ShardSource, ...]]  # key: str(rank), because JSON keys are strings
@@ -252,7 +289,11 @@ class RestorePlan(msgspec.Struct, frozen=True):
 
 
 class RestoreReport(msgspec.Struct, frozen=True, gc=False):
-    """How an engine brought a rank's bytes into local memory."""
+    """How an engine brought a rank's bytes into local memory, or to files that the rank reads.
+
+    In another layout they come from many shards. `source_tier` is then the tier that most came from, and `source_host`
+    the host, if there is only one.
+    """
 
     job: RepeatedJobName
     generation: Generation
@@ -264,3 +305,5 @@ class RestoreReport(msgspec.Struct, frozen=True, gc=False):
     socket_bytes: SizeBytes  # payload bytes received through a socket; 0 unless fetched from another engine
     seconds: Duration
     at: Moment  # wall clock, when the bytes were verified in local memory
+    transport: Annotated[str, msgspec.Meta(max_length=16)] = ""  # that they came over: "rdma", "tcp"; '' as above
+    tier_bytes: Mapping[Tier, SizeBytes] = {}  # in another layout, or a broadcast load: how much each tier gave

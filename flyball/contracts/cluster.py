@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum, StrEnum
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import msgspec
 
-from flyball.contracts.checkpoints import CheckpointSpec, Lineage, RestorePlan
+from flyball.contracts.checkpoints import CheckpointSpec, Lineage, RestorePlan, world_size_of
 from flyball.contracts.identity import (
     Address,
     Duration,
@@ -24,6 +24,8 @@ from flyball.contracts.identity import (
     SeenStep,
 )
 
+PolicyValue: TypeAlias = bool | int | float | str | tuple[str, ...]
+
 
 class JobState(StrEnum):
     SUBMITTED = "submitted"  # waiting for hosts
@@ -38,7 +40,7 @@ class JobState(StrEnum):
 
 
 class Again(StrEnum):
-    """What to do with a job whose name has already ended."""
+    """How to treat a job whose name has already ended."""
 
     NO = "no"  # show it as it ended
     RESUME = "resume"  # continue from its newest recovery point
@@ -56,7 +58,7 @@ class HostState(StrEnum):
 
 
 class Phase(IntEnum):
-    """What a rank is doing. The beacon carries the number."""
+    """The phase that a rank is in. The beacon carries the number."""
 
     STARTING = 0  # process start, imports, rendezvous, until attach
     RESTORING = 1
@@ -70,7 +72,7 @@ class Phase(IntEnum):
 
 
 class Activity(IntEnum):
-    """What a worker's processes do while its beacon stands still, as the daemon sees it from outside."""
+    """The activity of a worker's processes while its beacon stands still, as the daemon sees it from outside."""
 
     UNKNOWN = 0  # not checked because the beacon moves, or not readable
     ACTIVE = 1  # uses a CPU or GPU, does I/O, or its main thread enters and leaves the kernel
@@ -103,15 +105,41 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     virtual_local_rank: bool = False  # LOCAL_RANK is 0 everywhere, and CUDA_VISIBLE_DEVICES is the rank's one device
     spares: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0  # free hosts that no later job may start on
     never_from_scratch: bool = False  # once a step was saved, wait for a copy rather than start over
+    check_nodes: bool = False  # start only on hosts that pass a check
+    exclude_stragglers: bool = False  # that, and not on those that are slower than the others
     hang_timeout_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)] = 0.0  # 0.0: adapts to what was observed of the job
+    policy: Mapping[str, PolicyValue] = {}  # settings of the controller's policy for this job, over the cluster's
+    min_nodes: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0  # it may go on with so few hosts; 0: with all only
+    max_nodes: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0  # the number asked for, while it has fewer; 0: nnodes
+    injectable: bool = False  # `flyball inject` may break it on purpose
 
     @property
     def world_size(self) -> int:
         return self.nnodes * self.nproc_per_node
 
+    @property
+    def asked_nnodes(self) -> int:
+        """How many hosts the user asked for."""
+        return max(self.nnodes, self.max_nodes)
+
+    @property
+    def fewest_nnodes(self) -> int:
+        """With how few hosts the job may go on."""
+        return self.min_nodes or self.asked_nnodes
+
+    @property
+    def as_asked(self) -> JobSpec:
+        """The job as the user asked for it, on all its hosts."""
+        return self.on(self.asked_nnodes)
+
+    def on(self, nnodes: int) -> JobSpec:
+        """The job on so many hosts."""
+        asked = self.asked_nnodes
+        return msgspec.structs.replace(self, nnodes=nnodes, max_nodes=asked if nnodes < asked else 0)
+
 
 class HostFacts(msgspec.Struct, frozen=True, gc=False):
-    """What a daemon reports about its host every time."""
+    """The facts about a host that are in every report."""
 
     host_id: HostId
     address: Address  # the IP at which other hosts reach it
@@ -120,6 +148,8 @@ class HostFacts(msgspec.Struct, frozen=True, gc=False):
     free_port: Port  # for the next generation's MASTER_PORT, found free a moment ago
     daemon_version: Annotated[str, msgspec.Meta(max_length=64)]
     pid: Pid
+    fabric: Address = ""  # the network in which hosts reach each other fast; '': not said
+    memory_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0  # for its ranks; 0: not known
 
 
 class HostRanks(msgspec.Struct, frozen=True):
@@ -149,6 +179,19 @@ class Placement(msgspec.Struct, frozen=True):
     def host(self, host_id: str) -> HostRanks | None:
         """This host's part; None if it has none."""
         return next((h for h in self.hosts if h.host_id == host_id), None)
+
+
+def restored_world_size(placement: Placement) -> int:
+    """How many ranks saved the restore step; as many as the placement has, if there is none."""
+    if placement.restore is None or not placement.restore.sources:
+        return placement.world_size
+    generation = placement.restore.source_generation
+    return world_size_of(generation, placement.lineage, of_job=placement.world_size)
+
+
+def restores_another_world(placement: Placement) -> bool:
+    """Whether another number of ranks saved the restore step, so that no rank's shard is that of one rank."""
+    return restored_world_size(placement) != placement.world_size
 
 
 class WorkerError(msgspec.Struct, frozen=True):

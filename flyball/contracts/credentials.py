@@ -26,7 +26,7 @@ _HOST_TOKEN = re.compile(re.escape(HOST_PREFIX) + r"(.{1,63})\.[A-Za-z0-9_-]{43}
 
 
 class HostCredential(msgspec.Struct, frozen=True):
-    """What a host needs: its token for the supervisor, and the key shared by the cluster's engines."""
+    """A host's secrets: its token for the supervisor, and the key shared by the cluster's engines."""
 
     token: str
     peer_key: str

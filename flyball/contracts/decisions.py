@@ -11,7 +11,9 @@ import msgspec
 from flyball.contracts.checkpoints import JobHistory, Lineage, ShardCopy
 from flyball.contracts.cluster import HostRanks, JobSpec, Placement
 from flyball.contracts.identity import Fence, HostId, JobName, RunId
+from flyball.contracts.reports.host_checks import CheckMeasure
 from flyball.contracts.reports.rank_logs import LogRequest
+from flyball.contracts.reports.rank_stands import RankStand
 
 
 class IncidentState(StrEnum):
@@ -31,6 +33,8 @@ class DecisionKind(StrEnum):
     START_JOB = "start_job"
     RESTART_IN_PLACE = "restart_in_place"
     MIGRATE_TO_SPARE = "migrate_to_spare"
+    TAKE_STACKS = "take_stacks"  # see where the ranks of a job that hangs stand, before anything is stopped
+    CHECK_HOSTS = "check_hosts"  # measure hosts in groups, to find the bad ones
     EMERGENCY_CHECKPOINT = "emergency_checkpoint"
     RESUME = "resume"  # ranks parked at an emergency step train on where they are
     CORDON = "cordon"
@@ -78,18 +82,37 @@ class GenerationPlan(msgspec.Struct, frozen=True):
     restarts_used: int = -1  # of max_restarts, since the job's last progress; -1: same as restart_count
     furthest_step: int = -1  # reached by earlier generations: progress is counted from here
     ran_before_s: float = 0.0  # of an adopted generation: how long it had already run
+    too_few_hosts: int = 0  # with so many hosts, its ranks run out of memory; 0: not seen
 
     @property
     def used_restarts(self) -> int:
         return self.restart_count if self.restarts_used < 0 else self.restarts_used
 
 
+class HostToCheck(msgspec.Struct, frozen=True):
+    """A host that takes part in a check."""
+
+    host_id: HostId
+    address: str
+    free_port: int  # found free a moment ago
+    is_helper: bool = False  # not judged: it is there for want of hosts that passed
+
+
+class HostCheckPlan(msgspec.Struct, frozen=True):
+    """Hosts to check together, in the order in which neighbours are paired."""
+
+    hosts: tuple[HostToCheck, ...]
+    timeout_s: float  # of each round
+    stops: bool = False  # stop the generation first
+    wants_fast: bool = False  # a slow host does not count as fit
+
+
 class ActionPlan(msgspec.Struct, frozen=True):
-    """What the actuator carries out. The decision's kind determines which fields are used; the playbook's table lists
-    the phases of each kind."""
+    """The plan that the actuator carries out. The decision's kind determines which fields are used; the playbook
+    lists the phases of each kind."""
 
     kind: DecisionKind
-    job: JobName
+    job: str  # '': the action is about hosts only, and `spec` means nothing
     spec: JobSpec
     generation: int  # the generation to stop, save or end
     stop_hosts: tuple[HostId, ...] = ()  # hosts whose workers of `generation` are stopped
@@ -99,11 +122,24 @@ class ActionPlan(msgspec.Struct, frozen=True):
     deadline_s: float = 30.0  # from the decision to the end of the action
     grace_s: float = 0.0  # SIGTERM this long before SIGKILL; 0: SIGKILL at once
     warm_hosts: tuple[HostId, ...] = ()  # hosts that prepare a warm standby for the job; not waited for
+    claimed_hosts: tuple[HostId, ...] = ()  # free hosts for which the ranks park; other jobs' moves leave them alone
     history: JobHistory | None = None  # of a job that ends, or continues after it had ended
+    lacks_ranks: bool = False  # some rank's host is unreachable: no newer step can become complete
+    check: HostCheckPlan | None = None
+
+
+class Alternative(msgspec.Struct, frozen=True):
+    """One course that was weighed, the chosen one included. A GPU second is one second of one rank."""
+
+    kind: DecisionKind
+    expected_cost_gpu_s: float  # lost until the job is where it was
+    reason: str  # how the cost comes about, and why the course was not chosen
+    is_feasible: bool = True
+    is_chosen: bool = False
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What the controller chose, and why. `evidence` holds the numbers quoted in the reason."""
+    """The controller's choice and its reason. `evidence` holds the numbers quoted in the reason."""
 
     decision_id: str  # "dec-17"
     incident_id: str  # '' for a decision without an incident (start, stop, complete)
@@ -114,6 +150,7 @@ class Decision(msgspec.Struct, frozen=True):
     at: float
     evidence: Mapping[str, str | int | float | bool | None] = {}
     action: ActionPlan | None = None  # None: hold
+    alternatives: tuple[Alternative, ...] = ()  # cheapest first; (): nothing was to be weighed
 
 
 class FailedStart(msgspec.Struct, frozen=True):
@@ -126,6 +163,14 @@ class FailedStart(msgspec.Struct, frozen=True):
     first_at: float
     times: int = 1  # number of generations
     last_at: float = 0.0  # 0.0: recorded by an older release
+
+
+class Harm(msgspec.Struct, frozen=True):
+    """Steps of a generation that are not worth restoring: their state is wrong, though their bytes are as saved. Steps
+    up to `clean_step` are good (-1: none is), those from `first_step` on are bad, those in between suspect."""
+
+    clean_step: int
+    first_step: int
 
 
 class Incident(msgspec.Struct, frozen=True):
@@ -150,7 +195,12 @@ class Incident(msgspec.Struct, frozen=True):
     restored_step: int = -1
     lost_steps: int = -1  # -1 until known
     failed_starts: tuple[FailedStart, ...] = ()
-    hosts: tuple[HostId, ...] = ()  # for saves_failing: the hosts where saves fail
+    hosts: tuple[HostId, ...] = ()  # for saves_failing: where saves fail; for domain_silent: the silent hosts
+    harm: Harm | None = None  # of the training itself, in `generation`
+    excess_s: float = 0.0  # for straggler: how much longer per step than usual the rank computes
+    expires_at: float = 0.0  # for straggler: when it is over unless it is named again, wall clock; 0.0: never
+    part_of: str = ""  # the incident of the failure domain whose hosts fell silent together
+    parts: tuple[str, ...] = ()  # for domain_silent: the incidents of the jobs that had ranks there
 
 
 # --- commands: from the outbox to one host ---------------------------------------------------------------------------
@@ -205,6 +255,26 @@ class FlushState(msgspec.Struct, frozen=True, tag="flush_state"):
     disarm: bool = False
 
 
+class TakeStacks(msgspec.Struct, frozen=True, tag="take_stacks"):
+    """Report where this host's ranks of the generation stand, with their Python stacks. Changes nothing."""
+
+    job: JobName
+    generation: int
+    timeout_s: float
+
+
+class CheckHost(msgspec.Struct, frozen=True, tag="check_host"):
+    """Measure this host in a group of hosts: a matrix product on each device, and an all-reduce over the group."""
+
+    job: str  # for which the check is made; '' for none
+    check_id: str  # the same for all hosts of the group; no other group has it
+    round: int  # from 1
+    group: tuple[HostId, ...]  # in the order of their ranks
+    master_address: str  # of the group's first host
+    master_port: int
+    timeout_s: float
+
+
 class EndJob(msgspec.Struct, frozen=True, tag="end_job"):
     """The job ended: stop what is left of it and free its slots, unless they hold data that no slower tier has."""
 
@@ -215,7 +285,9 @@ class EndJob(msgspec.Struct, frozen=True, tag="end_job"):
     drop_disk: bool = False  # it succeeded, and the disk tier in its hosts' state folders was only the default
 
 
-CommandBody: TypeAlias = WarmUp | StopWorkers | StartWorkers | SaveEmergency | FlushState | EndJob
+CommandBody: TypeAlias = (
+    WarmUp | StopWorkers | StartWorkers | SaveEmergency | FlushState | TakeStacks | CheckHost | EndJob
+)
 
 
 class Command(msgspec.Struct, frozen=True):
@@ -237,13 +309,15 @@ class RankPosition(msgspec.Struct, frozen=True):
 
 
 class CommandResult(msgspec.Struct, frozen=True):
-    """What a host found or did. Each command fills the fields that apply to it."""
+    """The outcome of a command on a host. Each command fills the fields that apply to it."""
 
     positions: tuple[RankPosition, ...] = ()
     copies: tuple[ShardCopy, ...] = ()  # every verified copy of the job on this host, all tiers
     free_port: int = 0
     pids: Mapping[str, int] = {}  # str(rank) -> pid
+    stands: tuple[RankStand, ...] = ()
     flushed: Mapping[str, int] = {}  # tier -> the newest step that every local rank has there
+    check: CheckMeasure | None = None
 
 
 class UpdateState(StrEnum):

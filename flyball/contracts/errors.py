@@ -1,7 +1,7 @@
 """The exception tree. Every error that a user can meet names its cause and the next step.
 
-Exit codes of the command line (documented in docs/cli.md): 0 done, 1 the job failed or a fault's recovery failed, 2
-wrong usage, else the `exit_code` of the exception's class.
+Exit codes of the command line (docs/reference/cli.md): 0 done, 1 the job failed or a fault's recovery failed, 2 wrong
+usage, else the `exit_code` of the exception's class.
 """
 
 from __future__ import annotations
@@ -202,6 +202,13 @@ class CorruptShard(CheckpointError):
 
     code = "corrupt_shard"
     exit_code = 21
+
+
+class NewerFormat(CorruptShard):
+    """A newer release wrote it, in a format that this one cannot read; the message names both. Nothing is wrong with
+    the bytes."""
+
+    code = "newer_format"
 
 
 class UnsupportedState(CheckpointError):

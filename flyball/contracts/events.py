@@ -33,7 +33,7 @@ class EventKind(StrEnum):
     # changed: loss (a number, or "nan", "inf", "-inf"), loss_step and loss_rank, the lowest rank that reports one
     STEPS = "steps"
     CHECKPOINT_SAVED = "checkpoint_saved"  # data: step, tier ('' if the log does not name it)
-    RESTORED = "restored"  # data: step, source_tier, source_host, size_bytes, socket_bytes, seconds
+    RESTORED = "restored"  # data: step, source_tier, source_host, size_bytes, socket_bytes, transport, seconds
     FAULT_INJECTED = "fault_injected"  # data: fault, target; written by the injector before it acts
     SIGNAL = "signal"  # data: kind, source, observed_at
     # data: cause; `inferred` (true) if nobody reported the incident and only a restart shows it: the time before the

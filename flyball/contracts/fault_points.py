@@ -13,7 +13,7 @@ import threading
 
 VARIABLE = "FLYBALL_FAULT_POINT"
 
-_STORE_STAGES = ("data", "manifest", "written", "world", "sealed", "removed_manifest")
+_STORE_STAGES = ("data", "part", "manifest", "written", "world", "sealed", "removed_manifest")
 
 # All of them; a test compares this list with the code. Every process that fills or commits a slot reaches `slot.*`;
 # every process that writes a file durably reaches `file.*`.
@@ -24,6 +24,8 @@ KNOWN = (
     "engine.offer",  # a committed shard is about to be offered to a peer
     "engine.replica",  # a peer's manifest has arrived, its shard has not
     "engine.shard_half",  # of a peer's shard, or of a requested one
+    "engine.chunks_announced",  # chunks of a shard are about to be sent to another engine
+    "engine.chunks_half",  # half of the requested chunks are here
     "engine.replicated",  # peers have the shard, but nothing records it
     "slot.before_captured",  # the bytes are complete, but nothing records it
     # the commit

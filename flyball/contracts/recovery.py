@@ -1,4 +1,4 @@
-"""Which verified copies can serve a restore, and in which order: one rule for the controller, the engine and the
+"""Chooses and orders the verified copies that can serve a restore: one rule for the controller, the engine and the
 command line. Pure."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class NotUsable(StrEnum):
     UNREACHABLE = "unreachable"  # on a host whose engine does not answer
     DEAD_LINEAGE = "dead_lineage"  # a later generation branched off before it, or its history does not count
     OTHER_GENERATION = "other_generation"  # complete only in another generation; they are never mixed
-    OTHER_WORLD_SIZE = "other_world_size"
+    OTHER_WORLD_SIZE = "other_world_size"  # than the history says
     NOT_SEALED = "not_sealed"  # in the persistent tier, without its world manifest
 
 
@@ -71,13 +71,16 @@ def by_nearness(copy: ShardCopy, home: HostId) -> tuple[Rank, Origin, bool, Host
 
 
 def complete_points(copies: Iterable[ShardCopy], lineage: Lineage, world_size: int) -> set[tuple[Step, int]]:
-    """Every (step, generation) that is alive by lineage and of which every rank has a copy."""
+    """Every (step, generation) that is alive by lineage and of which there is a copy for every rank that saved it.
+    `world_size` is the job's."""
+    # Not by `world_size_of`, which looks at all entries for each one: a long job has thousands.
+    saved_by = {entry.generation: entry.world_size or world_size for entry in reversed(lineage)}
     ranks_at: dict[tuple[Step, int], set[Rank]] = defaultdict(set)
     for copy in copies:
-        if copy.rank < world_size:
+        if copy.rank < saved_by.get(copy.generation, 0):
             ranks_at[copy.step, copy.generation].add(copy.rank)
     return {
         (step, generation)
         for (step, generation), ranks in ranks_at.items()
-        if len(ranks) == world_size and is_alive(generation, step, lineage)
+        if len(ranks) == saved_by[generation] and is_alive(generation, step, lineage)
     }

@@ -1,4 +1,4 @@
-"""Which of a user's variables `flyball run --supervisor` forwards to workers on other hosts. Pure.
+"""Chooses the user's variables that `flyball run --supervisor` forwards to workers on other hosts. Pure.
 
 The default is an allow-list: variables that change how Python, PyTorch and the libraries around it compute. Slurm
 forwards the whole environment (`--export=ALL`), mpirun only named variables (`-x NAME`). Neither fits if the hosts

@@ -1,8 +1,8 @@
 """The flags of `flyball run` as one table: Flyball's own, torchrun's, and those of other launchers.
 
 Each flag is honoured; or accepted, and named on stderr with the reason why it has no effect; or refused with the next
-step. docs/coming-from.md shows the same table, and a test compares the two. A flag for a checkpoint setting names the
-setting, whose struct has the type and default.
+step. docs/how-to/coming-from.md shows the same table, and a test compares the two. A flag for a checkpoint setting
+names the setting, whose struct has the type and default.
 """
 
 from __future__ import annotations
@@ -137,7 +137,13 @@ FLYBALL_FLAGS = (
     _own("--persistent-ckpt-bandwidth", _T, "RATE", "bytes per second to the store", setting="persistent_bytes_per_s"),
     _own("--trusted-network", _S, "", "accept hosts at --rdzv-endpoint without a FLYBALL_TOKEN"),
     _own("--env", _LIST, "NAME[=VALUE]", "with a supervisor: pass this variable to the workers; ALL, NONE"),
+    _own("--min-nodes", _I, "N", "go on with so few hosts if no spare replaces a lost one (default: wait for one)"),
+    _own("--spares", _I, "N", "keep so many free hosts from later jobs (default: 0)"),
     _own("--never-from-scratch", _S, "", "once a step was saved, never restart from step 0: wait for a copy"),
+    _own("--injectable", _S, "", "let `flyball inject` break this job on purpose (default: it refuses)"),
+    _own("--check-nodes", _S, "", "before the first step, check the hosts: only those that pass get ranks"),
+    _own("--exclude-stragglers", _S, "", "likewise, and leave out hosts that compute slower than the others"),
+    _own("--policy", _T, "FILE", "TOML file of policy settings for this job: how the controller decides about it"),
     _own("--hang-timeout", _N, "SECONDS", "seconds without a step that count as a hang; 0: adaptive (default)"),
     _own("--state-dir", _T, "DIR", "folder for state and logs (default: one per job name)"),
     _own("--host-id", _T, "NAME", "stable name of this host (default: its host name)"),
@@ -149,7 +155,7 @@ _honours = partial(_flag, FlagOrigin.TORCHRUN, Use.HONOURED)
 _notes = partial(_flag, FlagOrigin.TORCHRUN, Use.NOTED)
 _refuses = partial(_flag, FlagOrigin.TORCHRUN, Use.REFUSED)
 TORCHRUN_FLAGS = (
-    _honours("--nnodes", _T, "N|MIN:MAX", "hosts, or MIN:MAX: runs on MIN, up to MAX join as spares"),
+    _honours("--nnodes", _T, "N|MIN:MAX", "hosts, or MIN:MAX: goes on with MIN when hosts are lost"),
     _honours("--nproc-per-node", _T, "P", "workers per host: a number, auto, cpu, gpu or xpu (default: 1)"),
     _notes("--rdzv-backend", _T, "NAME", "the controller assigns the ranks, there is no rendezvous"),
     _honours("--rdzv-endpoint", _T, "HOST:PORT", "with several hosts: where the supervisor of this job listens"),
@@ -219,10 +225,10 @@ RESILIENCY_FLAGS = (
 _honours = partial(_flag, FlagOrigin.DLROVER, Use.HONOURED)
 _notes = partial(_flag, FlagOrigin.DLROVER, Use.NOTED)
 DLROVER_FLAGS = (
-    _notes("--precheck", _I, "LEVEL", "not supported yet: hosts are not measured before the start"),
-    _notes("--network-check", _S, "", "not supported yet: the network is not measured before the start"),
-    _notes("--comm-perf-test", _S, "", "not supported yet: the network is not measured before the start"),
-    _notes("--exclude-straggler", _S, "", "not supported yet: slow hosts are kept"),
+    _honours("--precheck", _I, "LEVEL", "1 or more: as --check-nodes"),
+    _honours("--network-check --node_check", _S, "", "as --check-nodes"),
+    _honours("--comm-perf-test", _S, "", "as --check-nodes, which measures an all-reduce; `flyball status` shows it"),
+    _honours("--exclude-straggler", _S, "", "as --exclude-stragglers"),
     _notes("--node_unit", _I, "N", "the number of hosts does not change while the job runs"),
     _honours("--auto_config", _S, "", "workers per host: one per accelerator, as --nproc-per-node auto"),
     _notes("--auto_tunning", _S, "", "batch size and learning rate stay as the script sets them"),

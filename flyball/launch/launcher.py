@@ -28,20 +28,22 @@ DEFAULT_RENDEZVOUS_PORT = 29400  # this and the next are torchrun's
 DEFAULT_MASTER_PORT = 29500
 DEFAULT_STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 DEFAULT_STOP_GRACE_S = 10.0
+_CHECKS = ("check_nodes", "precheck", "network_check", "comm_perf_test")  # flags that ask for a check of hosts
 MIN_HANG_TIMEOUT_S, MAX_HANG_TIMEOUT_S = 1.0, 366 * 86_400.0
 _NOT_BY_VARIABLE = ("logs_specs", "numa_binding")  # torchrun reads no PET_ variable for these
 NPROC_WORDS = ("auto", "cpu", "gpu", "xpu")
 
 
 class RunRequest(msgspec.Struct, frozen=True):
-    """What the user asked for. '' means not given."""
+    """The user's request. '' means not given."""
 
     argv: tuple[str, ...]  # the script (with `module`, a module name) and its arguments
     module: bool = False
     program: bool = False  # run the script without Python
     virtual_local_rank: bool = False
     nnodes: int = 1
-    max_nnodes: int = 1  # hosts beyond nnodes are spares
+    min_nnodes: int = 1  # it may go on with so few
+    spares: int = 0
     nproc_per_node: str = "1"  # a number, or one of NPROC_WORDS
     max_restarts: int = DEFAULT_MAX_RESTARTS
     job: str = ""
@@ -63,7 +65,11 @@ class RunRequest(msgspec.Struct, frozen=True):
     console: Console = Console()
     stop_grace_s: float = DEFAULT_STOP_GRACE_S
     never_from_scratch: bool = False
+    injectable: bool = False
+    check_nodes: bool = False
+    exclude_stragglers: bool = False
     hang_timeout_s: float = 0.0  # 0.0: adapts to the job
+    policy_file: str = ""
     stop_signals: tuple[str, ...] = DEFAULT_STOP_SIGNALS
     env: tuple[str, ...] = ()  # values of --env
     output: str = "table"
@@ -112,9 +118,12 @@ def parse_run(
     module, program = (given.get(name, False) and not run_path for name in ("module", "no_python"))
     if module and program:
         raise UsageError("--module and --no-python contradict each other.", hint="leave one of them out")
-    nnodes, max_nnodes = _parse_nnodes(given.get("nnodes", "1"), notices)
+    min_nnodes, nnodes = _parse_nnodes(given)
+    spares = _at_least(0, "--spares", given.get("spares", 0))
     supervisor = _supervisor(given, environ)
-    rendezvous = _rendezvous(given, max_nnodes, supervisor, notices)
+    rendezvous = _rendezvous(given, nnodes + spares, supervisor, notices)
+    if min_nnodes == 1 and not supervisor and not rendezvous:
+        nnodes = _alone(given, nnodes, notices)
     if nnodes > 1 and not supervisor and not rendezvous:
         raise UsageError(
             f"--nnodes {nnodes} needs hosts that can find each other.",
@@ -132,7 +141,8 @@ def parse_run(
         program=program,
         virtual_local_rank=given.get("virtual_local_rank", False),
         nnodes=nnodes,
-        max_nnodes=max_nnodes,
+        min_nnodes=min_nnodes,
+        spares=spares,
         nproc_per_node=_parse_nproc(given),
         max_restarts=_at_least(0, "--max-restarts", given.get("max_restarts", DEFAULT_MAX_RESTARTS)),
         job=check_name("The job", job) if job else "",
@@ -156,6 +166,10 @@ def parse_run(
         ),
         stop_grace_s=float(given.get("shutdown_timeout", given.get("term_timeout", DEFAULT_STOP_GRACE_S))),
         never_from_scratch=given.get("never_from_scratch", False),
+        injectable=given.get("injectable", False),
+        check_nodes=any(given.get(name) for name in _CHECKS),
+        exclude_stragglers=bool(given.get("exclude_stragglers") or given.get("exclude_straggler")),
+        policy_file=given.get("policy", ""),
         hang_timeout_s=_hang_timeout_s(given.get("hang_timeout", 0.0)),
         stop_signals=_stop_signals(given.get("signals_to_handle", "")),
         env=given.get("env", ()),
@@ -195,18 +209,28 @@ def _from_environment(environ: Mapping[str, str], given: Mapping[str, object]) -
     return values
 
 
-def _parse_nnodes(text: str, notices: list[str]) -> tuple[int, int]:
+def _parse_nnodes(given: Mapping[str, Any]) -> tuple[int, int]:
+    """The fewest hosts that the job may go on with, and how many it asks for."""
+    text = str(given.get("nnodes", "1"))
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
     low = int(match[1]) if match else 0
     high = int(match[2] or low) if match else 0
     if not 1 <= low <= high:
         raise UsageError(f"--nnodes {text} is neither a number of hosts nor MIN:MAX.", hint="for example --nnodes 2")
-    if low < high:
+    fewest = _at_least(1, "--min-nodes", given.get("min_nodes", low))
+    if fewest > high or (low < high and fewest != low):
+        raise UsageError(f"--min-nodes {fewest} contradicts --nnodes {text}.", hint="give --nnodes MIN:MAX alone")
+    return fewest, high
+
+
+def _alone(given: Mapping[str, Any], nnodes: int, notices: list[str]) -> int:
+    """The number of hosts of a job that no other host can join: 1."""
+    if nnodes > 1:
         notices.append(
-            f"--nnodes {text}: the job runs on {low} host{'s' if low > 1 else ''}; "
-            f"up to {high - low} more may join as spares"
+            f"--nnodes {given.get('nnodes', nnodes)}: the job runs on this host alone; others could join through "
+            "--supervisor URL or --rdzv-endpoint HOST:PORT"
         )
-    return low, high
+    return 1
 
 
 def _parse_nproc(given: Mapping[str, str]) -> str:
@@ -235,18 +259,18 @@ def _supervisor(given: Mapping[str, str], environ: Mapping[str, str]) -> str:
     return url.rstrip("/")
 
 
-def _rendezvous(given: Mapping[str, object], max_nnodes: int, supervisor: str, notices: list[str]) -> str:
+def _rendezvous(given: Mapping[str, object], hosts: int, supervisor: str, notices: list[str]) -> str:
     """The "host:port" at which the hosts of a job meet, '' if there is none or it is not needed."""
     named = [name for name in ("rdzv_endpoint", "master_addr", "master_port", "node_rank") if given.get(name)]
     if given.get("standalone"):
-        if max_nnodes > 1:
+        if hosts > 1:
             raise UsageError(
-                f"--standalone means one host, but --nnodes is {given['nnodes']}.", hint="leave one of them out"
+                f"--standalone means one host, but the job may have {hosts}.", hint="leave one of them out"
             )
         why = "--standalone needs no address"
     elif supervisor:
         why = "the hosts find each other through the supervisor"
-    elif max_nnodes == 1:
+    elif hosts == 1:
         why = "one host needs no address; the workers get a fresh MASTER_PORT per generation"
     else:
         return _endpoint(given)

@@ -16,7 +16,7 @@ PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 
 class Console(msgspec.Struct, frozen=True):
-    """Which streams of which local ranks are shown, as with torchrun."""
+    """The streams of local ranks to show, as with torchrun."""
 
     only: tuple[int, ...] = ()  # (): all
     redirects: Mapping[int, int] = {}  # local rank or ALL_RANKS -> streams that go to the log only

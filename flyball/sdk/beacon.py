@@ -33,6 +33,8 @@ _WORD_DATA_WAIT_NS = 6
 _WORD_MARKS = 8
 # Two places for (step, loss), written alternately, and how many losses were written. Releases before losses have zeros
 # here, which read as "none yet", so the layout keeps its version.
+_WORD_COMPUTE_NS = 12  # until a gradient was ready, without waiting for other ranks; and for how many steps
+_WORD_COMPUTED_STEPS = 13
 _WORD_LOSS_COUNT = 16
 _WORD_LOSSES = 18
 _WORD_RING = 32
@@ -97,6 +99,9 @@ class BeaconWriter:
         self._floats = memoryview(self._mapping).cast("d")
         self._count = self._words[_WORD_STEP_COUNT]
         self._words[_WORD_PID] = os.getpid()
+        self._gradient_ns = 0  # when the watched gradient was last ready; 0: not since the last step
+        self._blocked_ns = 0  # the total at the last step
+        self._only_trains = False  # since the last step
         self.on_phase: Callable[[int, Phase], object] | None = None
         """Called with the time (ns) and the phase, whenever one is entered."""
 
@@ -105,6 +110,8 @@ class BeaconWriter:
         count = self._count
         words = self._words
         now_ns = time.monotonic_ns()
+        if self._gradient_ns:
+            self._add_compute(words[_WORD_RING + 2 * ((count - 1) & _MASK) + 1])
         entry = _WORD_RING + 2 * (count & _MASK)
         words[entry] = step
         words[entry + 1] = now_ns
@@ -112,6 +119,21 @@ class BeaconWriter:
         words[_WORD_STEP_COUNT] = self._count = count
         if count == 1:
             self._first_step()
+
+    def gradient_ready(self) -> None:
+        """The gradient of the watched parameter is ready: this rank has computed (nearly) all that it does before it
+        waits for the other ranks."""
+        self._gradient_ns = time.monotonic_ns()
+
+    def _add_compute(self, stepped_ns: int) -> None:
+        """Count the time from the last step, at `stepped_ns`, until the gradient was ready. Leaves out waits for saves,
+        and steps between which the rank did something else."""
+        words, gradient_ns, self._gradient_ns = self._words, self._gradient_ns, 0
+        blocked_ns = words[_WORD_SAVE_BLOCKED_NS]
+        if self._only_trains:
+            words[_WORD_COMPUTE_NS] += max(0, gradient_ns - stepped_ns - (blocked_ns - self._blocked_ns))
+            words[_WORD_COMPUTED_STEPS] += 1
+        self._blocked_ns, self._only_trains = blocked_ns, True
 
     def loss(self, step: int, value: float) -> None:
         """Report the loss of a step. Leaves alone the place that readers look at."""
@@ -134,6 +156,7 @@ class BeaconWriter:
             words[_WORD_DATA_WAIT_NS] += now_ns - words[_WORD_PHASE_SINCE_NS]
         words[_WORD_PHASE_SINCE_NS] = now_ns
         words[_WORD_PHASE] = phase
+        self._only_trains &= phase in (Phase.STEP, Phase.DATA)
         if self.on_phase is not None:
             self.on_phase(now_ns, phase)
 
@@ -179,6 +202,8 @@ class BeaconSnapshot:
     data_wait_ns: int  # in the phase DATA, without the wait in progress
     recent: tuple[tuple[int, int], ...]  # (step, completed at ns) of the newest steps, oldest first
     loss: tuple[int, float] | None = None  # (step, value) of the newest
+    compute_ns: int = 0  # total of `computed_steps`, until a gradient was ready
+    computed_steps: int = 0
 
     def steps_since(self, count: int) -> list[tuple[int, int]]:
         """The (step, ns) completed after the first `count`. Pass the previous snapshot's `step_count` to see every step
@@ -224,6 +249,8 @@ class BeaconReader:
             data_wait_ns=words[_WORD_DATA_WAIT_NS],
             recent=recent,
             loss=self._read_loss(),
+            compute_ns=words[_WORD_COMPUTE_NS],
+            computed_steps=words[_WORD_COMPUTED_STEPS],
         )
 
     def _read_loss(self) -> tuple[int, float] | None:

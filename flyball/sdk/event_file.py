@@ -235,14 +235,14 @@ class EventFile:
         self._write(self._own, [*events, *self._steps(steps)])
 
     def _goes_back(self, moment: _Moment) -> bool:
-        """Whether steps are about to be repeated: a state is restored after steps were completed, or a step is lower
+        """Whether steps are about to be recomputed: a state is restored after steps were completed, or a step is lower
         than the one before (a script may not report its restore). A step with the lowest number does not count: it
         begins an epoch of a script that numbers each epoch's steps."""
         is_lower = self._first_number < moment.step < self._newest.step
         return self._newest.step >= 0 and (moment.phase is Phase.RESTORING or is_lower)
 
     def _roll_back(self, moment: _Moment) -> None:
-        """Begin or join the next generation, as after a restart: the steps to come are repeated work just the same."""
+        """Begin or join the next generation, as after a restart: the steps to come are recomputed just the same."""
         began = self._newest if moment.phase is None else moment
         self._launch = replace(self._launch, rollback=self._launch.rollback + 1, spawned_at=_seconds(began.at_ns))
         self._newest = _Moment(0)

@@ -15,11 +15,13 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
+from ckpt_engine.trainer.gradient_watch import GradientWatch
 from ckpt_engine.trainer.save_handle import SaveHandle
 from ckpt_engine.trainer.trainer_engine import TrainerEngine
 from flyball.contracts import fault_points
@@ -30,7 +32,14 @@ from flyball.sdk.beacon import BeaconWriter, Mark
 from flyball.sdk.event_file import VARIABLE as EVENTS_VARIABLE
 from flyball.sdk.event_file import EventFile
 from flyball.sdk.loss import LossReader
+from flyball.sdk.stack_file import answer_stack_requests
 from flyball.sdk.worker_identity import WorkerIdentity, read_identity
+
+if TYPE_CHECKING:
+    import torch
+
+    from flyball.sdk.injected_faults import InjectedFaults
+    from flyball.sdk.replay.check import StepReplay
 
 __all__ = ["Job", "SaveHandle", "attach"]
 
@@ -42,12 +51,14 @@ def attach(*, events: str | Path | None = None) -> Job:
     unsupervised: rank and world size come from torchrun's variables, `restore` returns 0, and `save` saves nothing.
 
     `events` (or the environment variable FLYBALL_EVENTS) is a file to append this rank's events to, or a folder in
-    which every rank gets its own file. `flyball goodput` reads them; see docs/goodput-importers.md.
+    which every rank gets its own file. `flyball goodput` reads them; see docs/reference/goodput/importers.md.
 
     Raises ConfigurationError, naming the variable, if one has a bad value.
     """
     fault_points.rearm()  # a worker forked from the warm spawner has a new environment
-    return Job(read_identity(os.environ), events=str(events or os.environ.get(EVENTS_VARIABLE, "")))
+    identity = read_identity(os.environ)
+    answer_stack_requests(identity.beacon)  # already done for a script that the daemon runs, but not for a program
+    return Job(identity, events=str(events or os.environ.get(EVENTS_VARIABLE, "")))
 
 
 class Job:
@@ -63,6 +74,10 @@ class Job:
         self._events = EventFile(events, identity, self._beacon) if events else None
         self._engine = TrainerEngine(identity, self._beacon)
         self._losses = LossReader(self._beacon.loss)
+        self._watches_gradients = False
+        self._injected = _injected_faults(identity)
+        self._step = -1  # the newest reported
+        self._replay: StepReplay | None = None
         self.loss: object = None
         """The loss last given to `step`, unchanged."""
 
@@ -93,9 +108,58 @@ class Job:
         once. A loss that cannot be read costs one warning.
         """
         self._beacon.step(step)
+        self._step = step
+        if not self._watches_gradients:
+            self._watches_gradients = True
+            GradientWatch(self._beacon.gradient_ready)
         self.loss = loss
         if loss is not None:
             self._losses.put(step, loss)
+        if self._injected is not None:
+            self._injected.after_step(step)
+
+    def replay(
+        self,
+        fn: Callable[..., object],
+        *inputs: object,
+        every: int,
+        model: torch.nn.Module | None = None,
+        timeout_s: float = 60.0,
+    ) -> bool:
+        """Check this rank's device: at steps that are multiples of `every`, compute `fn(*inputs)` twice from the same
+        random state and compare the results bit for bit. Call it after `step`, in every rank. On other steps it returns
+        at once. Returns False if the results differ.
+
+            def forward_backward(images, labels):
+                loss = F.cross_entropy(model(images), labels)
+                loss.backward()
+                return loss
+
+            job.replay(forward_backward, images, labels, every=1000, model=model)
+
+        Compared are the tensors that `fn` returns (in any plain containers) and, with `model`, the gradients and the
+        buffers that it leaves. Gradients, buffers and torch's random state are afterwards what they were before. `fn`
+        runs forward and backward only: it steps no optimizer, communicates with no other rank (of a model in
+        DistributedDataParallel use `.module`), and takes everything that differs between ranks from `inputs`.
+
+        If the results of some ranks differ, each has another rank, on another host if there is one, compute the same
+        from the same inputs and random state. If that rank gets one result each time, and torch vouches for the
+        computation (torch.use_deterministic_algorithms) or this rank differs again and again, the device is bad, and
+        the supervisor is told. If not, or if all ranks differ, the computation may not be deterministic, which a
+        message says once. The ranks meet in the process group's store, for at most `timeout_s`, and use no collective.
+
+        Raises UsageError for a use that cannot work, and what `fn` raises.
+        """
+        if every < 1:
+            raise UsageError(f"job.replay was called with every={every}.", hint="give the number of steps, at least 1")
+        if self._step < 0 or self._step % every:
+            return True
+        if self._replay is None:
+            from flyball.sdk.replay.check import StepReplay
+
+            self._replay = StepReplay(self._identity, self._engine.tell)
+        with self._in_phase(Phase.OTHER):
+            return self._replay.run(self._step, fn, inputs, model, timeout_s)
 
     def restore(self, state: MutableMapping[str, object]) -> int:
         """Load the job's recovery point into `state`, and return the next step to train: the saved step + 1, or 0.
@@ -137,6 +201,8 @@ class Job:
         the path, for a value that could only be pickled; MemoryTooSmall at the first save of a job; and, with the
         setting `raise_on_failure`, CheckpointError for an earlier save that failed.
         """
+        if self._injected is not None:
+            self._injected.before_save(state)
         return self._logged(self._engine.save(step, state))
 
     def on_step_boundary(self, step: int, state: Mapping[str, object]) -> SaveHandle:
@@ -255,6 +321,15 @@ class Job:
     ) -> None:
         if error is None:
             self.close()
+
+
+def _injected_faults(identity: WorkerIdentity) -> InjectedFaults | None:
+    """Only for a job that may be broken on purpose: all others do not even import it."""
+    if not identity.inject:
+        return None
+    from flyball.sdk.injected_faults import InjectedFaults
+
+    return InjectedFaults(identity.inject)
 
 
 def _write_error_file(path: str, error: RestoreFailed) -> None:

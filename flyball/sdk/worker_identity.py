@@ -1,4 +1,4 @@
-"""Which rank of which job this process is: from the daemon's variables, else torchrun's, else a single rank."""
+"""Finds out which rank of which job this process is: by the daemon's variables or torchrun's, else a single rank."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class WorkerIdentity:
     lineage: Lineage
     error_file: str = ""
     run: str = ""
+    inject: str = ""  # where this rank finds faults to commit
 
     @property
     def supervised(self) -> bool:
@@ -73,4 +74,5 @@ def read_identity(environment: Mapping[str, str]) -> WorkerIdentity:
         lineage=value(worker_env.LINEAGE, tuple[LineageEntry, ...], (LineageEntry(generation),)),
         error_file=environment.get("TORCHELASTIC_ERROR_FILE", ""),
         run=environment.get(worker_env.RUN, ""),
+        inject=environment.get(worker_env.INJECT, ""),
     )

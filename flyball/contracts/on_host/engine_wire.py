@@ -13,7 +13,9 @@ import msgspec
 
 from flyball.contracts.checkpoints import (
     CheckpointSpec,
+    CleanSteps,
     JobHistory,
+    PeerTransports,
     RestoreReport,
     SaveInterval,
     ShardCopy,
@@ -22,11 +24,13 @@ from flyball.contracts.checkpoints import (
 from flyball.contracts.cluster import Placement
 from flyball.contracts.identity import Fence, HostId, JobName, Rank
 from flyball.contracts.reports.testimony import Asked, Testimonies
+from flyball.contracts.reports.training_health import ReplayDiffers
 
 HOST_STATE_VERSION = "1"  # of the state folder shared by daemon and engine; in its file VERSION
 ENGINE_SOCKET = "engine.sock"  # in the state folder, like the next two
 NOTIFY_SOCKET = "notify.sock"  # where trainers notify the engine of new work
 ENGINE_PID_FILE = "engine.pid"  # "pid port"
+TRANSPORTS_FILE = "engine-transports.json"  # PeerTransports of the newest engine
 
 
 class Configure(msgspec.Struct, frozen=True, tag="configure"):
@@ -94,13 +98,15 @@ class GetStatus(msgspec.Struct, frozen=True, tag="status"):
     `restores_since`: only restore reports newer than this wall time. `about`: peers whose testimony is wanted.
     `in_touch_until_s`: by the supervisor's last reply the host cannot be given up before this time, on this machine's
     monotonic clock. It is not a time left, because a request may sit in the queue of a stopped engine. `stored_points`:
-    the supervisor's latest; None: this daemon has received none.
+    the supervisor's latest; None: this daemon has received none. `clean_steps`: of jobs whose newest steps are suspect,
+    the newest that is not; None: the supervisor has not replied to this daemon yet.
     """
 
     restores_since: float = 0.0
     about: Asked = ()
     in_touch_until_s: float = 0.0
     stored_points: StoredPoints | None = None
+    clean_steps: CleanSteps | None = None
 
 
 EngineRequest: TypeAlias = Configure | Flush | Arm | Disarm | AwaitSaved | Release | GetStatus
@@ -125,6 +131,21 @@ class LateSaves(msgspec.Struct, frozen=True):
     waited_s: float  # the longest of them
     count: int
     at: float
+
+
+class DifferingReplicas(msgspec.Struct, frozen=True):
+    """At `step`, ranks that should hold the same bytes of `tensors` (the first few of `count`) did not. `agree`: those
+    that do hold the same, () if no majority does."""
+
+    job: JobName
+    generation: int
+    step: int
+    tensors: tuple[str, ...]
+    count: int
+    agree: tuple[Rank, ...]
+    differ: tuple[Rank, ...]
+    at: float
+    equal_step: int = -1  # the newest step before at which all of them were equal; -1: they never were, as far as known
 
 
 class FailingSaves(msgspec.Struct, frozen=True):
@@ -156,11 +177,14 @@ class EngineReply(msgspec.Struct, frozen=True):
     restores: tuple[RestoreReport, ...] = ()
     failures: tuple[SaveFailure, ...] = ()  # the newest few
     late: tuple[LateSaves, ...] = ()  # the newest few
+    differing: tuple[DifferingReplicas, ...] = ()  # the newest few
+    replays: tuple[ReplayDiffers, ...] = ()  # the newest few
     failing: tuple[FailingSaves, ...] = ()  # one per job whose state is known
     intervals: tuple[SaveInterval, ...] = ()  # one per job that this engine coordinates
     flushed: Mapping[str, int] = {}  # tier -> the newest step that every local rank has there; for a durable Flush
     unreachable_peers: tuple[HostId, ...] = ()
     testimonies: Testimonies = ()
+    transports: PeerTransports = ()  # of the linked hosts to which a connection for shards was made
     counters: Mapping[str, int] = {}
 
 

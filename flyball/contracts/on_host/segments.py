@@ -44,6 +44,25 @@ def beacon_path(prefix: str, job: str, generation: int, rank: int) -> str:
     return f"{prefix}.{job}.g{generation}.r{rank}.beacon"
 
 
+STACKS_SUFFIX = ".stacks"  # appended to a beacon's path: where its worker writes its Python stacks on request
+
+RESTORE_FOLDER_SUFFIX = ".restore"
+_RESTORE_FOLDER = re.compile(r"(?P<job>.+)\.g[0-9]+\.[a-z0-9_]+" + re.escape(RESTORE_FOLDER_SUFFIX))
+
+
+def restore_folder(prefix: str, job: str, generation: int) -> str:
+    """The beginning of the path of a folder in which a generation restores a step; its maker adds what is its own, and
+    RESTORE_FOLDER_SUFFIX."""
+    return f"{prefix}.{job}.g{generation}."
+
+
+def job_of_restore_folder(prefix: str, file_name: str) -> str | None:
+    """The job that such a folder belongs to. None for another state folder's, and for other names."""
+    head = posixpath.basename(prefix) + "."
+    match = _RESTORE_FOLDER.fullmatch(file_name.removeprefix(head)) if file_name.startswith(head) else None
+    return match["job"] if match else None
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class SegmentName:
     """The parts of a segment's file name."""

@@ -17,3 +17,4 @@ ENGINE_NOTIFY = "FLYBALL_ENGINE_NOTIFY"  # path of the engine's datagram socket;
 RESTORE_STEP = "FLYBALL_RESTORE_STEP"  # the step named by the controller; '': start from scratch
 CHECKPOINT = "FLYBALL_CHECKPOINT"  # CheckpointSpec as JSON
 LINEAGE = "FLYBALL_LINEAGE"  # Lineage as JSON
+INJECT = "FLYBALL_INJECT"  # where the rank finds faults to commit; '': its job is not injectable

@@ -9,7 +9,7 @@ import msgspec
 
 
 class DrainState(StrEnum):
-    """What became of an operator's request to drain a host."""
+    """The state of an operator's request to drain a host."""
 
     REQUESTED = "requested"  # stands until cancelled: ranks leave, and no new ones come
     REFUSED = "refused"  # its ranks could not be moved in time, and stay

@@ -42,7 +42,7 @@ class Workers(msgspec.Struct, frozen=True, gc=False):
 
 
 class RankProgress(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """What the beacons of `Workers` show, in the order of its ranks."""
+    """The beacons of `Workers`, in the order of its ranks."""
 
     phases: tuple[Phase, ...]  # a single one applies to all ranks
     steps: tuple[SeenStep, ...]  # newest completed, -1 before the first
@@ -63,7 +63,7 @@ class RankSteps(msgspec.Struct, frozen=True, gc=False):
 
 
 class CompletedSteps(msgspec.Struct, frozen=True, gc=False):
-    """The same, for several ranks: completed_at[i][k] is the wall time at which ranks[k] completed first_step + i."""
+    """The same, for several ranks: `completed_at[i][k]` is the time at which `ranks[k]` completed first_step + i."""
 
     job: RepeatedJobName
     generation: Generation
@@ -154,8 +154,8 @@ def check_progress(workers: Sequence[Workers], progress: Sequence[RankProgress])
             f"has workers of {len(workers)} generations but progress of {len(progress)}",
             "send one `progress` per entry of `workers`, in the same order",
         )
-    for group, beacons in zip(workers, progress, strict=True):
-        count = len(group.ranks)
+    for place, group in enumerate(workers):  # for every report: faster than zip
+        beacons, count = progress[place], len(group.ranks)
         if len(beacons.steps) != count or len(beacons.beacon_ages_s) != count or len(beacons.phases) not in (1, count):
             for name in ("steps", "beacon_ages_s", "phases"):
                 if len(column := getattr(beacons, name)) != count and (name != "phases" or len(column) != 1):

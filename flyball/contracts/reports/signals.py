@@ -1,4 +1,4 @@
-"""What hosts observe, and how it reaches the sensor.
+"""The observations of hosts, and how they reach the sensor.
 
 A daemon sends one Report per interval, and at once when something happened. Its signals are numbered per (host,
 incarnation); the daemon keeps them on disk until a reply says that the controller has committed them.
@@ -6,13 +6,19 @@ incarnation); the daemon keeps them on disk until a reply says that the controll
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from flyball.contracts.checkpoints import RestoreReport, SaveInterval, ShardCopy, StoredPoints
+from flyball.contracts.checkpoints import (
+    CleanSteps,
+    PeerTransports,
+    RestoreReport,
+    SaveInterval,
+    ShardCopy,
+    StoredPoints,
+)
 from flyball.contracts.cluster import HostFacts, Phase, WorkerError
 from flyball.contracts.identity import (
     Duration,
@@ -27,20 +33,29 @@ from flyball.contracts.identity import (
     SeenStep,
     Seq,
 )
+from flyball.contracts.reports.conditions import HostCondition, Subject
 from flyball.contracts.reports.rank_columns import CompletedSteps, RankProgress, Workers
 from flyball.contracts.reports.succession import Predecessors
 from flyball.contracts.reports.testimony import Asked, Testimonies
+from flyball.contracts.reports.training_health import (
+    LossDiverged,
+    LossRecovered,
+    RankCompute,
+    RankLoss,
+    ReplayDiffers,
+    Straggler,
+    StragglerRecovered,
+)
 
 Text = Annotated[str, msgspec.Meta(max_length=16_384)]
 Counters = Annotated[
     Mapping[Annotated[str, msgspec.Meta(max_length=64)], Annotated[int, msgspec.Meta(ge=-1, le=2**62)]],
     msgspec.Meta(max_length=256),
 ]
+MAX_LOG_TAIL_CHARS: Final = 4_096
 MAX_SAVE_INTERVALS: Final = 64
 SaveIntervals = Annotated[tuple[SaveInterval, ...], msgspec.Meta(max_length=MAX_SAVE_INTERVALS)]
 Sender: TypeAlias = tuple[str, str]  # (source, incarnation) of signals
-# NaN and infinities, for which JSON has no numbers, are words. float() takes all of them.
-LossValue: TypeAlias = float | Literal["nan", "inf", "-inf"]
 ExitNumber = Annotated[int, msgspec.Meta(gt=-(2**31), lt=2**31)]
 
 
@@ -64,6 +79,10 @@ class WorkerExited(msgspec.Struct, frozen=True, tag="worker_exited"):
     error: WorkerError | None = None
     expected: bool = False  # the daemon stopped it on command
     last_phase: Phase | None = None  # in its beacon; None: unknown
+    error_class: Annotated[str, msgspec.Meta(max_length=64)] = ""  # an ErrorClass; '' from an older daemon
+    log_tail: Annotated[str, msgspec.Meta(max_length=MAX_LOG_TAIL_CHARS)] = ""  # the last lines of its log
+    core_dumped: bool = False
+    kernel: Text = ""  # the kernel's own line about its end, as for a lack of memory
 
 
 class WorkerStartFailed(msgspec.Struct, frozen=True, tag="worker_start_failed"):
@@ -170,6 +189,21 @@ class SaveLate(msgspec.Struct, frozen=True, tag="save_late"):
     count: Seq
 
 
+class ReplicasDiffer(msgspec.Struct, frozen=True, tag="replicas_differ"):
+    """Ranks of the sender's host hold different bytes of tensors that should be equal: silent corruption, or a bug of
+    the job. `agree`: the ranks that hold the same, () if no majority does. `tensors` are the first few of `count`. Sent
+    once per generation for the same ranks."""
+
+    job: JobName
+    generation: Generation
+    step: SeenStep
+    tensors: tuple[Text, ...]
+    count: Seq
+    agree: tuple[Rank, ...]
+    differ: tuple[Rank, ...]
+    equal_step: SeenStep = -1  # the newest step before at which all of them were seen equal
+
+
 class SavesFailing(msgspec.Struct, frozen=True, tag="saves_failing"):
     """Saves of these ranks, all on the sender's host, have been failing for long: none has succeeded since. `count`,
     `step` (the newest) and `message` are those of the rank that failed first."""
@@ -188,6 +222,20 @@ class SavesRecovered(msgspec.Struct, frozen=True, tag="saves_recovered"):
 
     job: JobName
     generation: Generation
+
+
+class ConditionBegan(msgspec.Struct, frozen=True, tag="condition_began"):
+    """A condition of the sender's host stands from now on, or has changed."""
+
+    condition: HostCondition
+
+
+class ConditionEnded(msgspec.Struct, frozen=True, tag="condition_ended"):
+    """A condition of the sender's host is over."""
+
+    source: Annotated[str, msgspec.Meta(max_length=100)]
+    kind: Annotated[str, msgspec.Meta(max_length=64)]
+    subject: Subject = ""
 
 
 class EngineRestarted(msgspec.Struct, frozen=True, tag="engine_restarted"):
@@ -216,8 +264,16 @@ SignalBody: TypeAlias = (
     | PreemptionNotice
     | SaveFailed
     | SaveLate
+    | ReplicasDiffer
+    | ReplayDiffers
+    | Straggler
+    | StragglerRecovered
+    | LossDiverged
+    | LossRecovered
     | SavesFailing
     | SavesRecovered
+    | ConditionBegan
+    | ConditionEnded
     | EngineRestarted
     | SignalUnreadable
 )
@@ -248,25 +304,6 @@ class RankMarks(msgspec.Struct, frozen=True, gc=False):
     data_wait_s: Duration = 0.0  # total so far, in the phase DATA
 
 
-class RankLoss(msgspec.Struct, frozen=True, gc=False):
-    """The newest loss of a rank. A host reports that of its lowest rank that has one."""
-
-    job: RepeatedJobName
-    generation: Generation
-    rank: Rank
-    step: SeenStep
-    value: LossValue
-
-
-def loss_value(loss: float) -> LossValue:
-    """The JSON form of a loss."""
-    if math.isfinite(loss):
-        return loss
-    if math.isnan(loss):
-        return "nan"
-    return "inf" if loss > 0 else "-inf"
-
-
 class EngineStatus(msgspec.Struct, frozen=True, gc=False):
     """The co-located engine as the daemon sees it."""
 
@@ -275,6 +312,7 @@ class EngineStatus(msgspec.Struct, frozen=True, gc=False):
     counters: Counters = {}  # e.g. peer_bytes_sent, peer_bytes_received, disk_bytes_written
     testimonies: Testimonies = ()  # of the peers that its sensor asked about
     intervals: SaveIntervals = ()  # of jobs that it coordinates
+    transports: PeerTransports = ()  # to its peers; empty from an older engine
 
 
 class Report(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -303,13 +341,15 @@ class Report(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     restores: tuple[RestoreReport, ...] = ()
     leaves: bool = False  # the last report: the daemon terminates in order, and the host is no longer needed
     losses: tuple[RankLoss, ...] = ()  # those that changed
+    computes: tuple[RankCompute, ...] = ()  # now and then
 
 
 class ReportReply(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """`committed[incarnation]`: every signal up to this seq is committed, and may leave the spool. `ask`: the sensor
     receives nothing from these hosts; the next reports should carry testimonies about them. `stored_points`: for the
-    host's jobs that have one; may lag."""
+    host's jobs that have one; may lag. `clean_steps`: likewise; a job that is not in it has no suspect steps."""
 
     committed: Mapping[str, int]
     ask: Asked = ()
     stored_points: StoredPoints = {}
+    clean_steps: CleanSteps = {}

@@ -1,4 +1,4 @@
-"""What hosts know that the supervisor's database may have forgotten: whom they obeyed last, and what they run.
+"""Facts that hosts know and the supervisor's database may have forgotten: their last command, and what they run.
 
 A restored backup, a replica that lost its last seconds, an empty database: none of them can know that it is behind. The
 hosts can (docs/decisions/0015).

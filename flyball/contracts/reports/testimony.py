@@ -1,4 +1,4 @@
-"""What a host reports about another: sensors ask the neighbours of a host that they receive nothing from."""
+"""A host's report about another: sensors ask the neighbours of a host that they receive nothing from."""
 
 from __future__ import annotations
 
