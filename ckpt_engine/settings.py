@@ -11,7 +11,7 @@ import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -30,27 +30,34 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=65_536)]
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Timeouts, intervals and limits of the engine."""
 
-    connect_timeout_s: Seconds = 1.0
+    connect_timeout_s: Seconds = 1.0  # to another engine
     handshake_timeout_s: Seconds = 5.0  # then an accepted connection without the token is closed
     io_timeout_s: Seconds = 10.0  # without a single byte of progress
     allocate_timeout_s: Seconds = 60.0  # a peer may have to create and pre-fault replica slots first
     idle_timeout_s: Seconds = 60.0  # of a pooled connection
-    ping_interval_s: Seconds = 0.5
-    ping_timeout_s: Seconds = 1.5
-    reconnect_interval_s: Seconds = 0.1
+    ping_interval_s: Seconds = 0.5  # between engines
+    ping_timeout_s: Seconds = 1.5  # without an answer; then the other engine counts as unreachable
+    reconnect_interval_s: Seconds = 0.1  # between attempts
     replicate_timeout_s: Seconds = 10.0  # after the first try; then a save continues without the peer
     replicate_retry_s: Seconds = 0.005  # a busy peer waits for the world step, for milliseconds
     scan_interval_s: Seconds = 0.5  # for captured slots, in case a notice was lost
     drain_timeout_s: Seconds = 5.0  # at SIGTERM, for commits in progress
     max_connections: Count = 256  # from peers; more if the job has more hosts
-    max_control_connections: Count = 32
-    pool_connections_per_peer: Count = 4
+    max_control_connections: Count = 32  # from the daemon
+    pool_connections_per_peer: Count = 4  # kept open
     transfer_bytes: Annotated[int, msgspec.Meta(ge=4096, le=1 << 28)] = 4 << 20  # per system call
     memory_limit_bytes: Limit = 0  # for all slots of one job on this host; 0: the machine's memory
     huge_pages: bool = False  # for the slots, if the kernel allows them in shared memory
+    # Of shards between hosts. auto: RDMA where both hosts have it, else TCP; rdma: an error where it is missing.
+    transport: Literal["auto", "rdma", "tcp"] = "auto"
+    rdma_devices: str = ""  # that may be used, comma-separated: mlx5_0, or mlx5_0/1 for one port; empty: all
+    rdma_traffic_class: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0  # of the packets that this host sends
     peer_bytes_per_s: Limit = 0  # replicas sent; restores are not limited; 0: no limit
-    disk_bytes_per_s: Limit = 0
-    persistent_bytes_per_s: Limit = 0
+    disk_bytes_per_s: Limit = 0  # written to the disk; 0: no limit
+    persistent_bytes_per_s: Limit = 0  # written to the store; 0: no limit
+    # Hosts that restore the same bytes from the store read them once together and pass them on; auto: if that is
+    # measured to be faster.
+    broadcast: Literal["auto", "on", "off"] = "auto"
     refill: bool = True  # an engine that starts empty fetches its ranks' shards from the peers
     segment_ttl_s: Annotated[float, msgspec.Meta(gt=0, le=31_536_000)] = 86_400.0  # of unused segments
     store_timeout_s: Seconds = 60.0  # of one request to an object store, for one part of a shard at most
@@ -107,7 +114,7 @@ def check_variables(environment: Mapping[str, str]) -> None:
             near = difflib.get_close_matches(name, known, n=1)
             raise ConfigurationError(
                 f"The variable {name} is set, but there is no such setting.",
-                hint=f"did you mean {near[0]}?" if near else "unset it; docs/checkpoints.md lists all of them",
+                hint=f"did you mean {near[0]}?" if near else "unset it; docs/reference/configuration.md lists all",
             )
 
 

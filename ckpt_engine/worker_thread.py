@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 from ckpt_engine.counters import Counters
+from flyball.backoff import Backoff
 from flyball.contracts.errors import FlyballError
 
 RETRY_S = 1.0
+LONGEST_RETRY_S = 2.0
+LOG_AGAIN_S = 60.0  # a failure that repeats
 
 Work = Callable[[], float | None]
+_Cause = tuple[type[Exception], str, int]
 
 
 class WorkerThread:
@@ -19,8 +25,8 @@ class WorkerThread:
 
     `work` returns the seconds to wait before the next call, or None to end the thread. `wake` cuts that wait short.
 
-    If `work` raises, the exception is logged and counted, and `work` is called again after `retry_s`. With `retry_s`
-    None the thread ends instead.
+    If `work` raises, the exception is logged and counted, and `work` is called again after `retry_s`. The pause doubles
+    up to LONGEST_RETRY_S while it fails. With `retry_s` None the thread ends instead.
     """
 
     def __init__(
@@ -47,7 +53,8 @@ class WorkerThread:
         self._context = context or {}
         self._on_failure = on_failure
         self._on_end = on_end
-        self._retry_s = retry_s
+        self._backoff = None if retry_s is None else Backoff(retry_s, max(retry_s, LONGEST_RETRY_S))
+        self._logged: dict[_Cause, tuple[float, int]] = {}  # when, and how often it failed since
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
@@ -94,6 +101,8 @@ class WorkerThread:
                 continue
             if delay_s is None:
                 return
+            if self._backoff is not None:
+                self._backoff.succeeded()
             self._wake.wait(delay_s)
             self._wake.clear()
 
@@ -106,21 +115,44 @@ class WorkerThread:
                 is_reported = True
             except Exception:  # noqa: BLE001 - see above
                 is_reported = False
-            if self._retry_s is None or self._stopped.wait(self._retry_s):
+            if self._backoff is None or self._stopped.wait(self._backoff.failed()):
                 return False
             if is_reported:
                 return True
 
     def _report(self, failure: Exception) -> None:
+        self._log(failure)
+        if self._counters is not None:
+            self._counters.add("worker_failures")
+        if self._on_failure is not None:
+            self._on_failure(failure)
+
+    def _log(self, failure: Exception) -> None:
+        """Log the first failure of a cause, and while it repeats one a minute."""
+        cause = _cause_of(failure)
+        logged_at_s, unlogged = self._logged.get(cause, (-math.inf, 0))
+        now_s = time.monotonic()
+        if now_s - logged_at_s < LOG_AGAIN_S:
+            self._logged[cause] = (logged_at_s, unlogged + 1)
+            return
         if self._counters is None:
             logging.getLogger("flyball.engine").error("The thread %s failed.", self._thread.name, exc_info=failure)
         else:
             import structlog  # training processes do without it
 
-            structlog.get_logger().error("worker_failed", thread=self._thread.name, **self._context, exc_info=failure)
-            self._counters.add("worker_failures")
-        if self._on_failure is not None:
-            self._on_failure(failure)
+            facts = {"thread": self._thread.name, "times": unlogged + 1, **self._context}
+            structlog.get_logger().error("worker_failed", **facts, exc_info=failure)
+        self._logged[cause] = (now_s, 0)
+
+
+def _cause_of(failure: Exception) -> _Cause:
+    """The exception's type, and the line that raised it. Messages would not do: they may contain numbers."""
+    trace = failure.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return type(failure), "", 0
+    return type(failure), trace.tb_frame.f_code.co_filename, trace.tb_lineno
 
 
 def describe_failure(error: Exception) -> str:

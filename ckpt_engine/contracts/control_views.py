@@ -13,6 +13,7 @@ class RestoreState(IntEnum):
     READY = 1
     FAILED = 2
     FILE = 3  # no slot holds the step, but a file on this host does: the trainer may read that
+    FOLDER = 4  # for another layout: the shards of all ranks; see `wanted_chunks`
 
     @classmethod
     def _missing_(cls, value: object) -> RestoreState:
@@ -25,7 +26,7 @@ class RestoreAnswer(IntEnum):
     NONE = 0
     READING_FILE = 1  # meanwhile the engine leaves the slots alone
     DONE = 2
-    REFUSED = 3  # the bytes were bad: the engine should bring another copy
+    REFUSED = 3  # the bytes were bad: the engine should bring another copy; in another layout: offer the shards anew
 
 
 class ParkState(IntEnum):
@@ -66,8 +67,8 @@ class WorldWords:
 class RestoreWords:
     """How far the engine is with bringing the restore step into a local slot.
 
-    In state FILE, and READY after the trainer has read it, `path` is a shard's file. In state FAILED, `error` says why
-    the step cannot be had.
+    In state FILE, and READY after the trainer has read it, `path` is a shard's file; in state FOLDER, and READY after
+    it, a folder. In state FAILED, `error` says why the step cannot be had.
     """
 
     generation: int

@@ -6,9 +6,9 @@ import threading
 from functools import cached_property
 
 from ckpt_engine.contracts import peer_plan as peers
-from ckpt_engine.contracts.peer_wire import TierNaming, WorldStep
+from ckpt_engine.contracts.peer_wire import StorageDecision, TierNaming, WorldStep
 from flyball.contracts.checkpoints import Lineage, RestorePlan, Tier
-from flyball.contracts.cluster import Placement
+from flyball.contracts.cluster import Placement, restored_world_size
 from flyball.contracts.on_host.engine_wire import Configure
 
 _REMEMBERED_ABANDONED = 16  # as many as a control segment has room for
@@ -51,6 +51,18 @@ class HostGeneration:
         """The step that the generation restores, -1 for none."""
         return self.restore.step if self.restore is not None else -1
 
+    @property
+    def restored_world_size(self) -> int:
+        """How many ranks saved the step that the generation restores."""
+        return restored_world_size(self.placement)
+
+    @property
+    def durable_from(self) -> int:
+        """The oldest step that this generation can write to a disk tier: its restore step, unless another number of
+        ranks saved that, or the first step."""
+        is_own = self.restored_world_size == self.placement.world_size
+        return max(self.restore_step + (0 if is_own else 1), 0)
+
     def generation_of(self, step: int) -> int:
         """The generation of the lineage that wrote `step`: the running one, or an ancestor up to the restore step."""
         return next(e.generation for e in self.lineage if e.upto_step is None or step <= e.upto_step)
@@ -58,6 +70,15 @@ class HostGeneration:
     @cached_property
     def local_ranks(self) -> tuple[int, ...]:
         return peers.local_ranks(self.placement, self.host_id)
+
+    @cached_property
+    def stored_ranks(self) -> tuple[int, ...]:
+        """The ranks whose shards in a shared store this host looks after: its own and, on rank 0's host, those of older
+        generations that are no more."""
+        if not self.coordinates:
+            return self.local_ranks
+        most = max((entry.world_size for entry in self.lineage), default=0)
+        return (*self.local_ranks, *range(self.placement.world_size, most))
 
     @cached_property
     def replica_hosts(self) -> tuple[str, ...]:
@@ -113,10 +134,15 @@ class WorldView:
 
 
 def _newest(*namings: TierNaming) -> tuple[TierNaming, ...]:
-    """The newest naming per tier. Named steps only grow, and so do the kept steps of one name."""
+    """The newest naming per tier. Named steps only grow, and so do the kept steps of one name. A decision about a step
+    stays: a restarted coordinator may have forgotten it."""
     newest: dict[Tier, TierNaming] = {}
     for naming in namings:
         known = newest.get(naming.tier)
-        if known is None or (naming.step, naming.kept[-1:]) > (known.step, known.kept[-1:]):
+        if known is None or _age(naming) > _age(known):
             newest[naming.tier] = naming
     return tuple(newest.values())
+
+
+def _age(naming: TierNaming) -> tuple[int, bool, tuple[int, ...]]:
+    return naming.step, naming.together is not StorageDecision.OPEN, naming.kept[-1:]

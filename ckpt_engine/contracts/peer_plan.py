@@ -1,4 +1,4 @@
-"""Which host replicates to which, and which hosts keep a link. Pure."""
+"""Plans which host replicates to which, and which hosts keep a link. Pure."""
 
 from __future__ import annotations
 

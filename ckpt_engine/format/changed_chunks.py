@@ -1,4 +1,4 @@
-"""Which chunks of a shard need not be sent, because the receiver has the same bytes from an older step. Pure."""
+"""Finds the chunks of a shard that need not be sent: the receiver has the same bytes from an older step. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whether the blocks that ranks hold cover every element of the tensors they are parts of. Pure."""
+"""Which blocks of a tensor make up another, and whether the blocks that ranks hold cover every element of the tensors
+they are parts of. Pure."""
 
 from __future__ import annotations
 
@@ -25,21 +26,63 @@ class Box(NamedTuple):
 
 
 class CoverageProblem(NamedTuple):
-    """What is wrong with one tensor of a step."""
+    """A defect of one tensor of a step."""
 
     fqn: str
     reason: str
 
 
-def uncovered(target: Box, boxes: Iterable[Box]) -> list[Box]:
-    """The parts of `target` outside all `boxes`, as disjoint boxes; [] if it is covered. All have the same number of
-    dimensions."""
-    left = [target] if target.elements else []
-    for box in boxes:
+class BlockPiece(NamedTuple):
+    """A part of a wanted block, and the number of the block that it is read from."""
+
+    block: int
+    box: Box  # in the whole tensor
+
+
+class ElementRange(NamedTuple):
+    """The elements of a block, in row-major order, from the first to the last of a piece of it.
+
+    `strides` are the block's, in elements: with the piece's shape they view the piece in the range.
+    """
+
+    begin: int
+    elements: int
+    strides: tuple[int, ...]
+    is_exact: bool  # the range has no elements but the piece's
+
+
+def cover(wanted: Box, blocks: Iterable[Box]) -> tuple[list[BlockPiece], list[Box]]:
+    """Disjoint pieces that make up `wanted`, each from the first block that has it; and the parts that no block has.
+    All have the same number of dimensions."""
+    pieces: list[BlockPiece] = []
+    left = [wanted] if wanted.elements else []
+    for index, block in enumerate(blocks):
         if not left:
             break
-        left = [part for rest in left for part in _without(rest, box)]
-    return left
+        later: list[Box] = []
+        for rest in left:
+            both = intersection(rest, block)
+            if both is None:
+                later.append(rest)
+                continue
+            pieces.append(BlockPiece(index, both))
+            if both != rest:
+                later += _without(rest, both)
+        left = later
+    return pieces, left
+
+
+def uncovered(wanted: Box, blocks: Iterable[Box]) -> list[Box]:
+    """The parts of `wanted` outside all `blocks`, as disjoint boxes; [] if it is covered."""
+    return cover(wanted, blocks)[1]
+
+
+def range_of(piece: Box, block: Box) -> ElementRange:
+    """Where a piece, which has elements, lies in the block that contains it."""
+    strides = tuple(math.prod(block.shape[dimension + 1 :]) for dimension in range(len(block.shape)))
+    begin = sum((p - b) * s for p, b, s in zip(piece.offsets, block.offsets, strides, strict=True))
+    elements = sum((size - 1) * s for size, s in zip(piece.shape, strides, strict=True)) + 1
+    return ElementRange(begin, elements, strides, elements == piece.elements)
 
 
 def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
@@ -49,13 +92,13 @@ def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
         for other in distinct[index + 1 :]:
             if box.shape and other.offsets[0] >= box.offsets[0] + box.shape[0]:
                 break  # sorted by the first dimension: the rest begins even later
-            if _meet(box, other):
+            if intersection(box, other) is not None:
                 return box, other
     return None
 
 
 def step_problems(shards: Iterable[Iterable[TensorEntry]]) -> tuple[CoverageProblem, ...]:
-    """What is wrong with one step, given the tensors of each shard: () if every sharded tensor is complete.
+    """The defects of one step, given the tensors of each shard: () if every sharded tensor is complete.
 
     A tensor that a rank holds whole may be its own (a random generator's state), so ranks may differ in its shape. The
     blocks of a sharded tensor must agree in dtype and global shape, cover it, and overlap only as replicas.
@@ -89,27 +132,28 @@ def _problem(blocks: Sequence[tuple[tuple[str, tuple[int, ...]], Box]]) -> str:
     return f"its blocks {both[0]} and {both[1]} overlap, and neither is a replica of the other" if both else ""
 
 
-def _meet(one: Box, other: Box) -> bool:
-    """Whether they overlap."""
-    return all(
-        max(a, b) < min(a + size_a, b + size_b)
-        for a, size_a, b, size_b in zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
-    )
+def intersection(one: Box, other: Box) -> Box | None:
+    """What two blocks share; None if they share no element."""
+    begins, shape = [], []
+    for a, size_a, b, size_b in zip(one.offsets, one.shape, other.offsets, other.shape, strict=True):
+        begin, end = max(a, b), min(a + size_a, b + size_b)
+        if begin >= end:
+            return None
+        begins.append(begin)
+        shape.append(end - begin)
+    return Box(tuple(begins), tuple(shape))
 
 
 def _without(rest: Box, box: Box) -> list[Box]:
-    """`rest` minus `box`, as boxes: per dimension the part before it and the part behind it."""
-    if not _meet(rest, box):
-        return [rest]
+    """`rest` minus a `box` in it, as boxes: per dimension the part before it and the part behind it."""
     parts = []
     offsets, shape = list(rest.offsets), list(rest.shape)
     for dimension, (begin, size) in enumerate(zip(box.offsets, box.shape, strict=True)):
         start, end = offsets[dimension], offsets[dimension] + shape[dimension]
-        for low, high in ((start, min(end, begin)), (max(start, begin + size), end)):
+        for low, high in ((start, begin), (begin + size, end)):
             if low < high:
                 part_offsets = (*offsets[:dimension], low, *offsets[dimension + 1 :])
                 part_shape = (*shape[:dimension], high - low, *shape[dimension + 1 :])
                 parts.append(Box(part_offsets, part_shape))
-        offsets[dimension] = max(start, begin)
-        shape[dimension] = min(end, begin + size) - offsets[dimension]
+        offsets[dimension], shape[dimension] = begin, size
     return parts

@@ -26,6 +26,37 @@ def chunk_digests(payload: memoryview, chunk_bytes: int = DEFAULT_CHUNK_BYTES, k
     )
 
 
+class ChunkHasher:
+    """The digests of a shard's chunks, from its bytes in order, in parts of any size."""
+
+    def __init__(self, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._digests: list[bytes] = []
+        self._hasher = xxhash.xxh3_128()
+        self._hashed_bytes = 0  # of the chunk that is not yet whole
+
+    def update(self, part: bytes | memoryview) -> None:
+        rest = memoryview(part).cast("B")
+        while rest:
+            piece = rest[: self._chunk_bytes - self._hashed_bytes]
+            self._hasher.update(piece)
+            self._hashed_bytes += len(piece)
+            rest = rest[len(piece) :]
+            if self._hashed_bytes == self._chunk_bytes:
+                self._end_chunk()
+
+    def digests(self) -> bytes:
+        """Of everything; call it once, at the end."""
+        if self._hashed_bytes:
+            self._end_chunk()
+        return b"".join(self._digests)
+
+    def _end_chunk(self) -> None:
+        self._digests.append(self._hasher.digest())
+        self._hasher.reset()
+        self._hashed_bytes = 0
+
+
 def _known(known: bytes, index: int) -> bytes:
     digest = known[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
     return b"" if digest == _NO_DIGEST else digest

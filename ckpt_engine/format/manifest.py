@@ -12,6 +12,7 @@ import msgspec
 import xxhash
 
 from ckpt_engine.format import integrity, shard_format
+from ckpt_engine.format.versions import refuse_newer
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.errors import CorruptShard
 from flyball.contracts.identity import JobName, Rank, RunId, Step
@@ -65,6 +66,13 @@ class Manifest(msgspec.Struct, frozen=True):
     tensor_count: _Size = 0
 
 
+class _Heading(msgspec.Struct, frozen=True):
+    """What a manifest of any version begins with."""
+
+    version: int
+    code_version: str = ""
+
+
 def describe(
     payload: memoryview,
     *,
@@ -78,10 +86,13 @@ def describe(
     chunk_bytes: int = integrity.DEFAULT_CHUNK_BYTES,
     committed_at: float = 0.0,
     known_digests: bytes = b"",
+    seal_bytes: int = 0,
 ) -> Manifest:
-    """Describe a captured shard, hashing it except for `known_digests` (see `integrity.chunk_digests`). Raises
+    """Describe a captured shard, hashing it except for `known_digests` (see `integrity.chunk_digests`). The last
+    `seal_bytes` of `payload` are room for this very manifest (see `sealed_file`), and no part of the shard. Raises
     CorruptShard if it is not a safetensors file."""
-    tensor_count = _structures.count_tensors(payload)
+    tensor_count = _structures.count_tensors(payload) - (seal_bytes > 0)
+    payload = payload[: len(payload) - seal_bytes]
     return Manifest(
         version=MANIFEST_VERSION,
         code_version=code_version,
@@ -121,6 +132,7 @@ def _entry(name: str, header: shard_format.ShardHeader) -> TensorEntry:
 _structures = shard_format.KnownStructures()
 _encoder = msgspec.json.Encoder()
 _decoder = decoder_of(Manifest)
+_heading_decoder = decoder_of(_Heading)
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -142,7 +154,9 @@ def decode(data: bytes | memoryview) -> Manifest:
     try:
         manifest = _decoder.decode(data)
     except MALFORMED as error:
+        _refuse_newer(data)
         raise CorruptShard(f"A manifest does not parse: {error}.") from error
+    refuse_newer("A manifest", manifest.version, MANIFEST_VERSION, manifest.code_version)
     if manifest.version not in (_VERSION_WITH_TENSORS, MANIFEST_VERSION):
         raise CorruptShard(
             f"A manifest has version {manifest.version}, this release reads {_VERSION_WITH_TENSORS} and "
@@ -159,6 +173,15 @@ def decode(data: bytes | memoryview) -> Manifest:
     if manifest.version == _VERSION_WITH_TENSORS:
         return msgspec.structs.replace(manifest, tensor_count=len(manifest.tensors))
     return manifest
+
+
+def _refuse_newer(data: bytes | memoryview) -> None:
+    """A newer manifest may have other fields. What this reads stays, in every version."""
+    try:
+        heading = _heading_decoder.decode(data)
+    except MALFORMED:
+        return
+    refuse_newer("A manifest", heading.version, MANIFEST_VERSION, heading.code_version)
 
 
 def _check_entry(tensor: TensorEntry, payload_bytes: int) -> None:

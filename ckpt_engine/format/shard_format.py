@@ -64,13 +64,13 @@ class ShardHeader(msgspec.Struct, frozen=True):
     data_start: int  # offset of the first tensor byte in the file
 
 
-class _Head(msgspec.Struct, frozen=True):
+class _HeaderMetadata(msgspec.Struct, frozen=True):
     """The part of the header that is not about tensors."""
 
     metadata: msgspec.Raw = msgspec.field(name=METADATA_KEY, default=msgspec.Raw(b"{}"))
 
 
-_head_decoder = decoder_of(_Head)
+_head_decoder = decoder_of(_HeaderMetadata)
 _raw_decoder = decoder_of(dict[str, msgspec.Raw])
 _metadata_decoder = decoder_of(dict[str, str])
 _tensors_decoder = decoder_of(dict[str, TensorHeader])

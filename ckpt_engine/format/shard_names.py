@@ -22,6 +22,7 @@ _RANK_MANIFEST = re.compile(f"g{_NUMBER}/step{_NUMBER}/rank{_NUMBER}" + re.escap
 _RANK_FILE = re.compile(
     f"g{_NUMBER}/step{_NUMBER}/rank{_NUMBER}({re.escape(SHARD_SUFFIX)}|{re.escape(MANIFEST_SUFFIX)})"
 )
+_OWN_MANIFEST = re.compile(f"rank{_NUMBER}" + re.escape(MANIFEST_SUFFIX))
 _GENERATION_FOLDER = re.compile(f"g{_NUMBER}")
 _STEP_FOLDER = re.compile(f"g{_NUMBER}/step{_NUMBER}")
 _STEP_FILE = re.compile(f"g{_NUMBER}/step{_NUMBER}/({re.escape(WORLD_MANIFEST)}|{PINNED})")
@@ -37,11 +38,21 @@ class ShardKey:
 
     @property
     def shard(self) -> str:
-        return f"{step_folder(self.generation, self.step)}/rank{self.rank}{SHARD_SUFFIX}"
+        return f"{step_folder(self.generation, self.step)}/{shard_name(self.rank)}"
 
     @property
     def manifest(self) -> str:
-        return f"{step_folder(self.generation, self.step)}/rank{self.rank}{MANIFEST_SUFFIX}"
+        return f"{step_folder(self.generation, self.step)}/{manifest_name(self.rank)}"
+
+
+def shard_name(rank: int) -> str:
+    """A shard's file name in its step's folder."""
+    return f"rank{rank}{SHARD_SUFFIX}"
+
+
+def manifest_name(rank: int) -> str:
+    """The name of its manifest there."""
+    return f"rank{rank}{MANIFEST_SUFFIX}"
 
 
 def step_folder(generation: int, step: int) -> str:
@@ -70,6 +81,12 @@ def parse_rank_manifest(name: str) -> ShardKey | None:
     """The shard of a manifest's file name, or None for any other name."""
     match = _RANK_MANIFEST.fullmatch(name)
     return ShardKey(*(int(number) for number in match.groups())) if match else None
+
+
+def rank_of_manifest(name: str) -> int | None:
+    """The rank of a manifest's file name in its step's folder, or None for any other name."""
+    match = _OWN_MANIFEST.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def parse_rank_file(name: str) -> ShardKey | None:

@@ -1,10 +1,10 @@
 """Read a shard so that exactly the checked bytes are used: chunk by chunk, in several threads.
 
 Only private copies are hashed, still in the processor's cache. So if another process overwrites the source meanwhile,
-nothing can slip in between check and use. A chunk from memory goes directly to its destination, which saves a copy. A
-chunk from a disk's page cache goes through a scratch buffer that stays in the processor's cache; this takes a quarter
-less time than reading into cold memory. So does a chunk whose destination is not plain memory. Copies and hashes
-release the GIL. Torch and numpy are not needed, as the engine's server uses this too.
+nothing can slip in between check and use. A chunk from memory or a file goes directly to its destination, which saves a
+copy: a quarter of the time. A chunk that has to be had in one piece, or whose destination is not plain memory, goes
+through a scratch buffer. Copies and hashes release the GIL. Torch and numpy are not needed, as the engine's server uses
+this too.
 """
 
 from __future__ import annotations
@@ -91,11 +91,7 @@ class MemorySink:
         copy_bytes(self._target[offset : offset + len(chunk)], chunk)
 
 
-class SlotFileSource(FileSource):
-    """A slot's file: memory that is read by system calls."""
-
-
-_IN_MEMORY = (MemorySource, SlotFileSource)
+_READS_ANY_PIECE = (MemorySource, FileSource)  # at no cost per read that matters
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
@@ -109,12 +105,13 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
     ctypes.memmove(ctypes.addressof(to), ctypes.addressof(since), len(target))
 
 
-def read_header(source: ByteSource, manifest: Manifest) -> tuple[ShardHeader, memoryview]:
-    """The header, and a private copy of the verified chunks that contain it. Raises CorruptShard or OSError."""
+def read_header(source: ByteSource, manifest: Manifest, seal_bytes: int = 0) -> tuple[ShardHeader, memoryview]:
+    """The header, and a private copy of the verified chunks that contain it. `seal_bytes` follow the shard in its file
+    (see `sealed_file`). Raises CorruptShard or OSError."""
     first = _read_prefix(source, manifest, 1)
     needed = -(-shard_format.header_bytes(first, manifest.payload_bytes) // manifest.chunk_bytes)
     prefix = first if needed <= 1 else _read_prefix(source, manifest, needed)
-    return shard_format.read_header(prefix, manifest.payload_bytes), prefix
+    return shard_format.read_header(prefix, manifest.payload_bytes + seal_bytes), prefix
 
 
 def _read_prefix(source: ByteSource, manifest: Manifest, chunks: int) -> memoryview:
@@ -154,7 +151,7 @@ def read_verified(
         while (index := take()) is not None:
             start = index * manifest.chunk_bytes
             size_bytes = min(manifest.chunk_bytes, manifest.payload_bytes - start)
-            pieces = sink.pieces(start, size_bytes) if isinstance(source, _IN_MEMORY) else None
+            pieces = sink.pieces(start, size_bytes) if isinstance(source, _READS_ANY_PIECE) else None
             if pieces is not None:
                 for piece in pieces:
                     source.read_into(piece, start)

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import msgspec
 
+from ckpt_engine.format.versions import refuse_newer
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.errors import CorruptShard
 from flyball.contracts.identity import JobName, RunId, Step
@@ -56,6 +57,7 @@ def decode(data: bytes, *, job: str, generation: int, step: int, run: str = "") 
         manifest = _decoder.decode(data)
     except MALFORMED as error:
         raise CorruptShard(f"A world manifest does not parse: {error}.") from error
+    refuse_newer("A world manifest", manifest.version, WORLD_MANIFEST_VERSION)
     if manifest.version != WORLD_MANIFEST_VERSION:
         raise CorruptShard(
             f"A world manifest has version {manifest.version}, this release reads {WORLD_MANIFEST_VERSION}.",

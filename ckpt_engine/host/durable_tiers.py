@@ -14,11 +14,14 @@ from ckpt_engine.contracts.peer_wire import TierNaming, TierReport
 from ckpt_engine.counters import Counters
 from ckpt_engine.host.daemon_contact import DaemonContact
 from ckpt_engine.host.engine_host import EngineHost
-from ckpt_engine.rules.tier_schedule import TierSchedule
+from ckpt_engine.peers.cohort_shards import CohortShards
+from ckpt_engine.rules.tier_schedule import StepMarks, TierSchedule
 from ckpt_engine.slots.rank_segments import SegmentOptions
 from ckpt_engine.tiers.memory import JobSlots, MemoryTier
 from ckpt_engine.tiers.opening import open_disk, open_persistent
 from ckpt_engine.tiers.shard_store import ShardStore
+from ckpt_engine.tiers.writing.storing_across_hosts import OnCompared, StoringAcrossHosts
+from ckpt_engine.tiers.writing.storing_together import StoringTogether
 from ckpt_engine.tiers.writing.tier_retention import TierRetention
 from ckpt_engine.tiers.writing.tier_writer import DiskWriter, OnFailure
 from ckpt_engine.tiers.writing.world_sealer import WorldSealer
@@ -87,20 +90,57 @@ class DurableTiers:
         clock: Clock,
         counters: Counters,
         on_failure: OnFailure,
+        on_compared: OnCompared,
+        on_compared_across: OnCompared,
+        marks: StepMarks,
         on_progress: Callable[[int], None],
         on_sealed: Callable[[TierReport], None],
+        cohort: CohortShards,
+        coordinator_down_s: Callable[[], float],
     ) -> None:
-        """`on_progress(rank)` is called whenever a report of the rank changed; `on_sealed` on the coordinator's host
-        whenever the sealed steps did."""
+        """`on_compared` is called with what ranks of this host hold alike, `on_compared_across` with what those of
+        several do; `on_progress(rank)` whenever a report of the rank changed; `on_sealed` on the coordinator's host
+        whenever the sealed steps did. `marks`: which steps are suspect. `coordinator_down_s()`: for how long the
+        coordinator's host has been unreachable."""
         self.disks = open_disks(
             generation.configure.spec,
             job=generation.job,
             run=generation.run,
             host=host,
-            ranks=generation.local_ranks,
+            ranks=generation.stored_ranks,
         )
         self._scans = [_StoreScan(disk, counters) for disk in self.disks.values()]
         self.schedules: list[TierSchedule] = []
+        if generation.coordinates:
+            now_s = clock.monotonic_s()
+            self.schedules = [_make_schedule(tier, generation, now_s, marks) for tier in self.disks]
+
+        def make_across(tier: Tier, disk: ShardStore) -> StoringAcrossHosts | None:
+            if tier is not Tier.PERSISTENT or len(generation.local_ranks) == generation.placement.world_size:
+                return None
+            return StoringAcrossHosts(
+                generation,
+                cohort,
+                memory=memory,
+                disk=disk,
+                counters=counters,
+                coordinator_down_s=coordinator_down_s,
+                on_compared=on_compared,
+                on_compared_across=on_compared_across,
+                on_vote=on_progress,
+            )
+
+        self._together = {
+            tier: StoringTogether(
+                generation,
+                memory=memory,
+                disk=disk,
+                counters=counters,
+                on_compared=on_compared,
+                across=make_across(tier, disk),
+            )
+            for tier, disk in self.disks.items()
+        }
         self._writers = [
             DiskWriter(
                 rank,
@@ -115,16 +155,17 @@ class DurableTiers:
                     counters=counters,
                     in_touch=contact.in_touch,
                     stored_points=contact.stored_points,
+                    on_spared=self._on_spared(rank, tier),
                 ),
+                together=self._together[tier],
                 on_failure=on_failure,
                 on_progress=on_progress,
             )
             for rank in generation.local_ranks
-            for disk in self.disks.values()
+            for tier, disk in self.disks.items()
         ]
         self._sealers: list[WorldSealer] = []
         if generation.coordinates:
-            self.schedules = [_make_schedule(tier, generation, clock.monotonic_s()) for tier in self.disks]
             self._sealers = [
                 WorldSealer(
                     generation,
@@ -138,6 +179,14 @@ class DurableTiers:
                 for tier, disk in self.disks.items()
                 if tier is Tier.PERSISTENT
             ]
+
+    def _on_spared(self, rank: int, tier: Tier) -> Callable[[frozenset[int]], None]:
+        """Where the coordinator's own rank says what the supervisor may know; the other ranks say it to nobody."""
+        if rank == 0:
+            for schedule in self.schedules:
+                if schedule.tier is tier:
+                    return schedule.spare
+        return lambda spared: None
 
     @property
     def _workers(self) -> list[DiskWriter | WorldSealer]:
@@ -153,6 +202,8 @@ class DurableTiers:
             disk.throttle.lift()
         for worker in self._workers:
             worker.stop()
+        for together in self._together.values():
+            together.stop()
 
     def drain(self, deadline_s: float) -> bool:
         """Wait until all writes are done; False if the deadline (monotonic) came first."""
@@ -265,12 +316,14 @@ class _StoreScan:
         return 0.0
 
 
-def _make_schedule(tier: Tier, generation: HostGeneration, now_s: float) -> TierSchedule:
+def _make_schedule(tier: Tier, generation: HostGeneration, now_s: float, marks: StepMarks) -> TierSchedule:
     return TierSchedule(
         tier,
         policy=generation.configure.spec.policy(tier),
         world_size=generation.placement.world_size,
         restore_step=generation.restore_step,
+        first_step=generation.durable_from,
         sealed=tier is Tier.PERSISTENT,
         now_s=now_s,
+        marks=marks,
     )

@@ -1,5 +1,5 @@
-"""What an engine does when training has to stop: write the newest recovery point to disk, and have the trainers save
-and park at a step that was named for all ranks."""
+"""Acts when training has to stop: writes the newest recovery point to disk, and has the trainers save and park
+at a step that was named for all ranks."""
 
 from __future__ import annotations
 

@@ -22,14 +22,20 @@ from ckpt_engine.host.job import EngineJob
 from ckpt_engine.host.peer_requests import PeerRequests
 from ckpt_engine.host.restoring import RestoreLog
 from ckpt_engine.host.save_reports import REMEMBERED_LATE
-from ckpt_engine.host.state_dir import EngineStateDir, FenceFile, JobFiles, LateSavesFile
+from ckpt_engine.host.state_dir import EngineStateDir, FenceFile, JobFiles, LateSavesFile, TransportsFile
+from ckpt_engine.path_saves.finish import sweep
+from ckpt_engine.path_saves.path_memory import memory_root
+from ckpt_engine.peers.broadcast.bandwidths import MeasuredBandwidths
 from ckpt_engine.peers.peer_access import PeerAccess
 from ckpt_engine.peers.peer_server import PeerServer
+from ckpt_engine.peers.shard_transports import ShardTransports
 from ckpt_engine.peers.transport.port import ByteCounters, Identity
+from ckpt_engine.peers.transport.rdma.nics import Nics
 from ckpt_engine.peers.transport.tcp import TcpListener
 from ckpt_engine.rules.rate_limit import RateLimit
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots.reclaim import Reclaimer
+from ckpt_engine.worker_thread import WorkerThread
 from flyball.contracts.checkpoints import STATE_DIR_DISK, Tier
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import ConfigurationError, FlyballError
@@ -51,6 +57,8 @@ from flyball.contracts.on_host.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE
 
 log = structlog.get_logger()
 
+_PATH_SWEEP_S = 5.0
+
 
 class Engine:
     """Builds the parts of an engine and connects them."""
@@ -71,27 +79,44 @@ class Engine:
         self._fences = FenceFile(state.path / "engine-fences.json")
         self._job_files = JobFiles(state.path / "engine-jobs")
         self._contact = DaemonContact()
-        self._bytes = ByteCounters()
+        self._tcp_bytes, self._rdma_bytes = ByteCounters(), ByteCounters()
         self._counters = Counters()
         listener = TcpListener(
-            address, port or state.previous_port, fallback=port == 0, settings=settings, total=self._bytes
+            address, port or state.previous_port, fallback=port == 0, settings=settings, total=self._tcp_bytes
         )
         shown = f"[{address}]" if ":" in address else address
         self.address = f"{shown}:{listener.port}"
         state.write_pid_file(listener.port)
         identity = Identity(host_id, self.address, secrets.token_hex(8))
+        transports_file = TransportsFile(state.path)
+        transports_file.store(())  # those of an engine before this one
+        self._nics = Nics(settings, self._rdma_bytes, self._counters)
+        self._transports = ShardTransports(
+            host_id,
+            settings=settings,
+            queue_pairs=self._nics,
+            on_change=transports_file.store,
+        )
         self._peers = PeerAccess(
-            identity, token=token, settings=settings, counters=self._counters, total=self._bytes, on_up=self._peer_is_up
+            identity,
+            token=token,
+            settings=settings,
+            counters=self._counters,
+            total=self._tcp_bytes,
+            transports=self._transports,
+            on_up=self._peer_is_up,
         )
         self._host = EngineHost(
             host_id,
             state.path,
             shm_prefix(str(state.path.resolve()), os.environ.get(SHM_DIR_VARIABLE, DEFAULT_SHM_DIR)),
             settings,
+            MeasuredBandwidths(state.path / "engine-bandwidths.json", self._clock),
             rate_limits={
                 Tier.DISK: RateLimit(settings.disk_bytes_per_s, monotonic_s=time.monotonic),
                 Tier.PERSISTENT: RateLimit(settings.persistent_bytes_per_s, monotonic_s=time.monotonic),
             },
+            give_memory_back=self._nics.sweep_now,
         )
         self._reclaimer = Reclaimer(
             self._host.shm_prefix,
@@ -99,6 +124,8 @@ class Engine:
             ttl_s=settings.segment_ttl_s,
             counters=self._counters,
         )
+        self._path_states: dict[str, str] = {}  # as logged
+        self._path_saves = WorkerThread("path-saves", self._sweep_path_saves, counters=self._counters)
         self._peer_server = PeerServer(
             listener,
             identity=identity,
@@ -107,6 +134,7 @@ class Engine:
             counters=self._counters,
             handle=PeerRequests(self._jobs.get, host=self._host, contact=self._contact, counters=self._counters).answer,
             on_hello=self._peers.learn_caller,
+            answer_offer=self._transports.answer,
         )
         self._notices = NoticeListener(
             state.socket_path(NOTIFY_SOCKET), counters=self._counters, handle=self._receive_notice
@@ -126,12 +154,14 @@ class Engine:
         self._notices.start()
         self._control.start()
         self._reclaimer.start()
+        self._path_saves.start()
         log.info("engine_started", host_id=self._host_id, address=self.address, pid=os.getpid(), jobs=len(self._jobs))
 
     def stop(self) -> None:
         """Finish commits in progress within the drain timeout, then end. Segments stay."""
         deadline_s = time.monotonic() + self._settings.drain_timeout_s
         self._reclaimer.close()
+        self._path_saves.stop()
         self._control.close()
         for job in list(self._jobs.values()):
             job.drain(max(deadline_s - time.monotonic(), 0.0))
@@ -145,7 +175,17 @@ class Engine:
         self._notices.close()
         self._peer_server.close()
         self._peers.close()
+        self._transports.close()
         log.info("engine_stopped", host_id=self._host_id)
+
+    def _sweep_path_saves(self) -> float:
+        """Write what killed workers left with `flyball.save`, and free what nobody has used for long."""
+        found = sweep(memory_root(os.environ), ttl_s=self._settings.segment_ttl_s)
+        for left in found:
+            if left.state not in ("on disk", "saving", self._path_states.get(left.path)):
+                log.info("path_save", path=left.path, state=left.state, reason=left.reason)
+        self._path_states = {left.path: left.state for left in found}
+        return _PATH_SWEEP_S
 
     # --- asked by the daemon ---
 
@@ -281,6 +321,10 @@ class Engine:
             restores=self._restores.since(request.restores_since),
             failures=tuple(failure for job in jobs for failure in job.save_failures.newest()),
             late=self._late_reported,
+            differing=tuple(
+                found for job in jobs for log in (job.differing, job.differing_across) for found in log.newest()
+            ),
+            replays=tuple(found for job in jobs for found in job.replays.newest()),
             failing=tuple(failing for job in jobs if (failing := job.save_failures.failing(now)) is not None),
             intervals=tuple(
                 interval
@@ -288,6 +332,7 @@ class Engine:
                 if job.coordination is not None and (interval := job.coordination.save_interval) is not None
             ),
             testimonies=self._peers.links.testimonies(request.about),
+            transports=self._peers.transports(),
         )
 
     def _late(self) -> tuple[LateSaves, ...]:
@@ -297,8 +342,11 @@ class Engine:
     def _reply(self, *, ok: bool = True, code: str = "", message: str = "", **fields: object) -> EngineReply:
         counters = {
             **self._counters.snapshot(),
-            "peer_bytes_sent": self._bytes.sent,
-            "peer_bytes_received": self._bytes.received,
+            "peer_bytes_sent": self._tcp_bytes.sent + self._rdma_bytes.sent,
+            "peer_bytes_received": self._tcp_bytes.received + self._rdma_bytes.received,
+            "peer_bytes_sent_rdma": self._rdma_bytes.sent,  # of the above
+            "peer_bytes_received_rdma": self._rdma_bytes.received,
+            "rdma_registered_bytes": self._nics.registered_bytes,  # now; all others only grow
         }
         return EngineReply(
             ok=ok,

@@ -16,7 +16,7 @@ from ckpt_engine.host.durable_tiers import REPORTED_STEPS
 from ckpt_engine.host.engine_host import EngineHost
 from ckpt_engine.host.pipeline import RankPipeline
 from ckpt_engine.host.running_generation import RunningGeneration
-from ckpt_engine.host.save_reports import LateSaveLog, SaveFailures
+from ckpt_engine.host.save_reports import DifferingLog, LateSaveLog, ReplayLog, SaveFailures
 from ckpt_engine.peers.peer_access import PeerAccess
 from ckpt_engine.slots.rank_segments import SegmentOptions
 from ckpt_engine.tiers.memory import JobSlots
@@ -45,9 +45,17 @@ class EngineJob:
         on_restored: Callable[[RestoreReport], None],
     ) -> None:
         self.name = name
-        self.slots = JobSlots(host.shm_prefix, name, host.host_id, SegmentOptions.of(host.settings))
+        self.slots = JobSlots(
+            host.shm_prefix,
+            name,
+            host.host_id,
+            SegmentOptions.of(host.settings, give_memory_back=host.give_memory_back),
+        )
         self.late_saves = LateSaveLog(name)
+        self.replays = ReplayLog()
         self.save_failures = SaveFailures(name)
+        self.differing = DifferingLog(name)  # ranks of this host
+        self.differing_across = DifferingLog(name)  # of several: what these hold alike may be another matter
         self.running: RunningGeneration | None = None  # it stays when it has ended, until the next one begins
         self._host = host
         self._peers = peers
@@ -105,6 +113,9 @@ class EngineJob:
                 counters=self._counters,
                 late_saves=self.late_saves,
                 save_failures=self.save_failures,
+                differing=self.differing,
+                differing_across=self.differing_across,
+                replays=self.replays,
                 on_restored=self._on_restored,
                 on_advance=lambda: self._world_advanced(generation),
                 resumed=resumed,
@@ -123,6 +134,7 @@ class EngineJob:
         """The job ended: free its segments on this host. Its copies on disk stay."""
         self.end(join_timeout_s=0.0)  # a transfer in progress keeps its memory until it ends
         self.slots.release()
+        self._host.give_memory_back()
 
     def _end_running(self) -> list[RankPipeline]:
         pipelines = self.running.end() if self.running is not None else []
@@ -202,11 +214,13 @@ class EngineJob:
         return running
 
     def copies(self) -> list[ShardCopy]:
-        """The verified copies here and in the store that a restore may want. Of a disk tier only the newest steps."""
+        """The verified copies here and in the store that a restore may want. Of a disk tier only the newest steps, and
+        the newest that is not suspect."""
         found = self.slots.copies()
         if self.running is not None:
+            lineage, clean_step = self.running.generation.lineage, self._contact.clean_step(self.name)
             for disk in self.disks.values():
-                found += disk.newest_copies(self.running.generation.lineage, REPORTED_STEPS)
+                found += disk.newest_copies(lineage, REPORTED_STEPS, clean_step=clean_step)
         return found
 
     def report_copies(self) -> list[ShardCopy]:

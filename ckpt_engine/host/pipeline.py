@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from ckpt_engine.contracts.generation import HostGeneration, WorldView
-from ckpt_engine.contracts.peer_wire import RankSteps, TierReport
+from ckpt_engine.contracts.peer_wire import SavedSteps, TierReport
 from ckpt_engine.counters import Counters
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.peers.replicator import PutReplica, ReplicationOutcome, Replicator
@@ -131,11 +131,11 @@ class RankPipeline:
         with self._state_lock:
             return tuple(sorted(self._failed))
 
-    def report(self, tiers: tuple[TierReport, ...]) -> RankSteps:
+    def report(self, tiers: tuple[TierReport, ...]) -> SavedSteps:
         """The rank's report to the coordinator."""
         generation = self._generation
         saving = self.saving_step  # first: steps saved from now on are in what is read next
-        return RankSteps(
+        return SavedSteps(
             generation.job, generation.number, self.rank, self.saved_steps, self.failed_steps, tiers, saving=saving
         )
 

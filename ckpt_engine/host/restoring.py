@@ -64,7 +64,10 @@ class Restoring:
         clock: Clock,
         counters: Counters,
         on_report: Callable[[RestoreReport], None],
+        reshard: Callable[[OpenSegments], bool],
     ) -> None:
+        """`reshard` does it instead of `run` for a rank that needs the shards of all ranks: because another number of
+        them saved the step, or because its state has another layout."""
         self._generation = generation
         self._plan = plan
         self._memory = memory
@@ -72,6 +75,8 @@ class Restoring:
         self._clock = clock
         self._counters = counters
         self._on_report = on_report
+        self._reshard = reshard
+        self._saved_by_others = generation.restored_world_size != generation.placement.world_size
         self._fetches = 0
 
     def announce(self, rank: int) -> None:
@@ -82,20 +87,26 @@ class Restoring:
 
     def run(self, entry: OpenSegments) -> bool:
         """Bring the rank's bytes into a local slot, or let the trainer read a file, or write why neither is possible.
-        Call again until it returns True: the trainer may refuse what it got."""
+        Call again until it returns True: the trainer may refuse what it got, or restore once more in another layout."""
         control = entry.segments.control
+        if self._needs_all_shards(control):
+            return self._reshard(entry)
         words, answer = control.read_restore(), control.restore_answer(self._generation.number)
         is_settled = words.generation == self._generation.number and words.state is not RestoreState.PENDING
-        if answer is RestoreAnswer.DONE or (is_settled and words.state is RestoreState.FAILED):
+        if is_settled and words.state is RestoreState.FAILED:
             return True
-        if is_settled and words.state is RestoreState.READY and answer is not RestoreAnswer.REFUSED:
-            return False  # by this engine or its predecessor
+        is_ready = is_settled and words.state is RestoreState.READY  # by this engine or its predecessor
+        if answer is RestoreAnswer.DONE or (is_ready and answer is not RestoreAnswer.REFUSED):
+            return False
         if self._fetches == _MAX_FETCHES:
             error = f"The trainer refused the restored bytes {self._fetches} times: this host's memory is faulty."
             control.write_restore(self._words(RestoreState.FAILED, error=error))
             return True
         self._fetches += 1
         return self._bring_and_announce(entry)
+
+    def _needs_all_shards(self, control: ControlSegment) -> bool:
+        return self._saved_by_others or control.asks_for_layout(self._generation.number)
 
     def _bring_and_announce(self, entry: OpenSegments) -> bool:
         control, began_s = entry.segments.control, self._clock.monotonic_s()
@@ -109,15 +120,20 @@ class Restoring:
             log.error("restore_failed", job=self._generation.job, rank=entry.rank, reason=str(error))
             control.write_restore(self._words(RestoreState.FAILED, error=str(error)))
             return True
+        if fetched is None:
+            return False
         control.write_restore(self._words(RestoreState.READY, fetched=fetched))
         self._report(entry.rank, fetched, self._clock.monotonic_s() - began_s)
-        return not fetched.in_slot
+        return False
 
-    def _bring(self, entry: OpenSegments) -> Fetched:
+    def _bring(self, entry: OpenSegments) -> Fetched | None:
+        """None if the trainer has found that it needs other shards."""
         reasons: list[str] = []
         fetched = self._fetcher.local_slot(entry, reasons)
         if fetched is None and (file := self._fetcher.local_file(entry.rank)) is not None:
             fetched = self._let_trainer_read(entry.segments.control, file)
+        if fetched is None and self._needs_all_shards(entry.segments.control):
+            return None
         return fetched or self._fetcher.fetch(entry, reasons)
 
     def _let_trainer_read(self, control: ControlSegment, file: Fetched) -> Fetched | None:
@@ -157,6 +173,8 @@ class Restoring:
             socket_bytes=fetched.socket_bytes,
             seconds=seconds,
             at=self._clock.wall_s(),
+            transport=fetched.transport,
+            tier_bytes=fetched.tier_bytes,
         )
         self._on_report(report)
         log.info(
@@ -166,6 +184,8 @@ class Restoring:
             step=report.step,
             tier=str(report.source_tier),
             source_host=report.source_host,
+            transport=report.transport,
+            tier_bytes={str(tier): size_bytes for tier, size_bytes in report.tier_bytes.items()},
             by_trainer=not fetched.in_slot,
             socket_bytes=report.socket_bytes,
             seconds=round(report.seconds, 6),

@@ -7,10 +7,19 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import msgspec
 import structlog
 
 from ckpt_engine.contracts.generation import HostGeneration
-from ckpt_engine.contracts.notices import LATE_S, Notice, SaveAborted, SaveWaited
+from ckpt_engine.contracts.notices import (
+    LATE_S,
+    Notice,
+    ReplayDiffered,
+    ReplayEqual,
+    RestoreMoved,
+    SaveAborted,
+    SaveWaited,
+)
 from ckpt_engine.contracts.peer_wire import TierReport
 from ckpt_engine.counters import Counters
 from ckpt_engine.host import emergency
@@ -19,18 +28,26 @@ from ckpt_engine.host.durable_tiers import DurableTiers
 from ckpt_engine.host.engine_host import EngineHost
 from ckpt_engine.host.pipeline import Fill, RankPipeline
 from ckpt_engine.host.refill import Refill
+from ckpt_engine.host.resharding import Resharding
 from ckpt_engine.host.restoring import Restoring
-from ckpt_engine.host.save_reports import LateSaveLog, SaveFailures
+from ckpt_engine.host.save_reports import DifferingLog, LateSaveLog, ReplayLog, SaveFailures
+from ckpt_engine.peers.broadcast.broadcast_load import BroadcastLoad
+from ckpt_engine.peers.cohort_shards import CohortShards
 from ckpt_engine.peers.fetch import Fetcher
 from ckpt_engine.peers.peer_access import PeerAccess
+from ckpt_engine.peers.step_gathering import StepGathering
 from ckpt_engine.rules.save_pace import factor_of
 from ckpt_engine.rules.save_schedule import is_due
+from ckpt_engine.rules.storage_plan import StoragePlan
+from ckpt_engine.rules.tier_schedule import StepMarks
+from ckpt_engine.slots import restore_folders
 from ckpt_engine.tiers.memory import JobSlots
 from ckpt_engine.world.coordination import Coordination
 from ckpt_engine.world.save_clock import SaveClock
-from flyball.contracts.checkpoints import RestoreReport
+from flyball.contracts.checkpoints import RestorePlan, RestoreReport, Tier
 from flyball.contracts.clock import Clock
 from flyball.contracts.on_host.engine_wire import SaveFailure
+from flyball.contracts.reports.training_health import ReplayDiffers
 
 log = structlog.get_logger()
 
@@ -50,6 +67,9 @@ class RunningGeneration:
         counters: Counters,
         late_saves: LateSaveLog,
         save_failures: SaveFailures,
+        differing: DifferingLog,
+        differing_across: DifferingLog,
+        replays: ReplayLog,
         on_restored: Callable[[RestoreReport], None],
         on_advance: Callable[[], None],
         resumed: bool,
@@ -63,6 +83,7 @@ class RunningGeneration:
         self._counters = counters
         self._late_saves = late_saves
         self._save_failures = save_failures
+        self._replays = replays
         self._on_restored = on_restored
         self._progress = threading.Condition()
         self._reporting = threading.Lock()
@@ -74,8 +95,20 @@ class RunningGeneration:
             clock=clock,
             counters=counters,
             on_failure=partial(self._note_failure, save_failures.remember),
+            on_compared=partial(self._note_compared, differing),
+            on_compared_across=partial(self._note_compared, differing_across),
+            marks=StepMarks(
+                clean_step=lambda: differing_across.clean_step(
+                    generation.number, differing.clean_step(generation.number, contact.clean_step(generation.job))
+                ),
+                proven_step=lambda: replays.proven_step(generation.number),
+                is_known=lambda: not resumed or contact.knows_clean_steps,  # a killed engine may have known of a harm
+            ),
             on_progress=self._report_rank,
             on_sealed=self._receive_seals,
+            # At their newest addresses: engines may have restarted since the placement was made.
+            cohort=CohortShards(generation, dial=peers.dial_shards, settings=host.settings),
+            coordinator_down_s=lambda: peers.links.down_s(generation.coordinator_host),
         )
         self.coordination = Coordination(
             generation,
@@ -88,6 +121,19 @@ class RunningGeneration:
             on_written=self.durable.seal,
             schedules=self.durable.schedules,
         )
+        self.broadcast = self._make_broadcast()
+        self.gathering: StepGathering | None = None
+        self._resharding: Resharding | None = None
+        if generation.restore is not None:
+            self.gathering = self._make_gathering(generation.restore)
+            self._resharding = Resharding(
+                generation,
+                generation.restore.step,
+                self.gathering,
+                clock=clock,
+                counters=counters,
+                on_report=on_restored,
+            )
         self.pipelines = {rank: self._make_pipeline(rank, resumed) for rank in generation.local_ranks}
         self._save_clock = SaveClock(
             generation,
@@ -107,6 +153,8 @@ class RunningGeneration:
     def end(self) -> list[RankPipeline]:
         """Stop all work without waiting for it; returns the pipelines, to wait for."""
         self.generation.ended.set()
+        if self.gathering is not None:
+            self.gathering.close()
         pipelines, self.pipelines = list(self.pipelines.values()), {}
         for pipeline in pipelines:
             pipeline.kick()
@@ -132,7 +180,7 @@ class RunningGeneration:
         )
 
     def _fills(self, rank: int, resumed: bool) -> list[Fill]:
-        """What has to be brought into the rank's slots before its pipeline saves anything."""
+        """The copies to bring into the rank's slots before its pipeline saves anything."""
         fills: list[Fill] = []
         generation, plan = self.generation, self.generation.restore
         make_fetcher = partial(
@@ -147,26 +195,58 @@ class RunningGeneration:
             refill = Refill(
                 generation,
                 # Not at the placement's address: a restarted peer has called from a newer one.
-                make_fetcher=partial(make_fetcher, disks={}, dial=lambda host, _: self._peers.dial_newest(host)),
+                make_fetcher=partial(make_fetcher, disks={}, dial=lambda host, _: self._peers.dial_shards(host, "")),
                 dial=self._peers.dial_newest,
                 settings=self._host.settings,
                 clock=self._clock,
                 counters=self._counters,
             )
             fills.append(refill.run)
-        if plan is not None:
+        if plan is not None and self._resharding is not None:
             restoring = Restoring(
                 generation,
                 plan,
                 memory=self._slots.memory,
-                fetcher=make_fetcher(plan, disks=self.durable.disks, dial=self._peers.dial),
+                fetcher=make_fetcher(
+                    plan, disks=self.durable.disks, dial=self._peers.dial_shards, broadcast=self.broadcast
+                ),
                 clock=self._clock,
                 counters=self._counters,
                 on_report=self._on_restored,
+                reshard=self._resharding.run,
             )
             restoring.announce(rank)
             fills.append(restoring.run)
         return fills
+
+    def _make_broadcast(self) -> BroadcastLoad | None:
+        generation, store = self.generation, self.durable.disks.get(Tier.PERSISTENT)
+        if generation.restore is None or store is None:
+            return None
+        return BroadcastLoad(
+            generation,
+            generation.restore,
+            store=store,
+            dial=self._peers.dial_shards,
+            bandwidths=self._host.bandwidths,
+            settings=self._host.settings,
+        )
+
+    def _make_gathering(self, plan: RestorePlan) -> StepGathering:
+        generation = self.generation
+        for folder in restore_folders.remove_of_job(self._host.shm_prefix, generation.job):  # of a killed engine
+            log.info("restore_folder_removed", job=generation.job, folder=folder.name)
+        return StepGathering(
+            generation,
+            plan,
+            prefix=self._host.shm_prefix,
+            slots=self._slots,
+            disks=self.durable.disks,
+            dial=self._peers.dial_shards,
+            settings=self._host.settings,
+            counters=self._counters,
+            bandwidths=self._host.bandwidths,
+        )
 
     # --- asked by the daemon ---
 
@@ -237,6 +317,15 @@ class RunningGeneration:
         pipeline = self.pipelines.get(notice.rank)
         if pipeline is None or notice.generation != self.generation.number:
             return
+        if isinstance(notice, RestoreMoved):
+            pipeline.kick()
+            return
+        if isinstance(notice, ReplayEqual):
+            self._replays.equal(notice.generation, notice.step)
+            return
+        if isinstance(notice, ReplayDiffered):
+            self._note_replay(notice.found)
+            return
         self.coordination.receive_notice(notice)
         if isinstance(notice, SaveAborted):
             pipeline.fail(notice.step, notice.message)
@@ -284,6 +373,25 @@ class RunningGeneration:
             pipeline = self.pipelines.get(rank)
             if pipeline is not None and not is_due(self.generation.configure.spec, step, factor=factor):
                 pipeline.fail(step, f"The emergency checkpoint at step {step} was given up.")
+
+    def _note_compared(self, differing: DifferingLog, step: int, found: StoragePlan) -> None:
+        number, restored = self.generation.number, self.generation.restore_step
+        for report in differing.note(number, restored, step, found, self._clock.wall_s()):
+            log.warning(
+                "replicas_differ",
+                job=self.generation.job,
+                step=step,
+                tensors=list(report.tensors),
+                count=report.count,
+                agree=list(report.agree),
+                differ=list(report.differ),
+                equal_step=report.equal_step,
+            )
+
+    def _note_replay(self, found: ReplayDiffers) -> None:
+        self._counters.add("replays_differ")
+        self._replays.differed(found)
+        log.warning("replay_differs", **{key: value for key, value in msgspec.structs.asdict(found).items()})
 
     def _note_failure(self, note: Callable[[SaveFailure], None], rank: int, step: int, message: str) -> None:
         generation = self.generation

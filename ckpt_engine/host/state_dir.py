@@ -12,6 +12,7 @@ import structlog
 
 from ckpt_engine.tiers.durable_files import write_durably
 from flyball.contracts import wire
+from flyball.contracts.checkpoints import PeerTransport
 from flyball.contracts.errors import (
     ConfigurationError,
     Conflict,
@@ -21,8 +22,14 @@ from flyball.contracts.errors import (
     StateVersionMismatch,
 )
 from flyball.contracts.identity import Fence
-from flyball.contracts.on_host.engine_wire import ENGINE_PID_FILE, HOST_STATE_VERSION, Configure, LateSaves
-from flyball.state_folder import StateFolder, make_folder, sync_folder
+from flyball.contracts.on_host.engine_wire import (
+    ENGINE_PID_FILE,
+    HOST_STATE_VERSION,
+    TRANSPORTS_FILE,
+    Configure,
+    LateSaves,
+)
+from flyball.state_folder import StateFolder, make_folder, sync_folder, write_private
 
 log = structlog.get_logger()
 
@@ -170,3 +177,17 @@ class LateSavesFile:
             self._path.unlink(missing_ok=True)
         except OSError as error:
             log.warning("late_saves_not_removed", path=str(self._path), reason=str(error))
+
+
+class TransportsFile:
+    """What carries shards to each peer, for `flyball ckpt ls`, which asks no process. Failures are only logged."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._path = state_dir / TRANSPORTS_FILE
+
+    def store(self, known: tuple[PeerTransport, ...]) -> None:
+        """Replace the content, one thread at a time. It need not survive a power cut."""
+        try:
+            write_private(self._path, wire.encode(known), durable=False)
+        except OSError as error:
+            log.warning("transports_not_stored", path=str(self._path), reason=str(error))

@@ -67,7 +67,7 @@ class Place(ABC):
         return set()
 
     def ignored(self) -> list[Ignored]:
-        """What the last `copies` ignored."""
+        """The files that the last `copies` ignored, with reasons."""
         return []
 
 
@@ -200,8 +200,10 @@ class StoragePlace(Place):
             Ignored(self.file_path(key.manifest), f"cannot be read at the moment: {why}", self, key)
             for key, why in unread.items()
         ]
+        parted = self.store.parted
+        self._ignored += [Ignored(self.file_path(key.manifest), why, self, key) for key, why in parted.items()]
         for key in filter(None, (parse_rank_manifest(entry.name) for entry in self._storage.entries())):
-            if key not in known and key not in unread:
+            if key not in known and key not in unread and key not in parted:
                 try:
                     found.append(self._unlisted(key))
                 except (FlyballError, OSError) as error:

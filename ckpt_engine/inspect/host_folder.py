@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flyball.contracts import wire
+from flyball.contracts.checkpoints import PeerTransport
 from flyball.contracts.errors import InvalidMessage
-from flyball.contracts.on_host.engine_wire import ENGINE_PID_FILE, Configure
+from flyball.contracts.on_host.engine_wire import ENGINE_PID_FILE, TRANSPORTS_FILE, Configure
 from flyball.contracts.on_host.segments import parse_segment, shm_prefix
 
 JOBS_FOLDER = "engine-jobs"
@@ -24,6 +25,7 @@ class HostFolder:
     configures: dict[str, Configure] = field(default_factory=dict)  # by job
     unreadable: dict[str, str] = field(default_factory=dict)  # file -> reason
     segment_jobs: frozenset[str] = frozenset()
+    transports: tuple[PeerTransport, ...] = ()  # of its newest engine
 
     @property
     def jobs(self) -> set[str]:
@@ -69,7 +71,15 @@ def read_host_folder(path: Path, shm_dir: str) -> HostFolder:
             unreadable[str(file)] = getattr(error, "message", str(error))
         else:
             configures[configure.placement.job] = configure
-    return HostFolder(path, prefix, configures, unreadable, frozenset(_segment_jobs(prefix)))
+    return HostFolder(path, prefix, configures, unreadable, frozenset(_segment_jobs(prefix)), _read_transports(path))
+
+
+def _read_transports(path: Path) -> tuple[PeerTransport, ...]:
+    """What carries shards to each peer; () if the engine wrote nothing that can be read."""
+    try:
+        return wire.decode((path / TRANSPORTS_FILE).read_bytes(), tuple[PeerTransport, ...])
+    except (OSError, InvalidMessage):
+        return ()
 
 
 def _segment_jobs(prefix: str) -> set[str]:

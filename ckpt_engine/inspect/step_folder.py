@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt_engine.format import manifest as manifests
-from ckpt_engine.format.manifest import MAX_MANIFEST_FILE_BYTES, Manifest
+from ckpt_engine.format import stored_layout
+from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.format.shard_names import MANIFEST_SUFFIX, step_folder
+from ckpt_engine.format.stored_layout import MAX_DESCRIPTION_BYTES
 from ckpt_engine.tiers.folder import FolderStorage
 from ckpt_engine.tiers.storage import Entry, StoredBytes
 from flyball.contracts.errors import CorruptShard
@@ -21,8 +22,7 @@ def first_manifest(folder: Path) -> Manifest | None:
     names = sorted(path.name for path in folder.iterdir() if path.match(f"rank*{MANIFEST_SUFFIX}"))
     for name in names:
         try:
-            content = FolderStorage(folder).read(name, MAX_MANIFEST_FILE_BYTES)
-            return manifests.decode(manifests.content_of_file(content, name))
+            return stored_layout.read_file(FolderStorage(folder).read(name, MAX_DESCRIPTION_BYTES), name).manifest
         except (CorruptShard, OSError):
             continue
     return None

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-
-import structlog
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_wire import GetShard, Reply, ShardVerdict
@@ -14,7 +12,11 @@ from ckpt_engine.counters import Counters
 from ckpt_engine.format import integrity
 from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.format.verified_read import ByteSource, MemorySink, MemorySource, read_verified
+from ckpt_engine.peers.broadcast.bandwidths import Way
+from ckpt_engine.peers.broadcast.broadcast_fill import BroadcastFill, ReceivedParts
+from ckpt_engine.peers.broadcast.broadcast_load import BroadcastLoad
 from ckpt_engine.peers.shard_transfer import receive_manifest, receive_payload
+from ckpt_engine.peers.source_trials import SourceTrials
 from ckpt_engine.peers.transport.pool import Dial
 from ckpt_engine.rules.fetch_order import FetchStep, fetch_order, source_generation
 from ckpt_engine.rules.memory_plan import MemoryPlan
@@ -22,18 +24,15 @@ from ckpt_engine.rules.slot_rules import SlotView, choose_slot
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments, PeerTier
 from ckpt_engine.tiers.shard_store import ShardStore
+from ckpt_engine.tiers.storage import StoredBytes
 from flyball.contracts.checkpoints import RestorePlan, Tier
 from flyball.contracts.errors import (
     CorruptShard,
     FlyballError,
     RestoreFailed,
-    StaleCommand,
     StorageFull,
-    Unreachable,
 )
 from flyball.contracts.recovery import Origin
-
-log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +46,12 @@ class Fetched:
     host_id: str
     socket_bytes: int
     path: str = ""
+    transport: str = ""  # between engines; '' from nearer by
+    tier_bytes: Mapping[Tier, int] = field(default_factory=dict)  # of a broadcast load: how much each tier gave
 
     @property
     def in_slot(self) -> bool:
         return self.slot >= 0
-
-
-_STORE_AWAY_S = 60.0  # how long an unreachable store is tried again
-_LOOK_AGAIN_S = 1.0
 
 
 class Fetcher:
@@ -71,15 +68,19 @@ class Fetcher:
         dial: Dial,
         settings: EngineSettings,
         counters: Counters,
+        broadcast: BroadcastLoad | None = None,
     ) -> None:
+        """`broadcast`: of the same step, if the job has a persistent tier."""
         self._generation = generation
         self._plan = plan
+        self._broadcast = broadcast
+        self._counters = counters
         self._memory = memory
         self._replicas = replicas
         self._disks = disks
         self._dial = dial
         self._settings = settings
-        self._counters = counters
+        self._trials = SourceTrials(generation, plan, disks=disks, counters=counters)
 
     def local_slot(self, entry: OpenSegments, reasons: list[str]) -> Fetched | None:
         """The rank's own slot, if it holds the step and every chunk is good. A bad slot is dropped, with the reason in
@@ -93,7 +94,7 @@ class Fetcher:
             integrity.verify(entry.segments.payload(view.index), manifest.chunk_digests, manifest.chunk_bytes)
         except CorruptShard as error:
             if entry.segments.unchanged(view):
-                self._demote(entry.rank, "local slot", error, reasons)
+                self._trials.demote(entry.rank, "local slot", error, reasons)
                 entry.segments.discard(view)
                 return None
             # Overwritten meanwhile: the trainer restored from it, and is two saves further already.
@@ -107,7 +108,9 @@ class Fetcher:
             return None
         try:
             with tier.reading(step.source.generation, self._plan.step, rank) as (manifest, _, stored):
-                size_bytes, path = manifest.payload_bytes, stored.local_path
+                size_bytes, path = manifest.payload_bytes, stored.shard_path
+                if path and self._shares(rank, step, stored):
+                    return None
                 return Fetched(-1, size_bytes, step.origin.tier, step.source.host_id, 0, path) if path else None
         except (FlyballError, OSError):
             return None  # `fetch` tries it again, and reports why
@@ -116,45 +119,11 @@ class Fetcher:
         """Fetch the rank's shard into a local slot, verified and committed. An unreachable store is tried again for a
         while. Raises RestoreFailed with the reasons of all sources, after those in `reasons`; StaleCommand if the
         generation ends."""
-        patience_s = min(_STORE_AWAY_S, self._generation.configure.spec.restore_timeout_s / 2)
-        deadline_s = time.monotonic() + patience_s
-        earlier = len(reasons)
-        is_away = True
-        while is_away:
-            del reasons[earlier:]
-            is_away = False
-            for step in fetch_order(self._plan, entry.rank, host_id=self._generation.host_id):
-                try:
-                    return self._try(entry, step)
-                except StaleCommand:
-                    raise
-                except (FlyballError, OSError) as error:
-                    where = f"{step.source.tier} of {step.source.host_id or 'the store'}"
-                    self._demote(entry.rank, where, error, reasons)
-                    is_away = is_away or (step.origin is Origin.PERSISTENT and self._is_away(error))
-            is_away = is_away and time.monotonic() < deadline_s
-            if is_away and self._generation.ended.wait(_LOOK_AGAIN_S):
-                raise StaleCommand("The restore was given up: a newer generation began.")
-        raise RestoreFailed(
-            f"No source has step {self._plan.step} of rank {entry.rank}. "
-            + (" ".join(reasons) or "The restore plan names none."),
-            hint="nothing to do: the controller chooses an older recovery point",
-        )
 
-    def _is_away(self, error: FlyballError | OSError) -> bool:
-        """Whether the store is merely unreachable, and may have the step. A share that is not mounted looks like an
-        empty folder."""
-        if not isinstance(error, FileNotFoundError):
-            return isinstance(error, OSError | Unreachable)
-        try:
-            return self._disks[Tier.PERSISTENT].is_empty()
-        except (FlyballError, OSError):
-            return True
+        def steps() -> tuple[FetchStep, ...]:
+            return fetch_order(self._plan, entry.rank, host_id=self._generation.host_id)
 
-    def _demote(self, rank: int, where: str, error: FlyballError | OSError, reasons: list[str]) -> None:
-        reasons.append(f"{where}: {error.message if isinstance(error, FlyballError) else error}")
-        self._counters.add("corrupt_copies" if isinstance(error, CorruptShard) else "restore_sources_skipped")
-        log.warning("restore_source_skipped", rank=rank, step=self._plan.step, reason=reasons[-1])
+        return self._trials.first(entry.rank, steps, partial(self._try, entry), reasons)
 
     def _try(self, entry: OpenSegments, step: FetchStep) -> Fetched:
         if step.origin is Origin.LOCAL_REPLICA:
@@ -171,7 +140,7 @@ class Fetcher:
             view, manifest, manifest_bytes = found
             source = MemorySource(replica.segments.payload(view.index))
 
-            def copy(target: memoryview) -> None:
+            def copy(target: memoryview, _slot: int) -> None:
                 try:
                     self._copy(source, manifest, target)
                 except CorruptShard:
@@ -184,16 +153,66 @@ class Fetcher:
         tier = self._disks.get(step.source.tier)
         if tier is None:
             raise RestoreFailed("the job has no such tier.")
-        with tier.reading(step.source.generation, self._plan.step, entry.rank) as (manifest, manifest_bytes, stored):
+        rank = entry.rank
+        with tier.reading(step.source.generation, self._plan.step, rank) as (manifest, manifest_bytes, stored):
+            received: list[ReceivedParts] = []
 
-            def copy(target: memoryview) -> None:
+            def copy(target: memoryview, slot: int) -> None:
                 try:
-                    self._copy(stored, manifest, target)
+                    if self._broadcast is not None and self._shares(rank, step, stored):
+                        if self._broadcast.manifest(rank) != manifest:  # the chunks are verified by that one
+                            raise RestoreFailed("the stored shard was replaced meanwhile.")
+                        received.append(self._fill(self._broadcast, rank, slot, stored, target))
+                    elif self._broadcast is not None and step.origin is Origin.PERSISTENT:
+                        with self._broadcast.bandwidths.measuring(Way.STORE) as count:
+                            self._copy(stored, manifest, target)
+                            count(len(target))
+                        self._counters.add("store_bytes_read", len(target))
+                    else:
+                        self._copy(stored, manifest, target)
                 except CorruptShard:
-                    tier.distrust(step.source.generation, self._plan.step, entry.rank)
+                    tier.distrust(step.source.generation, self._plan.step, rank)
                     raise
 
-            return self._commit(entry, step, manifest, manifest_bytes, copy)
+            fetched = self._commit(entry, step, manifest, manifest_bytes, copy)
+            if self._broadcast is not None and step.origin is Origin.PERSISTENT:
+                self._broadcast.bandwidths.store()
+            return self._with_parts(fetched, received[0]) if received else fetched
+
+    def _shares(self, rank: int, step: FetchStep, stored: StoredBytes) -> bool:
+        """Whether the hosts share the reading of the step."""
+        if self._broadcast is None or step.origin is not Origin.PERSISTENT:
+            return False
+        return self._broadcast.choice(rank, stored).shares
+
+    def _fill(
+        self, broadcast: BroadcastLoad, rank: int, slot: int, stored: StoredBytes, target: memoryview
+    ) -> ReceivedParts:
+        fill = BroadcastFill(
+            broadcast,
+            self._generation,
+            rank,
+            stored=stored,
+            target=target,
+            memory=self._memory,
+            dial=self._dial,
+            settings=self._settings,
+            counters=self._counters,
+        )
+        return fill.run(slot)
+
+    def _with_parts(self, fetched: Fetched, received: ReceivedParts) -> Fetched:
+        parts = {
+            Tier.PERSISTENT: received.store_bytes,
+            Tier.PEER: received.host_bytes,
+            Tier.MEMORY: received.here_bytes,
+        }
+        return replace(
+            fetched,
+            socket_bytes=received.socket_bytes,
+            transport=received.transport,
+            tier_bytes={tier: size_bytes for tier, size_bytes in parts.items() if size_bytes},
+        )
 
     def _from_engine(self, entry: OpenSegments, step: FetchStep) -> Fetched:
         wanted = GetShard(self._generation.job, step.source.generation, self._plan.step, entry.rank)
@@ -212,20 +231,19 @@ class Fetcher:
                 shard_bytes=reply.shard_bytes,
             )
 
-            def copy(target: memoryview) -> None:
-                receive_payload(connection, manifest, target, superseded=self._generation.ended.is_set)
+            def copy(target: memoryview, slot: int) -> None:
+                with entry.segments.open_written(slot) as descriptor, connection.land_in(descriptor):
+                    receive_payload(connection, manifest, target, superseded=self._generation.ended.is_set)
 
             fetched = self._commit(entry, step, manifest, manifest_bytes, copy)
             tier = Tier.DISK if reply.tier is Tier.DISK else fetched.tier
-            return Fetched(fetched.slot, fetched.size_bytes, tier, fetched.host_id, connection.bytes_received)
+            return replace(
+                fetched, tier=tier, socket_bytes=connection.bytes_received, transport=str(connection.transport)
+            )
 
     def _copy(self, source: ByteSource, manifest: Manifest, target: memoryview) -> None:
         """Fill `target` with verified bytes. Raises CorruptShard, OSError, StaleCommand."""
-        read_verified(source, manifest, MemorySink(target, before=self._check_wanted))
-
-    def _check_wanted(self) -> None:
-        if self._generation.ended.is_set():
-            raise StaleCommand("The restore was given up: a newer generation began.")
+        read_verified(source, manifest, MemorySink(target, before=self._trials.check_wanted))
 
     def _commit(
         self,
@@ -233,10 +251,10 @@ class Fetcher:
         step: FetchStep,
         manifest: Manifest,
         manifest_bytes: bytes,
-        copy: Callable[[memoryview], None],
+        copy: Callable[[memoryview, int], None],
     ) -> Fetched:
-        """Commit a free slot that `copy` has filled with verified bytes."""
-        self._check_wanted()
+        """Commit a free slot that `copy(its memory, its index)` has filled with verified bytes."""
+        self._trials.check_wanted()
         segments = entry.segments
         with entry.writing:
             slot = self._free_slot(segments.slots())
@@ -248,7 +266,7 @@ class Fetcher:
             target = segments.begin_write(slot.index, manifest.generation, manifest.step, manifest.payload_bytes, plan)
             began = segments.control.slot(slot.index)
             try:
-                copy(target)
+                copy(target, slot.index)
                 if not segments.unchanged(began):
                     raise CorruptShard("the slot was overwritten while it was being filled.")
                 segments.mark_captured(slot.index)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable
 
 import structlog
 
-from ckpt_engine.contracts.peer_wire import Ping, RankSteps, Reply, ShardVerdict, WorldStep
+from ckpt_engine.contracts.peer_wire import Ping, Reply, SavedSteps, ShardVerdict, WorldStep
 from ckpt_engine.counters import Counters
 from ckpt_engine.peers.transport.pool import Dial
 from ckpt_engine.peers.transport.port import Connection
@@ -27,7 +27,7 @@ from flyball.contracts.reports.testimony import Testimony
 
 log = structlog.get_logger()
 
-StateMessage = WorldStep | RankSteps
+StateMessage = WorldStep | SavedSteps
 Key = tuple[str, Hashable]  # the job, and what the message is about
 _BUSY_GROWTH = 1.5  # of the pause before a message is offered again, up to the ping interval
 
@@ -246,6 +246,11 @@ class PeerLinks:
         with self._lock:
             link = self._links.get(host_id)
         return 0.0 if link is None else link.down_s
+
+    def targets(self) -> frozenset[str]:
+        """The hosts that have a link."""
+        with self._lock:
+            return frozenset(self._links)
 
     def unreachable(self) -> tuple[str, ...]:
         """Peers whose connection broke and could not be restored so far."""

@@ -13,12 +13,14 @@ from ckpt_engine.contracts.peer_wire import Reply
 from ckpt_engine.counters import Counters
 from ckpt_engine.peers.links import PeerLinks
 from ckpt_engine.peers.replication import Offer, send_replica
+from ckpt_engine.peers.shard_transports import ShardTransports
 from ckpt_engine.peers.transport.handshake import introduce
 from ckpt_engine.peers.transport.pool import ConnectionPool
 from ckpt_engine.peers.transport.port import ByteCounters, Connection, Identity
 from ckpt_engine.peers.transport.tcp import connect_tcp, split_address
 from ckpt_engine.rules.rate_limit import RateLimit
 from ckpt_engine.settings import EngineSettings
+from flyball.contracts.checkpoints import PeerTransport
 from flyball.contracts.errors import FlyballError, StaleCommand, Unreachable
 
 log = structlog.get_logger()
@@ -35,18 +37,24 @@ class PeerAccess:
         settings: EngineSettings,
         counters: Counters,
         total: ByteCounters,
+        transports: ShardTransports,
         on_up: Callable[[str], None],
     ) -> None:
-        """`on_up(host_id)` is called when a link to that host is made. `total` counts the bytes of all connections."""
+        """`on_up(host_id)` is called when a link to that host is made. `total` counts the bytes of TCP connections."""
         self._identity = identity
         self._token = token
         self._settings = settings
         self._total = total
         self._on_up = on_up
+        self._transports = transports
         self._addresses: dict[str, str] = {}  # host -> "ip:port"
         self._lock = threading.Lock()
         self._limit = RateLimit(settings.peer_bytes_per_s, monotonic_s=time.monotonic)
-        self._pool = ConnectionPool(self.dial, connections_per_peer=settings.pool_connections_per_peer)
+        self._pool = ConnectionPool(
+            self.dial_shards,
+            connections_per_peer=settings.pool_connections_per_peer,
+            is_outdated=transports.is_outdated,
+        )
         self.links = PeerLinks(
             dial=self.dial, on_up=self._link_is_up, on_lost=self._pool.abort, settings=settings, counters=counters
         )
@@ -68,15 +76,24 @@ class PeerAccess:
             self._addresses[peer.host_id] = peer.address
 
     def dial(self, host_id: str, address: str) -> Connection:
-        """A new connection, handshake done. With `address` '' the newest known one is called. Raises Unreachable,
+        """A new TCP connection, handshake done. With `address` '' the newest known one is called. Raises Unreachable,
         Unauthorized, InvalidMessage."""
+        return self._open(host_id, address)[0]
+
+    def dial_shards(self, host_id: str, address: str) -> Connection:
+        """`dial`, for shards: over the transport that both hosts can use. Raises RdmaRequired as well."""
+        connection = self._transports.choose(*self._open(host_id, address))
+        return connection if connection is not None else self._open(host_id, address)[0]
+
+    def _open(self, host_id: str, address: str) -> tuple[Connection, bytes]:
+        """A new TCP connection, and its key."""
         with self._lock:
             known = address or self._addresses.get(host_id, "")
         if not known:
             raise Unreachable(f"The address of {host_id}'s engine is not known.", hint="check that its engine runs")
         connection = connect_tcp(known, settings=self._settings, total=self._total)
         try:
-            introduce(
+            key = introduce(
                 connection, identity=self._identity, token=self._token, timeout_s=self._settings.handshake_timeout_s
             )
         except FlyballError:
@@ -88,11 +105,15 @@ class PeerAccess:
                 f"The engine at {known} belongs to {connection.peer.host_id}, not to {host_id}.",
                 hint="nothing to do: the address is corrected when that host reports, or by the next placement",
             )
-        return connection
+        return connection, key
 
     def dial_newest(self, host_id: str) -> Connection:
         """`dial` at the newest address, whatever a placement said."""
         return self.dial(host_id, "")
+
+    def transports(self) -> tuple[PeerTransport, ...]:
+        """What carries the shards to and from the linked hosts."""
+        return self._transports.about(self.links.targets())
 
     def put_replica(self, generation: HostGeneration, host_id: str, offer: Offer) -> Reply:
         """Offer a shard to a peer, within the bandwidth limit. Raises StaleCommand as soon as the generation ends."""

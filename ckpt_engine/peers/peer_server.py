@@ -8,17 +8,20 @@ from functools import partial
 
 import structlog
 
-from ckpt_engine.contracts.peer_wire import PeerRequest
+from ckpt_engine.contracts.peer_wire import OfferQueuePair, PeerRequest
 from ckpt_engine.counters import Counters
 from ckpt_engine.peers.transport.handshake import admit, refuse
 from ckpt_engine.peers.transport.port import Connection, Identity, Listener
+from ckpt_engine.peers.transport.upgrade import check_offer, refuse_offer
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.worker_thread import WorkerThread
-from flyball.contracts.errors import FlyballError, Unauthorized, Unreachable
+from flyball.contracts.errors import FlyballError, InvalidMessage, Unauthorized, Unreachable
 
 log = structlog.get_logger()
 
 Handler = Callable[[Connection, PeerRequest], None]
+AnswerOffer = Callable[[Connection, OfferQueuePair, bytes], Connection]  # the connection to go on with
+_Request = PeerRequest | OfferQueuePair
 
 _PER_LINKED_HOST = 2  # its link, and a connection for shards that is being opened or closed
 _REFUSAL_TIMEOUT_S = 0.05  # the frame fits into the socket's empty buffer
@@ -41,8 +44,10 @@ class PeerServer:
         counters: Counters,
         handle: Handler,
         on_hello: Callable[[Identity], None],
+        answer_offer: AnswerOffer | None = None,
     ) -> None:
-        """`handle` answers one request on its connection. `on_hello` gets who connected, and its address."""
+        """`handle` answers one request on its connection. `on_hello` gets who connected, and its address.
+        `answer_offer` gets an offered queue pair, and the connection's key; None: all are refused."""
         self._listener = listener
         self._identity = identity
         self._token = token
@@ -50,6 +55,7 @@ class PeerServer:
         self._counters = counters
         self._handle = handle
         self._on_hello = on_hello
+        self._answer_offer = answer_offer or self._refuse_offer
         self._capacity = settings.max_connections
         self._strangers: dict[Connection, None] = {}  # have not shown the token yet; oldest first
         self._known: set[Connection] = set()
@@ -141,21 +147,42 @@ class PeerServer:
             except FlyballError as error:
                 log.debug("refusal_not_sent", remote=remote, reason=error.message)
 
+    def _upgrade(self, connection: Connection, offer: OfferQueuePair, key: bytes) -> Connection:
+        """Raises Unreachable if the server was closed meanwhile."""
+        upgraded = self._answer_offer(connection, offer, key)
+        with self._lock:
+            self._known.discard(connection)
+            if not (closing := self._thread.stopping):
+                self._known.add(upgraded)  # `close` breaks it
+        if closing:
+            upgraded.close()
+            raise Unreachable("The engine is being ended.")
+        return upgraded
+
+    def _refuse_offer(self, connection: Connection, offer: OfferQueuePair, key: bytes) -> Connection:
+        check_offer(connection, offer, key=key)
+        refuse_offer(connection, "it takes no queue pairs", key=key, timeout_s=self._settings.handshake_timeout_s)
+        return connection
+
     def _serve(self, connection: Connection, remote: str, context: dict[str, object]) -> None:
         try:
-            with connection:
-                admit(
-                    connection,
-                    identity=self._identity,
-                    token=self._token,
-                    timeout_s=self._settings.handshake_timeout_s,
-                    on_shown=partial(self._let_in, connection),
-                )
-                context["peer"] = connection.peer.host_id
-                self._on_hello(connection.peer)
-                while True:
-                    request: PeerRequest = connection.receive(PeerRequest, timeout_s=self._settings.idle_timeout_s)  # type: ignore[arg-type]  # a union is no type[T]
+            key = admit(
+                connection,
+                identity=self._identity,
+                token=self._token,
+                timeout_s=self._settings.handshake_timeout_s,
+                on_shown=partial(self._let_in, connection),
+            )
+            context["peer"] = connection.peer.host_id
+            self._on_hello(connection.peer)
+            while True:
+                request: _Request = connection.receive(_Request, timeout_s=self._settings.idle_timeout_s)  # type: ignore[arg-type]  # a union is no type[T]
+                if not isinstance(request, OfferQueuePair):
                     self._handle(connection, request)
+                elif key:
+                    connection, key = self._upgrade(connection, request, key), b""
+                else:
+                    raise InvalidMessage("A second queue pair was offered on one connection.")
         except Unreachable:
             log.debug("connection_ended", peer=connection.peer.host_id, remote=remote)
         except Unauthorized as error:
@@ -163,11 +190,13 @@ class PeerServer:
         except (FlyballError, OSError) as error:
             log.warning("connection_failed", peer=connection.peer.host_id, remote=remote, reason=str(error))
         finally:
+            connection.close()
             self._forget(connection)
             if connection.bytes_sent or connection.bytes_received:
                 log.info(
                     "connection_bytes",
                     peer=connection.peer.host_id,
+                    transport=str(connection.transport),
                     sent=connection.bytes_sent,
                     received=connection.bytes_received,
                 )

@@ -6,6 +6,7 @@ first, and then only for the chunks that changed.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from ckpt_engine.contracts.generation import HostGeneration, WorldView
@@ -51,8 +52,7 @@ def send_replica(connection: Connection, offer: Offer, *, settings: EngineSettin
         reply = connection.receive(Reply, timeout_s=settings.allocate_timeout_s)
         if reply.verdict is not ShardVerdict.SEND:
             return reply
-        if reply.wanted:
-            ranges = _wanted_ranges(reply.wanted, offer)
+        ranges = _wanted_ranges(reply.wanted, put.shard_bytes, offer.chunk_bytes)
     send_ranges(connection, offer.descriptor, ranges, piece_bytes=_piece_bytes(settings), pace=pace)
     return connection.receive(Reply, timeout_s=settings.io_timeout_s)
 
@@ -63,9 +63,12 @@ def _piece_bytes(settings: EngineSettings) -> int:
     return min(settings.transfer_bytes, max(limit // 8, _MIN_PIECE_BYTES)) if limit else settings.transfer_bytes
 
 
-def _wanted_ranges(bitmap: bytes, offer: Offer) -> list[tuple[int, int]]:
+def _wanted_ranges(bitmap: bytes, shard_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
+    """What to send after COMPARE. An empty bitmap: everything."""
+    if not bitmap:
+        return [(0, shard_bytes)]
     try:
-        return changed_chunks.ranges(bitmap, offer.put.shard_bytes, offer.chunk_bytes)
+        return changed_chunks.ranges(bitmap, shard_bytes, chunk_bytes)
     except ValueError as error:
         raise InvalidMessage(f"The peer asked for chunks that do not exist: {error}") from error
 
@@ -132,21 +135,26 @@ def _receive_into(
     except MemoryTooSmall as error:
         return Reply(ShardVerdict.ERROR, str(error)[:4096])
     try:
-        connection.send(Reply(ShardVerdict.COMPARE if held else ShardVerdict.SEND), timeout_s=settings.io_timeout_s)
-        manifest, manifest_bytes = _receive_manifest(connection, put, generation.run)
-        reach("engine.replica")
-        wanted = None
-        if held:
-            wanted = _take_over(held, manifest, target)
-            chunks = chunk_count(put.shard_bytes, manifest.chunk_bytes)
-            bitmap = b"" if wanted is None else changed_chunks.encode_bitmap(wanted, chunks)
-            connection.send(Reply(ShardVerdict.SEND, wanted=bitmap), timeout_s=settings.io_timeout_s)
-        before = connection.bytes_received
-        receive_payload(
-            connection, manifest, target, superseded=generation.ended.is_set, read_to_end=True, chunks=wanted
-        )
-        unchanged_bytes = put.shard_bytes - (connection.bytes_received - before)
-        segments.mark_captured(slot.index)
+        with segments.open_written(slot.index) as descriptor, ExitStack() as granted:
+            if not held:
+                granted.enter_context(connection.expect(descriptor, [(0, put.shard_bytes)]))
+            connection.send(Reply(ShardVerdict.COMPARE if held else ShardVerdict.SEND), timeout_s=settings.io_timeout_s)
+            manifest, manifest_bytes = _receive_manifest(connection, put, generation.run)
+            reach("engine.replica")
+            wanted = None
+            if held:
+                wanted = _take_over(held, manifest, target)
+                chunks = chunk_count(put.shard_bytes, manifest.chunk_bytes)
+                bitmap = b"" if wanted is None else changed_chunks.encode_bitmap(wanted, chunks)
+                ranges = _wanted_ranges(bitmap, put.shard_bytes, manifest.chunk_bytes)
+                granted.enter_context(connection.expect(descriptor, ranges))
+                connection.send(Reply(ShardVerdict.SEND, wanted=bitmap), timeout_s=settings.io_timeout_s)
+            before = connection.bytes_received
+            receive_payload(
+                connection, manifest, target, superseded=generation.ended.is_set, read_to_end=True, chunks=wanted
+            )
+            unchanged_bytes = put.shard_bytes - (connection.bytes_received - before)
+        segments.mark_captured(slot.index)  # the peer can write to it no more
         segments.commit(segments.control.slot(slot.index), manifest_bytes)
     except CorruptShard as error:
         segments.drop(slot.index)

@@ -8,14 +8,15 @@ import xxhash
 
 from ckpt_engine.format import integrity
 from ckpt_engine.format import manifest as manifests
+from ckpt_engine.format.chunk_runs import chunk_range
 from ckpt_engine.format.manifest import Manifest
-from ckpt_engine.peers.transport.port import Connection
-from ckpt_engine.tiers.storage import StoredBytes
+from ckpt_engine.peers.transport.port import Connection, Ranges
 from flyball.contracts.errors import CorruptShard, StaleCommand
 from flyball.contracts.fault_points import reach
 
-Ranges = Sequence[tuple[int, int]]  # (offset, bytes), in order
 Pace = Callable[[int], None]  # called with a number of bytes before they are sent; may wait, or raise
+Read = Callable[[memoryview, int], None]  # as StoredBytes.read_into
+Take = Callable[[int, memoryview], None]  # the number of a verified chunk, and its bytes, which are valid meanwhile
 
 
 def send_ranges(connection: Connection, descriptor: int, ranges: Ranges, *, piece_bytes: int, pace: Pace) -> None:
@@ -28,14 +29,14 @@ def send_ranges(connection: Connection, descriptor: int, ranges: Ranges, *, piec
             connection.send_file(descriptor, start, count)
 
 
-def send_stored(connection: Connection, manifest: bytes, stored: StoredBytes, *, piece_bytes: int) -> None:
-    """Send a manifest, then its shard from a store. Raises OSError or FlyballError if it cannot be read to its end."""
-    send_manifest(connection, manifest)
-    buffer = memoryview(bytearray(min(piece_bytes, stored.size_bytes)))
-    for begin in range(0, stored.size_bytes, piece_bytes):
-        piece = buffer[: min(piece_bytes, stored.size_bytes - begin)]
-        stored.read_into(piece, begin)
-        connection.send_raw(piece)
+def send_stored(connection: Connection, read: Read, ranges: Ranges, *, piece_bytes: int) -> None:
+    """Send parts of a shard from a store. Raises OSError or FlyballError if they cannot be read to their end."""
+    buffer = memoryview(bytearray(min(piece_bytes, max((size for _, size in ranges), default=0))))
+    for offset, size_bytes in ranges:
+        for begin in range(offset, offset + size_bytes, piece_bytes):
+            piece = buffer[: min(piece_bytes, offset + size_bytes - begin)]
+            read(piece, begin)
+            connection.send_raw(piece)
 
 
 def send_manifest(connection: Connection, manifest: bytes) -> None:
@@ -108,3 +109,20 @@ def receive_payload(
             corrupt = corrupt or error
     if corrupt is not None:
         raise corrupt
+
+
+def receive_chunks(
+    connection: Connection, manifest: Manifest, chunks: Sequence[int], take: Take, *, superseded: Callable[[], bool]
+) -> None:
+    """Receive some chunks in order, and hand over each that matches the manifest. Raises CorruptShard at the first that
+    does not; the connection must be closed then. Raises StaleCommand as soon as `superseded()`."""
+    buffer = memoryview(bytearray(min(manifest.chunk_bytes, manifest.payload_bytes)))
+    for position, index in enumerate(chunks):
+        if superseded():
+            raise StaleCommand("The transfer was given up: a newer generation began.")
+        if position == len(chunks) // 2:
+            reach("engine.chunks_half")
+        chunk = buffer[: chunk_range(index, manifest)[1]]
+        connection.receive_raw(chunk)
+        integrity.check_chunk(chunk, index, manifest.chunk_digests)
+        take(index, chunk)

@@ -75,7 +75,7 @@ class Coordinator:
 
     @property
     def namings(self) -> tuple[TierNaming, ...]:
-        """What the disk tiers have to write and keep, as far as it is known."""
+        """The steps that the disk tiers have to write and keep, as far as they are known."""
         return tuple(naming for schedule in self.schedules if (naming := schedule.naming) is not None)
 
     @property
@@ -141,7 +141,7 @@ class Coordinator:
         return (self.abandoned, self.abandoned_upto) != before
 
     def tiers_reported(self, rank: int, reports: Iterable[TierReport]) -> bool:
-        """What a rank has in the disk tiers. True if there is news for all."""
+        """Take in what a rank has in the disk tiers. True if there is news for all."""
         before = self.namings
         for report in reports:
             for schedule in self.schedules:
@@ -151,7 +151,7 @@ class Coordinator:
         return self.namings != before
 
     def seals_reported(self, report: TierReport) -> bool:
-        """Which world manifests exist. True if there is news for all."""
+        """Take in which world manifests exist. True if there is news for all."""
         before = self.namings
         for schedule in self.schedules:
             if schedule.tier is report.tier:

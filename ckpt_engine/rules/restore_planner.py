@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 import msgspec
 
 from ckpt_engine.format.manifest import Manifest
-from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier, is_alive
+from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier, is_alive, world_size_of
 from flyball.contracts.identity import HostId, Rank, Step
 from flyball.contracts.recovery import NotUsable, Origin, by_nearness, is_within_reach, origin_of
 
@@ -97,15 +97,24 @@ def plan_step(
     manifests: Mapping[str, Manifest] | None = None,
     bandwidths: Bandwidths | None = None,
 ) -> StepPlan:
-    """Plan the restore of `step` for the wanted `layout`.
+    """Plan the restore of `step` for the wanted `layout`. If another number of ranks saved it (`lineage` says so), the
+    plan is for the shards of those, of which any host may need parts.
 
     `lineage` None: all generations count, and the newest complete one is taken. `engine_addresses` None: every host
     that is not lost can be reached. `sealed`: the (generation, step) with a world manifest; None: the inventory lists
-    no others. `manifests`, by the digest in a copy, supply the world size. Ranks whose home is lost are planned as if
-    they ran on a host without copies.
+    no others. `manifests`, by the digest in a copy, must say the same world size. Ranks whose home is lost are planned
+    as if they ran on a host without copies.
     """
-    at_step = sorted({copy for copy in copies if copy.step == step and copy.rank < layout.world_size})
-    home = {rank: host for rank, host in layout.home.items() if host not in lost_hosts}
+
+    def saved_by(generation: int) -> int:
+        return world_size_of(generation, lineage or (), of_job=layout.world_size)
+
+    def home_of(generation: int, rank: Rank) -> HostId:
+        """The host that restores the shard; '' if any may need it, or none is known."""
+        host = layout.home.get(rank, "") if saved_by(generation) == layout.world_size else ""
+        return "" if host in lost_hosts else host
+
+    at_step = sorted({copy for copy in copies if copy.step == step and copy.rank < saved_by(copy.generation)})
 
     def reason(copy: ShardCopy) -> NotUsable | None:
         if lineage is not None and not is_alive(copy.generation, step, lineage):
@@ -114,10 +123,11 @@ def plan_step(
             return NotUsable.NOT_SEALED
         if copy.tier is not Tier.PERSISTENT and copy.host_id in lost_hosts:
             return NotUsable.LOST_HOST
-        if engine_addresses is not None and not is_within_reach(copy, home.get(copy.rank, ""), engine_addresses):
+        home = home_of(copy.generation, copy.rank)
+        if engine_addresses is not None and not is_within_reach(copy, home, engine_addresses):
             return NotUsable.UNREACHABLE
         manifest = (manifests or {}).get(copy.digest)
-        if manifest is not None and manifest.world_size != layout.world_size:
+        if manifest is not None and manifest.world_size != saved_by(copy.generation):
             return NotUsable.OTHER_WORLD_SIZE
         return None
 
@@ -131,8 +141,8 @@ def plan_step(
         else:
             by_rank[copy.rank].append(UnusableCopy(copy, why or NotUsable.OTHER_GENERATION))
     shards = tuple(
-        _shard_plan(rank, home.get(rank, ""), usable[rank], by_rank[rank], bandwidths or Bandwidths())
-        for rank in range(layout.world_size)
+        _shard_plan(rank, home_of(generation, rank), usable[rank], by_rank[rank], bandwidths or Bandwidths())
+        for rank in range(saved_by(generation))
     )
     return StepPlan(step, generation, shards, _seconds(shards))
 

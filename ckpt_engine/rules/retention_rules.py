@@ -1,20 +1,28 @@
-"""Which copies in a disk tier may be removed. Pure."""
+"""Chooses the copies in a disk tier that may be removed. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
-from ckpt_engine.contracts.peer_wire import TierNaming
+from ckpt_engine.contracts.peer_wire import MAX_REPORTED_STEPS, TierNaming
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, TierPolicy, is_alive
 
-_BEYOND_KEPT = 16  # steps that some rank could not write, not removed yet
-
 _BEYOND_STORED = 16  # steps kept until the supervisor has stored one of them; as many as are reported
+_BEYOND_KEPT = 16 + _BEYOND_STORED  # others: steps that some rank could not write, not removed yet
 
 
-def reported_steps(policy: TierPolicy) -> int:
-    """How many of its newest steps a rank reports, so that the coordinator sees all that may have to be kept."""
-    return policy.keep_latest + _BEYOND_KEPT
+def reported_steps(held: Sequence[int], policy: TierPolicy) -> tuple[int, ...]:
+    """The steps that a rank reports of those it holds, oldest first, so that the coordinator sees all that may have to
+    be kept.
+
+    These are the newest ones, and as many of those that are no multiples of `keep_every`. Multiples stay for ever and
+    grow in number. A step that stays because newer ones are suspect must not get lost behind them: what is not reported
+    is removed. This needs no memory of what was kept, so it holds for a coordinator that was restarted too.
+    """
+    newest = slice(-policy.keep_latest - _BEYOND_KEPT, None)
+    every = policy.keep_every
+    others = [step for step in held if step % every] if every else []
+    return tuple(sorted({*held[newest], *others[newest]}))[-MAX_REPORTED_STEPS:]
 
 
 def newest_alive(

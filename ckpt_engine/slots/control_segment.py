@@ -316,7 +316,8 @@ class ControlSegment:
         self._fence()
         text = self._mapping[at.TEXT_OFFSET : at.TEXT_OFFSET + min(words[at.RESTORE_TEXT_BYTES], at.MAX_TEXT_BYTES)]
         content = text.decode(errors="replace").replace("\0", "?")  # paths have none
-        is_file = state is RestoreState.FILE or (state is RestoreState.READY and words[at.RESTORE_SLOT] < 0)
+        has_path = state in (RestoreState.FILE, RestoreState.FOLDER)
+        has_path = has_path or (state is RestoreState.READY and words[at.RESTORE_SLOT] < 0)
         return RestoreWords(
             generation=generation,
             state=state,
@@ -324,8 +325,8 @@ class ControlSegment:
             slot=words[at.RESTORE_SLOT],
             tier=_TIERS[words[at.RESTORE_TIER] % len(_TIERS)],
             socket_bytes=words[at.RESTORE_SOCKET_BYTES],
-            error="" if is_file else content,
-            path=content if is_file else "",
+            error="" if has_path else content,
+            path=content if has_path else "",
         )
 
     def restore_answer(self, generation: int) -> RestoreAnswer:
@@ -367,6 +368,14 @@ class ControlSegment:
         """Report how far this trainer is with the restore. After READING_FILE, check `read_restore` again."""
         self._words[at.RESTORE_ANSWER] = generation * len(RestoreAnswer) + answer
         self._fence()
+
+    def ask_for_layout(self, generation: int) -> None:
+        """The state of this trainer has another layout than its shard: it needs those of all ranks."""
+        self._words[at.LAYOUT_ASKED] = generation + 1
+
+    def asks_for_layout(self, generation: int) -> bool:
+        """Whether the trainer of `generation` has called `ask_for_layout`."""
+        return self._words[at.LAYOUT_ASKED] == generation + 1
 
     def emergency_step(self, generation: int) -> int:
         """The step at which this generation must save and park, -1 if there is none."""

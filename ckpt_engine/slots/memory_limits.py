@@ -1,24 +1,16 @@
-"""What this host allows slots: how much memory (file system, machine, cgroup, configured limit), and huge pages."""
+"""How much memory this host allows slots: file system, machine, cgroup, configured limit."""
 
 from __future__ import annotations
 
-import functools
-import logging
 import os
-import re
 from pathlib import Path
 
 from ckpt_engine.rules.memory_plan import MemoryPlan, readable_size
 from flyball.contracts.errors import MemoryTooSmall
 
-_log = logging.getLogger("flyball.engine")
-
 _MEMINFO = Path("/proc/meminfo")
 _SELF_CGROUP = Path("/proc/self/cgroup")
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
-_SYSTEM_SWITCH = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-_MOUNTS = Path("/proc/self/mountinfo")
-_ALLOWING = ("advise", "always", "within_size")
 
 
 def check_room(directory: str, needed_bytes: int, plan: MemoryPlan, limit_bytes: int = 0) -> None:
@@ -53,7 +45,7 @@ def available_memory(directory: str) -> dict[str, int]:
 
 
 def cgroup_available(membership: str, root: Path) -> int | None:
-    """What the tightest memory cgroup above this process leaves over (versions 1 and 2); None without a limit.
+    """Bytes that the tightest memory cgroup above this process leaves over (versions 1 and 2); None without a limit.
 
     `membership` is the text of /proc/self/cgroup. In a container its paths may not exist below `root`; then `root`
     itself is the container's own cgroup.
@@ -95,54 +87,3 @@ def _statistic(path: Path, name: str) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith(name + " ")), 0)
-
-
-# --- huge pages: 2 MiB in place of 4 KiB; the mount decides ---
-
-
-@functools.cache
-def allows_huge_pages(directory: str) -> bool:
-    """Whether files in `directory` get huge pages if they ask for them. If not, the log says why, once."""
-    reason = why_no_huge_pages(directory, os.fsdecode(_MOUNTS.read_bytes()), _system_switch())
-    if reason:
-        _log.warning("the slots have ordinary pages: %s", reason)
-    return not reason
-
-
-def why_no_huge_pages(directory: str, mounts: str, system_switch: str) -> str:
-    """'' if a file in `directory` can have huge pages, else the reason and the remedy. `mounts` is the text of
-    /proc/self/mountinfo, `system_switch` the selected word of .../transparent_hugepage/shmem_enabled ('' without
-    it)."""
-    if system_switch in ("", "deny"):
-        return "this kernel has no transparent huge pages for shared memory, or denies them"
-    mount = _mount_of(os.path.realpath(directory), mounts)
-    if mount is None:
-        return f"the mount of {directory} was not found"
-    point, file_system, options = mount
-    if file_system != "tmpfs":
-        return f"{directory} is on {file_system}, not on a tmpfs"
-    chosen = next((option.removeprefix("huge=") for option in options if option.startswith("huge=")), "never")
-    if chosen in _ALLOWING or system_switch == "force":
-        return ""
-    return f"{point} is mounted without them; `mount -o remount,huge=advise {point}` allows them"
-
-
-def _mount_of(directory: str, mounts: str) -> tuple[str, str, list[str]] | None:
-    """The mount of a folder: mount point, file system, file system options."""
-    best: tuple[str, str, list[str]] | None = None
-    for line in mounts.splitlines():
-        fields, _, rest = line.partition(" - ")
-        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields.split(" ")[4])  # \040 for a space
-        if directory == point or directory.startswith(point.rstrip("/") + "/"):
-            kind, _, options = rest.split(" ", 2)  # the source in between may be empty
-            if best is None or len(point) >= len(best[0]):  # of several mounts on one point the last one counts
-                best = point, kind, options.split(",")
-    return best
-
-
-def _system_switch() -> str:
-    try:
-        words = _SYSTEM_SWITCH.read_text().split()
-    except OSError:
-        return ""
-    return next((word.strip("[]") for word in words if word.startswith("[")), "")

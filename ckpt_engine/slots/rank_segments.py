@@ -10,7 +10,7 @@ import contextlib
 import logging
 import mmap
 import os
-from collections.abc import Collection, Container
+from collections.abc import Callable, Collection, Container, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,10 +43,11 @@ class SegmentOptions:
 
     memory_limit_bytes: int = 0
     huge_pages: bool = False
+    give_memory_back: Callable[[], None] = lambda: None  # of removed slots, where something else holds it
 
     @classmethod
-    def of(cls, settings: EngineSettings) -> SegmentOptions:
-        return cls(settings.memory_limit_bytes, settings.huge_pages)
+    def of(cls, settings: EngineSettings, *, give_memory_back: Callable[[], None] = lambda: None) -> SegmentOptions:
+        return cls(settings.memory_limit_bytes, settings.huge_pages, give_memory_back)
 
 
 class RankSegments:
@@ -97,16 +98,37 @@ class RankSegments:
             raise self._not_whole(view, len(payload))
         return payload
 
+    def path_of(self, index: int) -> str:
+        """The slot's file."""
+        return self.base + SLOT_SUFFIXES[index]
+
     def open_payload(self, index: int) -> int:
         """Open the slot's file, to read its bytes without a mapping. The caller closes the descriptor. Raises
         CorruptShard or OSError."""
+        return self._open(index, SlotState.CAPTURED, SlotState.COMMITTED)
+
+    def open_filled(self, index: int) -> int:
+        """`open_payload` also of a slot that is still being written. The reader knows which bytes are there."""
+        return self._open(index, SlotState.WRITING, SlotState.CAPTURED, SlotState.COMMITTED)
+
+    @contextlib.contextmanager
+    def open_written(self, index: int) -> Iterator[int]:
+        """The open file of a slot that is being written, for the body of the with statement. Raises as
+        `open_payload`."""
+        descriptor = self._open(index, SlotState.WRITING)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _open(self, index: int, *states: SlotState) -> int:
         view = self.control.slot(index)
         try:
             descriptor = segment_files.open_private(self.base + SLOT_SUFFIXES[index])
         except FileNotFoundError:
             raise self._not_whole(view, 0) from None
         size_bytes = os.fstat(descriptor).st_size
-        if view.state not in (SlotState.CAPTURED, SlotState.COMMITTED) or size_bytes != view.payload_bytes:
+        if view.state not in states or size_bytes != view.payload_bytes:
             os.close(descriptor)
             raise self._not_whole(view, size_bytes)
         return descriptor
@@ -285,8 +307,9 @@ class RankSegments:
         path = self.base + SLOT_SUFFIXES[index]
         self._mappings.pop(index, None)
         segment_files.remove(path)  # first, so that old and new need not fit side by side
+        self._options.give_memory_back()
         self._check_room(plan, max(payload_bytes, self._missing_bytes(plan)))
-        huge = self._options.huge_pages and memory_limits.allows_huge_pages(str(Path(path).parent))
+        huge = self._options.huge_pages and segment_files.allows_huge_pages(str(Path(path).parent))
         descriptor = segment_files.publish(
             path, payload_bytes, b"", reserve_bytes=payload_bytes, replace=True, huge_pages=huge
         )
@@ -299,7 +322,7 @@ class RankSegments:
         memory_limits.check_room(str(Path(self.base).parent), needed_bytes, plan, self._options.memory_limit_bytes)
 
     def _missing_bytes(self, plan: MemoryPlan) -> int:
-        """What the plan still needs beyond its job's existing slots. All ranks' needs count, because ranks start
+        """Bytes that the plan still needs beyond its job's existing slots. All ranks' needs count, because ranks start
         together, and each sees memory that the others are about to take."""
         folder, _, name = self.base.rpartition("/")
         prefix = f"{folder}/{name.partition('.')[0]}"

@@ -18,8 +18,7 @@ from pathlib import Path
 import structlog
 
 from ckpt_engine.counters import Counters
-from ckpt_engine.rules.reclaim_rules import is_reclaimable, unused_s
-from ckpt_engine.slots import segment_files
+from ckpt_engine.slots import restore_folders, segment_files
 from ckpt_engine.slots.control_file import boot_time_ns, other_layout, read_last_use, write_last_use
 from ckpt_engine.slots.rank_segments import RankSegments
 from ckpt_engine.worker_thread import WorkerThread
@@ -69,6 +68,7 @@ def remove_job(prefix: str, job: str) -> list[RankMemory]:
             f"The slots of {job} are in use: {ranks}.",
             hint="end the job first; its trainers and the host's engine have them open",
         )
+    restore_folders.remove_of_job(prefix, job)
     return removed
 
 
@@ -143,6 +143,10 @@ class Reclaimer:
         for name, path in _files(self._prefix):
             if name.maker_pid:
                 segment_files.remove_unfinished(str(path), name.maker_pid)
+        for job, folder in restore_folders.left(self._prefix):
+            if job not in self._known_jobs():
+                restore_folders.remove(folder)
+                log.info("restore_folder_reclaimed", job=job, folder=folder.name)
         removed: list[RankMemory] = []
         for memory in list_memory(self._prefix):
             if memory.job in self._known_jobs():
@@ -168,3 +172,17 @@ class Reclaimer:
         except OSError as error:  # the folder is gone, or not readable
             log.warning("segments_not_swept", reason=str(error))
         return self._interval_s
+
+
+# --- the rule ---
+
+
+def unused_s(last_use_ns: int, now_ns: int) -> float:
+    """Seconds since the last use, both in boot time. Zero if the last use is in the future: it dates from before a
+    reboot, in a folder that survived it, so the time to live begins again."""
+    return max(0, now_ns - last_use_ns) / 1e9
+
+
+def is_reclaimable(*, known: bool, in_use: bool, unused_s: float, ttl_s: float) -> bool:
+    """Whether segments can go: unknown to the engine, open in no process, unused for longer than the time to live."""
+    return not known and not in_use and unused_s > ttl_s

@@ -11,6 +11,8 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
+import logging
 import mmap
 import os
 import re
@@ -22,10 +24,15 @@ from ckpt_engine.rules.memory_plan import readable_size
 from flyball.contracts.errors import ConfigurationError, FlyballError, MemoryTooSmall
 from flyball.contracts.on_host.segments import SegmentName, parse_segment
 
+_log = logging.getLogger("flyball.engine")
+
 _UNFINISHED = ".new."  # and the pid of its maker
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; an error where a touch would be a SIGBUS
 _libc = ctypes.CDLL(None, use_errno=True)
 _NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EFAULT, errno.EDQUOT)  # EFAULT: what madvise calls a SIGBUS
+_SYSTEM_SWITCH = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_MOUNTS = Path("/proc/self/mountinfo")
+_ALLOWING = ("advise", "always", "within_size")  # values of the mount option huge=
 
 
 def own_segments(prefix: str) -> Iterator[tuple[SegmentName, os.stat_result]]:
@@ -164,7 +171,7 @@ def remove(path: str) -> None:
 def remove_unfinished(path: str, maker_pid: int) -> None:
     """Remove an unfinished file if its maker is dead. A live one may have begun as soon as the old file lost its name.
     The lock reveals a live maker in another pid namespace."""
-    if _is_running(maker_pid):
+    if is_running(maker_pid):
         return
     try:
         descriptor = open_private(path)
@@ -177,7 +184,8 @@ def remove_unfinished(path: str, maker_pid: int) -> None:
         os.close(descriptor)
 
 
-def _is_running(pid: int) -> bool:
+def is_running(pid: int) -> bool:
+    """Whether a process is alive. One in another pid namespace looks dead; locks keep it apart."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -222,3 +230,54 @@ def map_whole(descriptor: int, size_bytes: int, *, huge_pages: bool = False, is_
         for start in range(0, size_bytes, mmap.PAGESIZE):
             mapping[start] = mapping[start]
     return mapping
+
+
+# --- huge pages: 2 MiB in place of 4 KiB; the mount decides ---
+
+
+@functools.cache
+def allows_huge_pages(directory: str) -> bool:
+    """Whether files in `directory` get huge pages if they ask for them. If not, the log says why, once."""
+    reason = why_no_huge_pages(directory, os.fsdecode(_MOUNTS.read_bytes()), _system_switch())
+    if reason:
+        _log.warning("the slots have ordinary pages: %s", reason)
+    return not reason
+
+
+def why_no_huge_pages(directory: str, mounts: str, system_switch: str) -> str:
+    """'' if a file in `directory` can have huge pages, else the reason and the remedy. `mounts` is the text of
+    /proc/self/mountinfo, `system_switch` the selected word of .../transparent_hugepage/shmem_enabled ('' without
+    it)."""
+    if system_switch in ("", "deny"):
+        return "this kernel has no transparent huge pages for shared memory, or denies them"
+    mount = _mount_of(os.path.realpath(directory), mounts)
+    if mount is None:
+        return f"the mount of {directory} was not found"
+    point, file_system, options = mount
+    if file_system != "tmpfs":
+        return f"{directory} is on {file_system}, not on a tmpfs"
+    chosen = next((option.removeprefix("huge=") for option in options if option.startswith("huge=")), "never")
+    if chosen in _ALLOWING or system_switch == "force":
+        return ""
+    return f"{point} is mounted without them; `mount -o remount,huge=advise {point}` allows them"
+
+
+def _mount_of(directory: str, mounts: str) -> tuple[str, str, list[str]] | None:
+    """The mount of a folder: mount point, file system, file system options."""
+    best: tuple[str, str, list[str]] | None = None
+    for line in mounts.splitlines():
+        fields, _, rest = line.partition(" - ")
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields.split(" ")[4])  # \040 for a space
+        if directory == point or directory.startswith(point.rstrip("/") + "/"):
+            kind, _, options = rest.split(" ", 2)  # the source in between may be empty
+            if best is None or len(point) >= len(best[0]):  # of several mounts on one point the last one counts
+                best = point, kind, options.split(",")
+    return best
+
+
+def _system_switch() -> str:
+    try:
+        words = _SYSTEM_SWITCH.read_text().split()
+    except OSError:
+        return ""
+    return next((word.strip("[]") for word in words if word.startswith("[")), "")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import glob
 import itertools
 import os
 import secrets
-from collections.abc import Iterable
+import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from ckpt_engine.slots.segment_files import is_running
 from flyball.contracts.errors import StorageFull
 from flyball.contracts.fault_points import reach
 from flyball.state_folder import make_folder, sync_folder
@@ -18,6 +21,7 @@ from flyball.state_folder import make_folder, sync_folder
 UNFINISHED = ".new."  # in the name of a file being written; the writer's mark follows
 WRITER = f"{os.getpid()}-{secrets.token_hex(4)}"  # marks this process; a pid alone is reused
 _numbers = itertools.count()  # per file, so that two threads writing one path do not share a file
+_PRIVATE = 0o600
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LARGE_BYTES = 4 << 20  # larger files are reserved first, and bypass the page cache if possible
 _BLOCK_BYTES = 4096  # alignment of direct writes
@@ -29,39 +33,60 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
-def write_durably(path: Path, parts: Iterable[bytes | memoryview], *, size_bytes: int = 0) -> int:
-    """Write the parts in order to `path`, with mode 0600. Returns their size in bytes.
+def write_durably(
+    path: Path,
+    parts: Iterable[bytes | memoryview],
+    *,
+    size_bytes: int = 0,
+    mode: int = _PRIVATE,
+    before_rename: Callable[[], None] = lambda: None,
+) -> os.stat_result:
+    """Write the parts in order to `path`, with this mode. Returns the status of the file.
 
     `size_bytes`, if known, is reserved first, so that a full disk fails at the start. Large files are written directly
-    from the parts' memory if the file system can; that leaves other files in the page cache. Raises StorageFull or
-    OSError, and leaves no partial file.
+    from the parts' memory if the file system can; that leaves other files in the page cache. `before_rename` may raise:
+    then nothing is put in place. Raises StorageFull or OSError, and leaves no partial file.
     """
-    temporary = path.with_name(f".{path.name}{UNFINISHED}{WRITER}-{next(_numbers)}")
+    temporary = unfinished_path(path)
     try:
-        descriptor = _create(temporary)
+        descriptor = create_file(temporary)
         try:
+            if mode != _PRIVATE:
+                os.fchmod(descriptor, mode)
             if size_bytes >= _LARGE_BYTES:
-                _reserve(descriptor, size_bytes)
-                written = _Writer(descriptor, large=True).write(parts)
+                reserve(descriptor, size_bytes)
+                _Writer(descriptor, large=True).write(parts)
             else:
-                written = _Writer(descriptor, large=False).write(parts)
+                _Writer(descriptor, large=False).write(parts)
             os.fsync(descriptor)
+            before_rename()
+            reach("file.rename")
+            temporary.rename(path)
+            reach("file.renamed")
+            status = os.fstat(descriptor)
         finally:
             os.close(descriptor)
-        reach("file.rename")
-        temporary.rename(path)
-        reach("file.renamed")
         sync_folder(path.parent)
     except OSError as error:
-        if error.errno in _NO_ROOM:
-            raise StorageFull(
-                f"{path.parent} has no room for {path.name}: {error.strerror}.",
-                hint="free space there, keep fewer checkpoints, or use another folder",
-            ) from error
+        raise_if_full(path, error)
         raise
     finally:
         temporary.unlink(missing_ok=True)
-    return written
+    return status
+
+
+def unfinished_path(path: Path) -> Path:
+    """A new name beside `path`, for the file until it is complete. See `finished_name`."""
+    return path.with_name(f".{path.name}{UNFINISHED}{WRITER}-{next(_numbers)}")
+
+
+def raise_if_full(path: Path, error: OSError) -> None:
+    """Raise StorageFull if `error`, met while `path` was written, is a lack of space."""
+    if error.errno in _NO_ROOM:
+        raise StorageFull(
+            f"{path.parent} has no room for {path.name}: {error.strerror}.",
+            hint="free space there, keep fewer checkpoints, or use another folder",
+        ) from error
 
 
 def finished_name(name: str) -> str | None:
@@ -70,19 +95,34 @@ def finished_name(name: str) -> str | None:
     return final[1:] if separator and final.startswith(".") and not writer.startswith(WRITER) else None
 
 
-def _create(path: Path) -> int:
+def writer_pid(name: str) -> int:
+    """The process that wrote an unfinished file; 0 if the name does not say."""
+    text = name.rpartition(UNFINISHED)[2].partition("-")[0]
+    return int(text) if text.isascii() and text.isdigit() else 0
+
+
+def remove_left_folders(parent: Path, head: str) -> None:
+    """Remove the unfinished folders `head` + UNFINISHED + writer of processes that were killed."""
+    for path in parent.glob(f"{glob.escape(head + UNFINISHED)}*"):
+        if not is_running(writer_pid(path.name)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def create_file(path: Path) -> int:
+    """Create a private file for writing, and its folder if need be. Returns a descriptor."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     for _ in range(_ATTEMPTS - 1):
         try:
             make_folder(path.parent)
-            return os.open(path, flags, 0o600)
+            return os.open(path, flags, _PRIVATE)
         except FileNotFoundError:
             continue
     make_folder(path.parent)
-    return os.open(path, flags, 0o600)
+    return os.open(path, flags, _PRIVATE)
 
 
-def _reserve(descriptor: int, size_bytes: int) -> None:
+def reserve(descriptor: int, size_bytes: int) -> None:
+    """Reserve room for a new file, if the file system can. Raises OSError if there is none."""
     # Not os.posix_fallocate: without file system support the C library writes to every block.
     if _libc.fallocate(descriptor, 0, 0, size_bytes) != 0:
         number = ctypes.get_errno()
@@ -98,8 +138,7 @@ class _Writer:
         self._large = large
         self._direct = large and self._switch(direct=True)
 
-    def write(self, parts: Iterable[bytes | memoryview]) -> int:
-        """Returns the bytes written."""
+    def write(self, parts: Iterable[bytes | memoryview]) -> None:
         offset = 0
         for part in parts:
             rest = memoryview(part)
@@ -107,7 +146,6 @@ class _Writer:
                 count = self._write_some(rest, offset)
                 rest = rest[count:]
                 offset += count
-        return offset
 
     def _write_some(self, rest: memoryview, offset: int) -> int:
         if self._direct:

@@ -21,7 +21,10 @@ class _OpenFile(FileSource):
     def __init__(self, descriptor: int, path: Path, size_bytes: int) -> None:
         super().__init__(descriptor)
         self.size_bytes = size_bytes
-        self.local_path = str(path)
+        self.local_path = self.shard_path = str(path)
+
+    def read_exactly(self, target: memoryview, offset: int) -> None:
+        self.read_into(target, offset)
 
 
 class FolderStorage:

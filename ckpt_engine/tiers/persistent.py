@@ -120,7 +120,7 @@ class ObjectStorage:
 
     def remove_unfinished(self, wanted: Callable[[str], bool], folders: Iterable[str] = ("",)) -> list[str]:
         """Does nothing: obstore cannot list incomplete uploads. They are never listed as objects. The bucket needs a
-        lifecycle rule that ends them (docs/checkpoints.md)."""
+        lifecycle rule that ends them (docs/reference/checkpoints.md)."""
         del wanted, folders
         return []
 
@@ -156,14 +156,13 @@ class _OpenObject:
 
     def __init__(self, size_bytes: int, fetch: Callable[[int, int], memoryview]) -> None:
         self.size_bytes = size_bytes
-        self.local_path = ""
+        self.local_path = self.shard_path = ""
         self._fetch = fetch
         self._windows: dict[int, Future[memoryview]] = {}  # oldest first
         self._lock = threading.Lock()
 
     def read_into(self, target: memoryview, offset: int) -> None:
-        if offset + len(target) > self.size_bytes:
-            raise CorruptShard(f"An object of {self.size_bytes} bytes ends before byte {offset + len(target)}.")
+        self._check_end(offset + len(target))
         filled = 0
         while filled < len(target):
             window, begin = divmod(offset + filled, _WINDOW_BYTES)
@@ -171,6 +170,16 @@ class _OpenObject:
             count = min(len(target) - filled, len(data) - begin)
             target[filled : filled + count] = data[begin : begin + count]
             filled += count
+
+    def read_exactly(self, target: memoryview, offset: int) -> None:
+        self._check_end(offset + len(target))
+        for begin in range(0, len(target), _WINDOW_BYTES):
+            part = target[begin : begin + _WINDOW_BYTES]
+            part[:] = self._fetch(offset + begin, len(part))
+
+    def _check_end(self, end: int) -> None:
+        if end > self.size_bytes:
+            raise CorruptShard(f"An object of {self.size_bytes} bytes ends before byte {end}.")
 
     def _window(self, index: int) -> memoryview:
         wanted_now = range(index, index + 1 + _WINDOWS_AHEAD)

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
 import structlog
 
 from ckpt_engine.format import manifest as manifests
-from ckpt_engine.format import world_manifest
-from ckpt_engine.format.manifest import MAX_MANIFEST_FILE_BYTES, Manifest
+from ckpt_engine.format import stored_layout, world_manifest
+from ckpt_engine.format.manifest import MAX_MANIFEST_FILE_BYTES
 from ckpt_engine.format.shard_names import (
     PINNED,
     ShardKey,
@@ -29,7 +28,9 @@ from ckpt_engine.format.shard_names import (
     world_manifest_name,
 )
 from ckpt_engine.format.step_listing import StepKey
-from ckpt_engine.format.world_manifest import WorldManifest
+from ckpt_engine.format.stored_layout import MAX_DESCRIPTION_BYTES, StoredShard
+from ckpt_engine.tiers.composed_bytes import check_size
+from ckpt_engine.tiers.listing import UNKNOWN, Listing
 from ckpt_engine.tiers.storage import Entry, Storage
 from ckpt_engine.worker_thread import WorkerThread
 from flyball.contracts.checkpoints import ShardCopy, Tier
@@ -38,89 +39,6 @@ from flyball.contracts.errors import CorruptShard, FlyballError, Unreachable
 log = structlog.get_logger()
 
 _READERS = 16  # of manifests, in parallel
-UNKNOWN = ""  # the version of what this process wrote; the next listing reads it
-
-
-@dataclass
-class Listing:
-    """The content of a storage, each entry with the version of the object that describes it."""
-
-    copies: dict[ShardKey, tuple[str, ShardCopy]] = field(default_factory=dict)
-    worlds: dict[StepKey, tuple[str, WorldManifest | None]] = field(
-        default_factory=dict
-    )  # None: exists, but is unusable
-    unread: dict[ShardKey, str] = field(default_factory=dict)  # -> why its manifest cannot be read at the moment
-    unread_worlds: set[StepKey] = field(default_factory=set)  # entries of `worlds` that may be good
-    bare: set[ShardKey] = field(default_factory=set)  # shards without manifest: their writer, or remover, died
-    broken: set[ShardKey] = field(
-        default_factory=set
-    )  # shards that do not match their manifest, or whose manifest is bad
-    steps: set[StepKey] = field(default_factory=set)  # with a folder
-
-    def put(self, key: ShardKey, copy: ShardCopy) -> None:
-        """This process wrote the copy."""
-        self.forget(key)
-        self.copies[key] = (UNKNOWN, copy)
-
-    def forget(self, key: ShardKey) -> None:
-        """Drop all that is known about a shard."""
-        for known in (self.copies, self.unread):
-            known.pop(key, None)
-        for keys in (self.bare, self.broken):
-            keys.discard(key)
-
-    def counting_steps(self, tier: Tier) -> set[StepKey]:
-        """The steps whose copies may count: in the persistent tier, those with a world manifest."""
-        if tier is Tier.PERSISTENT:
-            return {step for step, (_, world) in self.worlds.items() if world is not None}
-        return {(key.generation, key.step) for key in self.copies}
-
-    def counting(
-        self,
-        tier: Tier,
-        *,
-        ranks: Collection[int] | None,
-        distrusted: Collection[ShardKey],
-        steps: Collection[StepKey] | None = None,
-    ) -> list[ShardCopy]:
-        """The copies of these steps (None: all) that can be restored. `ranks`: whose shards were checked, None for all.
-        The shards of other ranks, and unread ones, count if a world manifest names them."""
-        wanted = self.counting_steps(tier) if steps is None else steps
-        known = [(key, copy) for key, (_, copy) in self.copies.items() if (key.generation, key.step) in wanted]
-        if tier is not Tier.PERSISTENT:
-            return [copy for _, copy in known]
-        worlds = {step: world for step in wanted if (world := self.worlds[step][1]) is not None}
-        found = [copy for key, copy in known if worlds[key.generation, key.step].names(key.rank, copy.digest)]
-        if ranks is not None:
-            for step, world in worlds.items():
-                for rank in range(len(world.digests)):
-                    key = ShardKey(*step, rank)
-                    is_checked = rank in ranks and key not in self.unread
-                    if not is_checked and key not in self.copies and key not in distrusted:
-                        found.append(world.copy(rank, tier))
-        return found
-
-    def without(self, keys: Collection[ShardKey], steps: Collection[StepKey]) -> Listing:
-        """A copy without these shards and world manifests."""
-        return Listing(
-            {key: copy for key, copy in self.copies.items() if key not in keys},
-            {step: world for step, world in self.worlds.items() if step not in steps},
-            {key: why for key, why in self.unread.items() if key not in keys},
-            self.unread_worlds.difference(steps),
-            self.bare.difference(keys),
-            self.broken.difference(keys),
-            set(self.steps),
-        )
-
-    def add(self, other: Listing) -> Listing:
-        self.copies |= other.copies
-        self.worlds |= other.worlds
-        self.unread |= other.unread
-        self.unread_worlds |= other.unread_worlds
-        self.bare |= other.bare
-        self.broken |= other.broken
-        self.steps |= other.steps
-        return self
 
 
 class ShardListing:
@@ -171,26 +89,18 @@ class ShardListing:
             self._ask_shard(key, known, found)
         return known.without(keys, steps).add(found)
 
-    def read_manifest(self, key: ShardKey) -> tuple[Manifest, bytes]:
-        """The manifest of a shard, and its bytes. Raises CorruptShard, FileNotFoundError."""
-        data = self._read_checked(key.manifest)
-        manifest = manifests.decode(data)
+    def read_manifest(self, key: ShardKey) -> StoredShard:
+        """The manifest of a shard, and its layout. Raises CorruptShard, FileNotFoundError."""
+        lines = self._storage.read(key.manifest, MAX_DESCRIPTION_BYTES)
+        stored = stored_layout.read_file(lines, f"{self._storage.place}/{key.manifest}")
+        manifest = stored.manifest
         described = (manifest.job, manifest.run, manifest.generation, manifest.step, manifest.rank)
         if described != (self._job, self._run, key.generation, key.step, key.rank):
             raise CorruptShard(
                 f"{self._storage.place}/{key.manifest} describes {described}.",
                 hint="nothing to do: another copy is tried",
             )
-        return manifest, data
-
-    def check_size(self, manifest: Manifest, size_bytes: int) -> None:
-        """Raise CorruptShard if the shard does not have the size that its manifest says."""
-        if size_bytes != manifest.payload_bytes:
-            raise CorruptShard(
-                f"The shard of rank {manifest.rank}, step {manifest.step} in {self._storage.place} has {size_bytes} "
-                f"bytes, its manifest says {manifest.payload_bytes}.",
-                hint="nothing to do: another copy is tried",
-            )
+        return stored
 
     def _listed(self, listed: Iterable[Entry], known: Listing) -> Listing:
         entries = {entry.name: entry for entry in listed}
@@ -234,7 +144,7 @@ class ShardListing:
     def _known_copy(key: ShardKey, entry: Entry, shard: Entry | None, known: Listing) -> ShardCopy | None:
         """The known copy, if the objects have not changed since: then the manifest is not read."""
         version, copy = known.copies.get(key, (UNKNOWN, None))
-        if shard is None or copy is None or version != entry.version or copy.size_bytes != shard.size_bytes:
+        if shard is None or version != entry.version or known.stored_bytes(key) != shard.size_bytes:
             return None
         return copy
 
@@ -246,17 +156,21 @@ class ShardListing:
         known: Listing,
         found: Listing,
     ) -> None:
+        together = known.together.get(key)
         if self.distrusted.get(key) == entry.version:
             found.broken.add(key)
+            if together is not None and shard is not None:  # those that share bytes with it may be good
+                found.together[key] = together
             return
         copy = self._known_copy(key, entry, shard, known)
         try:
             if shard is None:
                 raise CorruptShard("there is no shard beside it.")
             if copy is None:
-                manifest, data = self.read_manifest(key)
-                self.check_size(manifest, shard.size_bytes)
-                copy = manifests.copy_in(self._tier, self._host_id, manifest, data)
+                stored = self.read_manifest(key)
+                check_size(self._storage, key, shard.size_bytes, stored.file_size())
+                copy = manifests.copy_in(self._tier, self._host_id, stored.manifest, stored.data)
+                together = stored.layout.together if stored.layout is not None else None
         except FileNotFoundError:
             return  # removed since it was listed
         except CorruptShard as error:
@@ -269,6 +183,8 @@ class ShardListing:
             log.warning("disk_copy_unread", place=self._storage.place, name=entry.name, reason=str(error))
         else:
             found.copies[key] = (entry.version, copy)
+            if together is not None:
+                found.together[key] = together
 
     def _look_at_world(self, step: StepKey, entry: Entry, known: Listing, found: Listing) -> None:
         version, world = known.worlds.get(step, (UNKNOWN, None))
@@ -291,50 +207,6 @@ class ShardListing:
         """The content without its checksum line. Raises CorruptShard."""
         lines = self._storage.read(name, MAX_MANIFEST_FILE_BYTES)
         return manifests.content_of_file(lines, f"{self._storage.place}/{name}")
-
-
-class PresentListing:
-    """The newest listing of a storage. Thread-safe.
-
-    A new listing takes a while to read. Changes that this process makes in the meantime are applied to it too.
-    """
-
-    def __init__(self) -> None:
-        self._listing = Listing()
-        self._meanwhile: list[Callable[[Listing], None]] | None = None  # changes since the new listing was begun
-        self._lock = threading.Lock()
-        self._replacing = threading.Lock()
-
-    @contextlib.contextmanager
-    def read(self) -> Iterator[Listing]:
-        """The listing, locked for the body of the with statement."""
-        with self._lock:
-            yield self._listing
-
-    def change(self, change: Callable[[Listing], None]) -> None:
-        """Apply what this process has just written or removed."""
-        with self._lock:
-            change(self._listing)
-            if self._meanwhile is not None:
-                self._meanwhile.append(change)
-
-    def replace(self, look: Callable[[Listing], Listing]) -> None:
-        """Take the listing that `look` makes; it gets a copy of the present one. One at a time."""
-        with self._replacing:
-            with self._lock:
-                meanwhile = self._meanwhile = []
-                known = self._listing.without((), ())
-            try:
-                listing = look(known)
-            except BaseException:
-                with self._lock:
-                    self._meanwhile = None
-                raise
-            with self._lock:
-                self._meanwhile = None
-                for change in meanwhile:
-                    change(listing)
-                self._listing = listing
 
 
 # --- requests in parallel  -------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import structlog
 
 from ckpt_engine.contracts.peer_wire import TierNaming
 from ckpt_engine.format import manifest as manifests
-from ckpt_engine.format import world_manifest
+from ckpt_engine.format import stored_layout, world_manifest
 from ckpt_engine.format.integrity import DEFAULT_CHUNK_BYTES
 from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.format.shard_names import (
@@ -29,11 +29,15 @@ from ckpt_engine.format.shard_names import (
     world_manifest_name,
 )
 from ckpt_engine.format.step_listing import StepKey
+from ckpt_engine.format.stored_layout import StoredShard, StoredTogether
 from ckpt_engine.rules.rate_limit import RateLimit, Throttle
 from ckpt_engine.rules.retention_rules import newest_alive, removable
-from ckpt_engine.tiers.shard_listing import UNKNOWN, Listing, PresentListing, ShardListing
+from ckpt_engine.rules.storage_plan import StoredPart
+from ckpt_engine.tiers.composed_bytes import opened
+from ckpt_engine.tiers.listing import UNKNOWN, Listing, PresentListing
+from ckpt_engine.tiers.shard_listing import ShardListing
 from ckpt_engine.tiers.storage import Storage, StoredBytes
-from ckpt_engine.tiers.verified_pieces import verified_pieces
+from ckpt_engine.tiers.verified_pieces import part_pieces, verified_pieces
 from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier, is_alive
 from flyball.contracts.errors import CorruptShard, NotFound
 from flyball.contracts.fault_points import reach
@@ -81,10 +85,13 @@ class ShardStore:
         with self._listing.read() as listing:
             return sorted(listing.counting(self.tier, ranks=self._ranks, distrusted=self._lister.distrusted))
 
-    def newest_copies(self, lineage: Lineage, count: int) -> list[ShardCopy]:
-        """The copies of the newest `count` steps of a lineage."""
+    def newest_copies(self, lineage: Lineage, count: int, *, clean_step: int | None = None) -> list[ShardCopy]:
+        """The copies of the newest `count` steps of a lineage, and of the newest up to `clean_step`."""
         with self._listing.read() as listing:
-            steps = newest_alive(listing.counting_steps(self.tier), lineage=lineage, count=count)
+            counting = list(listing.counting_steps(self.tier))
+            steps = newest_alive(counting, lineage=lineage, count=count)
+            if clean_step is not None:
+                steps |= newest_alive((key for key in counting if key[1] <= clean_step), lineage=lineage, count=1)
             found = listing.counting(self.tier, ranks=self._ranks, distrusted=self._lister.distrusted, steps=steps)
             return sorted(found)
 
@@ -129,7 +136,7 @@ class ShardStore:
                 return self._lister.everything(known)
             return self._lister.of_ranks(sorted(self._ranks), known)
 
-        self._listing.replace(look)
+        self._look(look)
         self._scanned = True
         return self.copies()
 
@@ -141,27 +148,40 @@ class ShardStore:
 
     def scan_step(self, generation: int, step: int) -> None:
         """List one step again, with the shards of all ranks."""
-        self._listing.replace(lambda known: self._lister.one_step((generation, step), known))
+        self._look(lambda known: self._lister.one_step((generation, step), known))
 
     def scan_unread(self) -> None:
         """Try again to read what could not be read."""
-        self._listing.replace(lambda known: self._lister.again(tuple(known.unread), tuple(known.unread_worlds), known))
+        self._look(lambda known: self._lister.again(tuple(known.unread), tuple(known.unread_worlds), known))
 
     def scan_worlds(self, steps: Iterable[StepKey]) -> None:
         """Check whether these steps have world manifests by now: one or two requests for each without a known one."""
         with self._listing.read() as listing:
             unknown = {step for step in steps if listing.worlds.get(step, ("", None))[1] is None}
         if unknown:
-            self._listing.replace(lambda known: self._lister.again((), unknown, known))
+            self._look(lambda known: self._lister.again((), unknown, known))
+
+    def _look(self, look: Callable[[Listing], Listing]) -> None:
+        self._listing.replace(lambda known: look(known).part(self._ranks))
+
+    @property
+    def parted(self) -> dict[ShardKey, str]:
+        """The shards that share bytes with others that are not there, and why they do not count."""
+        with self._listing.read() as listing:
+            return dict(listing.parted)
 
     @contextmanager
     def reading(self, generation: int, step: int, rank: int) -> Iterator[tuple[Manifest, bytes, StoredBytes]]:
-        """The manifest, its bytes, and the open shard, not yet verified. Raises CorruptShard, FileNotFoundError."""
+        """The manifest, its bytes, and the open shard, not yet verified, with what other ranks' files have of it.
+        Raises CorruptShard, FileNotFoundError."""
         key = ShardKey(generation, step, rank)
-        manifest, data = self._lister.read_manifest(key)
-        with self._storage.open(key.shard) as stored:
-            self._lister.check_size(manifest, stored.size_bytes)
-            yield manifest, data, stored
+        stored = self._lister.read_manifest(key)
+        with opened(self._storage, key, stored) as source:
+            yield stored.manifest, stored.data, source
+
+    def manifest(self, generation: int, step: int, rank: int) -> Manifest:
+        """A shard's manifest, read now. Raises CorruptShard, FileNotFoundError."""
+        return self._lister.read_manifest(ShardKey(generation, step, rank)).manifest
 
     def distrust(self, generation: int, step: int, rank: int) -> None:
         """The shard's bytes were bad: do not list it until it is written again. It is not removed, since this host's
@@ -171,8 +191,11 @@ class ShardStore:
             self._lister.distrusted[key] = entry.version
 
         def forget(listing: Listing) -> None:
+            together = listing.together.get(key)
             listing.forget(key)
             listing.broken.add(key)
+            if together is not None:  # those that share bytes with it may be good
+                listing.together[key] = together
 
         self._listing.change(forget)
 
@@ -214,14 +237,61 @@ class ShardStore:
         with closing(pieces):
             self._storage.write(key.shard, pieces, len(payload))
         self._listing.change(lambda listing: listing.bare.add(key))  # until its manifest is written
-        manifest, manifest_bytes = found[0]
-        reach(f"{self.tier}.manifest")
-        written = len(payload) + self._write_checked(key.manifest, manifest_bytes)
-        reach(f"{self.tier}.written")
-        copy = manifests.copy_in(self.tier, self.host_id, manifest, manifest_bytes)
-        self._lister.distrusted.pop(key, None)  # an object keeps its version if the same content is written again
-        self._listing.change(lambda listing: listing.put(key, copy))
+        stored = StoredShard(*found[0], layout=None)
+        written = len(payload) + self.write_description(stored)
+        self.count(stored)
         return written
+
+    def write_part(self, manifest: Manifest, payload: memoryview, part: StoredPart, check: Callable[[], None]) -> int:
+        """Store the part of a shard that its rank stores. `check` is called before each piece, and may raise. Returns
+        the bytes written. `write_description` and `count` come next, see `storing_together`. Raises as `write`."""
+        key = ShardKey(manifest.generation, manifest.step, manifest.rank)
+
+        def before(size_bytes: int) -> None:
+            check()
+            self._before_piece(size_bytes)
+
+        with closing(part_pieces(part, payload, manifest, before=before)) as pieces:
+            self._storage.write(key.shard, pieces, part.size_bytes)
+        reach(f"{self.tier}.part")
+        self._listing.change(lambda listing: listing.bare.add(key))
+        return part.size_bytes
+
+    def write_description(self, stored: StoredShard) -> int:
+        """Write the manifest, and the layout if there is one, of a shard that is durable. Returns the bytes written."""
+        manifest, data, layout = stored
+        reach(f"{self.tier}.manifest")
+        lines = stored_layout.as_file(data, stored_layout.encode(layout) if layout is not None else b"")
+        self._storage.write(ShardKey(manifest.generation, manifest.step, manifest.rank).manifest, [lines], len(lines))
+        reach(f"{self.tier}.written")
+        return len(lines)
+
+    def remove_description(self, manifest: Manifest) -> None:
+        """Let a shard, and all that share bytes with it, not count any more."""
+        self._storage.remove([ShardKey(manifest.generation, manifest.step, manifest.rank).manifest])
+
+    def together(self, generation: int, step: int, rank: int) -> StoredTogether | None:
+        """The plan of a shard that shares bytes with others, as far as is known."""
+        with self._listing.read() as listing:
+            return listing.together.get(ShardKey(generation, step, rank))
+
+    def described(self, manifest: Manifest) -> StoredShard | None:
+        """What the manifest file of this shard says, read now. None if there is none, or it is bad."""
+        key = ShardKey(manifest.generation, manifest.step, manifest.rank)
+        if self._storage.stat(key.manifest) is None:
+            return None
+        try:
+            return self._lister.read_manifest(key)
+        except (CorruptShard, FileNotFoundError):
+            return None
+
+    def count(self, stored: StoredShard) -> None:
+        """The shard is there, with all that it shares bytes with."""
+        manifest, data, layout = stored
+        key = ShardKey(manifest.generation, manifest.step, manifest.rank)
+        copy = manifests.copy_in(self.tier, self.host_id, manifest, data)
+        self._lister.distrusted.pop(key, None)  # an object keeps its version if the same content is written again
+        self._listing.change(lambda listing: listing.put(key, copy, layout.together if layout is not None else None))
 
     def seal(self, generation: int, step: int, world_size: int) -> None:
         """Write the world manifest, which makes the step count. Call `scan_step` first. Raises CorruptShard if a shard
@@ -234,7 +304,8 @@ class ShardStore:
             raise CorruptShard(f"Step {step} has no shards of ranks {missing[:8]} in {self.place}.")
         data = world_manifest.describe(self.job, generation, step, shards, run=self.run)
         reach(f"{self.tier}.world")
-        self._write_checked(world_manifest_name(generation, step), data)
+        lines = manifests.as_file(data)
+        self._storage.write(world_manifest_name(generation, step), [lines], len(lines))
         reach(f"{self.tier}.sealed")
         manifest = world_manifest.decode(data, job=self.job, generation=generation, step=step, run=self.run)
 
@@ -341,9 +412,12 @@ class ShardStore:
         return ShardCopy(self.job, key.generation, key.step, key.rank, self.tier, self.host_id, 0, "")
 
     def remove(self, copy: ShardCopy) -> None:
-        """Remove one shard, whatever the retention rules."""
+        """Remove one shard, whatever the retention rules. If other hosts' shards have bytes in it, their step stops
+        counting first."""
         key = ShardKey(copy.generation, copy.step, copy.rank)
-        if key.rank == 0:
+        if key.rank == 0 or (
+            self.tier is Tier.PERSISTENT and self.together(key.generation, key.step, key.rank) is not None
+        ):
             self._storage.remove([world_manifest_name(key.generation, key.step)])
         self._storage.remove([key.manifest])
         reach(f"{self.tier}.removed_manifest")
@@ -362,8 +436,3 @@ class ShardStore:
     def _before_piece(self, size_bytes: int) -> None:
         reach(f"{self.tier}.data")
         self.throttle.wait(size_bytes)
-
-    def _write_checked(self, name: str, data: bytes) -> int:
-        lines = manifests.as_file(data)
-        self._storage.write(name, [lines], len(lines))
-        return len(lines)

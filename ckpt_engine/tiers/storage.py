@@ -28,8 +28,18 @@ class StoredBytes(Protocol):
         """A file with exactly these bytes that this host's user can read; '' if there is none."""
         ...
 
+    @property
+    def shard_path(self) -> str:
+        """A shard's file from which this host's user can read these bytes with what lies beside it: the manifest, and
+        files of other ranks that it refers to. '' if there is none."""
+        ...
+
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill `target` with the bytes from `offset` on. Raises CorruptShard if there are fewer, or OSError."""
+        ...
+
+    def read_exactly(self, target: memoryview, offset: int) -> None:
+        """`read_into` for a part of the content: nothing beside it is read."""
         ...
 
 

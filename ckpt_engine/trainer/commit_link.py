@@ -1,4 +1,4 @@
-"""Who commits what a trainer has captured: the engine beside it, or, without one, the trainer itself."""
+"""Links a trainer to whoever commits its captures: the engine beside it, or, without one, the trainer itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 from typing import Protocol
 
-from ckpt_engine.contracts.notices import MAX_MESSAGE_CHARS, Captured, Notice, SaveAborted, SaveWaited
+from ckpt_engine.contracts.notices import MAX_MESSAGE_CHARS, Captured, Notice, RestoreMoved, SaveAborted, SaveWaited
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.rules.slot_rules import MIN_SLOTS, SlotState, SlotView
 from ckpt_engine.slots.rank_segments import RankSegments
@@ -38,6 +38,14 @@ class CommitLink(Protocol):
         """Training waited for this step's save."""
         ...
 
+    def restore_moved(self) -> None:
+        """The restore waits for the other side, or is done."""
+        ...
+
+    def tell(self, notice: Notice) -> bool:
+        """Pass on what is not about saves. False if it did not arrive."""
+        ...
+
     def refresh(self) -> None:
         """Bring the world words up to date, if this side writes them."""
         ...
@@ -60,16 +68,27 @@ class EngineLink:
 
     def captured(self, view: SlotView) -> None:
         me = self._identity
-        self._send(Captured(job=me.job, rank=me.rank, generation=view.generation, step=view.step, slot=view.index))
+        self.tell(Captured(job=me.job, rank=me.rank, generation=view.generation, step=view.step, slot=view.index))
 
     def aborted(self, step: int, message: str) -> None:
         me = self._identity
         reason = message[:MAX_MESSAGE_CHARS]
-        self._send(SaveAborted(job=me.job, rank=me.rank, generation=me.generation, step=step, message=reason))
+        self.tell(SaveAborted(job=me.job, rank=me.rank, generation=me.generation, step=step, message=reason))
 
     def waited(self, step: int, waited_s: float) -> None:
         me = self._identity
-        self._send(SaveWaited(job=me.job, rank=me.rank, generation=me.generation, step=step, waited_s=waited_s))
+        self.tell(SaveWaited(job=me.job, rank=me.rank, generation=me.generation, step=step, waited_s=waited_s))
+
+    def restore_moved(self) -> None:
+        me = self._identity
+        self.tell(RestoreMoved(job=me.job, rank=me.rank, generation=me.generation))
+
+    def tell(self, notice: Notice) -> bool:
+        try:
+            self._socket.sendto(wire.encode(notice), self._identity.engine_notify)
+        except OSError:  # nobody there, or its queue is full
+            return False
+        return True
 
     def refresh(self) -> None:
         """The engine writes the world words."""
@@ -86,10 +105,6 @@ class EngineLink:
 
     def close(self) -> None:
         self._socket.close()
-
-    def _send(self, notice: Notice) -> None:
-        with contextlib.suppress(OSError):  # nobody there, or its queue is full
-            self._socket.sendto(wire.encode(notice), self._identity.engine_notify)
 
 
 def _datagram_socket() -> socket.socket:
@@ -132,6 +147,13 @@ class LocalCommitter:
 
     def waited(self, step: int, waited_s: float) -> None:
         """The trainer counts it; nobody else is interested."""
+
+    def restore_moved(self) -> None:
+        """Nobody else is there."""
+
+    def tell(self, notice: Notice) -> bool:
+        """Nobody else is there."""
+        return True
 
     def refresh(self) -> None:
         """The world step becomes the newest that every rank of this generation has committed."""

@@ -1,4 +1,4 @@
-"""What becomes of saves: SaveHandle for one of them, SaveOutcomes for all of a rank."""
+"""Reports the outcome of saves: SaveHandle for one of them, SaveOutcomes for all of a rank."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class NoProgress:
         return ""
 
 
-class RankProgress:
+class ControlProgress:
     """Progress as the control words report it; after `close`, as they reported it last."""
 
     def __init__(self, control: ControlSegment, generation: int, spec: CheckpointSpec) -> None:

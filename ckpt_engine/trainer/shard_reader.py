@@ -5,29 +5,25 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import mmap
 import os
-import threading
 import time
 from collections.abc import MutableMapping
 from pathlib import Path
 
 from ckpt_engine.contracts.control_views import RestoreAnswer, RestoreState, RestoreWords
 from ckpt_engine.format.manifest import Manifest
-from ckpt_engine.format.verified_read import MemorySource, SlotFileSource
 from ckpt_engine.rules.slot_rules import SlotState, SlotView
-from ckpt_engine.slots import segment_files
 from ckpt_engine.slots.rank_segments import RankSegments
 from ckpt_engine.trainer.commit_link import CommitLink, LocalCommitter
-from ckpt_engine.worker_thread import WorkerThread
-from flyball.contracts.checkpoints import Tier, is_alive
-from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed
+from ckpt_engine.trainer.mapped_slots import MappedSlots
+from ckpt_engine.trainer.step_reader import StepReader
+from flyball.contracts.checkpoints import Tier, is_alive, world_size_of
+from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed, StateMismatch
 from flyball.sdk.worker_identity import WorkerIdentity
 
 _log = logging.getLogger("flyball.engine")
 
 _RESTORE_POLL_S = 0.001
-_PIECE_BYTES = 16 << 20  # mapped at once; takes milliseconds
 
 
 class ShardReader:
@@ -40,36 +36,72 @@ class ShardReader:
         self._segments = segments
         self._link = link
         self._step = step
+        self._world_size = self._saved_by(step)
         self._reason = "no slot of this host holds it"
-        self._ahead: dict[SlotView, SlotSource] = {}
-        for view in segments.slots():
-            if self._alive_shard(view) is not None:
-                with contextlib.suppress(CorruptShard, OSError):  # the restore reports it
-                    self._ahead[view] = SlotSource(segments.open_payload(view.index))
+        self._ahead = MappedSlots()
+        if self._world_size == identity.world_size:
+            for view in segments.slots():
+                manifest = self._alive_shard(view)
+                if manifest is not None:
+                    with contextlib.suppress(CorruptShard, OSError):  # the restore reports it
+                        self._ahead.add(segments.open_payload(view.index), manifest)
+        else:
+            StepReader(identity, segments, link, step, self._world_size, mapped=self._ahead).map_ahead()
+        self._ahead.start()
 
     def close(self) -> None:
-        """Let go of the slots."""
-        for source in self._ahead.values():
-            source.close()
-        self._ahead.clear()
+        """Let go of the mapped slots. A restore afterwards reads them by system calls."""
+        self._ahead.close()
 
     def restore(self, state: MutableMapping[str, object]) -> Tier:
         """Load the step into `state` from a local slot: at once if the step survived the last worker, else when the
         engine has fetched it. Or load it from a file that the engine names. Returns the tier it came from.
 
+        If another number of ranks saved the step, or `state` has another layout than it had then, it is loaded from the
+        shards of all ranks.
+
         Raises RestoreFailed if the shard cannot be had (`state` may be filled in part then), StateMismatch if it does
-        not fit.
+        not fit. Lets go of the mapped slots in any case.
         """
-        control, generation, step = self._segments.control, self._me.generation, self._step
+        try:
+            return self._restore(state)
+        finally:
+            self.close()
+
+    def _restore(self, state: MutableMapping[str, object]) -> Tier:
         deadline_s = time.monotonic() + self._me.checkpoint.restore_timeout_s
         if isinstance(self._link, LocalCommitter):
             self._commit_what_was_captured(self._link)
+        if self._world_size != self._me.world_size:
+            return self._parts(state, deadline_s)
+        try:
+            return self._own_shard(state, deadline_s)
+        except StateMismatch as error:
+            from ckpt_engine.trainer.state.sharded_tensors import OtherLayout  # torch is loaded by now
+
+            if not isinstance(error, OtherLayout):
+                raise
+            _log.info("the state has another layout than it was saved in: %s", error)
+            try:
+                return self._parts(state, deadline_s)
+            except RestoreFailed as reason:  # an older step would have the same layout
+                raise OtherLayout(f"{error.message} {reason.message}", hint=error.hint) from reason
+
+    def _parts(self, state: MutableMapping[str, object], deadline_s: float) -> Tier:
+        """Load parts of the shards of all ranks."""
+        reader = StepReader(self._me, self._segments, self._link, self._step, self._world_size, mapped=self._ahead)
+        if isinstance(self._link, LocalCommitter):
+            return reader.restore_alone(state, deadline_s)
+        return reader.restore_with_engine(state, deadline_s)
+
+    def _own_shard(self, state: MutableMapping[str, object], deadline_s: float) -> Tier:
+        """Load the shard of this rank. Raises OtherLayout as well."""
+        control, generation, step = self._segments.control, self._me.generation, self._step
         while True:
             engine = control.read_restore()  # before the slots: READY means that one holds it
             in_slot = self._from_slots(state)
             if in_slot or (engine.path and self._from_file(state, engine)):
                 control.answer_restore(generation, RestoreAnswer.DONE)
-                self.close()
                 brought = control.read_restore() if in_slot else engine
                 was_brought = brought.generation == generation and (brought.slot >= 0 or not in_slot)
                 return brought.tier if was_brought else Tier.MEMORY
@@ -109,12 +141,11 @@ class ShardReader:
     def _read_slot(self, view: SlotView, manifest: Manifest, state: MutableMapping[str, object]) -> None:
         from ckpt_engine.trainer.restore.load_shard import restore_into
 
-        source = self._ahead.pop(view, None)
-        source = source or SlotSource(self._segments.open_payload(view.index))
+        descriptor = self._segments.open_payload(view.index)
         try:
-            restore_into(state, source, manifest)
+            restore_into(state, self._ahead.source(descriptor), manifest)
         finally:
-            source.close()
+            os.close(descriptor)
 
     def _from_file(self, state: MutableMapping[str, object], offer: RestoreWords) -> bool:
         """Load the file, unless the engine has begun to fill a slot instead, or the trainer has refused the offer."""
@@ -126,14 +157,15 @@ class ShardReader:
         try:
             if control.read_restore() != offer:
                 return False
-            from ckpt_engine.trainer.restore.load_shard import load_described, read_manifest
+            from ckpt_engine.trainer.restore.load_shard import load_described, read_description
 
             path = Path(offer.path)
-            manifest = read_manifest(path)
+            stored = read_description(path)
+            manifest = stored.manifest
             if not self._is_mine(manifest):
                 run = f"{manifest.job} {manifest.run}".rstrip()
                 raise CorruptShard(f"{path} holds step {manifest.step} of rank {manifest.rank} of {run}.")
-            load_described(path, manifest, state)
+            load_described(path, stored, state)
             answer = RestoreAnswer.DONE
         except (CorruptShard, OSError) as error:
             answer = RestoreAnswer.REFUSED
@@ -156,10 +188,16 @@ class ShardReader:
 
     def _is_mine(self, manifest: Manifest) -> bool:
         me = self._me
-        described = (manifest.job, manifest.run, manifest.step, manifest.rank)
-        return described == (me.job, me.run, self._step, me.rank) and is_alive(
+        described = (manifest.job, manifest.run, manifest.step, manifest.rank, manifest.world_size)
+        return described == (me.job, me.run, self._step, me.rank, me.world_size) and is_alive(
             manifest.generation, self._step, me.lineage
         )
+
+    def _saved_by(self, step: int) -> int:
+        """How many ranks saved the step."""
+        lineage = self._me.lineage
+        alive = next((entry.generation for entry in lineage if is_alive(entry.generation, step, lineage)), -1)
+        return world_size_of(alive, lineage, of_job=self._me.world_size)
 
     def _commit_what_was_captured(self, committer: LocalCommitter) -> None:
         """Without an engine nobody has hashed the last worker's captures yet."""
@@ -169,51 +207,3 @@ class ShardReader:
                     committer.commit(view)
                 except (FlyballError, OSError) as error:
                     _log.warning("slot %d is not usable: %s", view.index, error)
-
-
-class SlotSource(SlotFileSource):
-    """One slot's file, mapped in the background until somebody reads it. Close it.
-
-    To map a large shard takes as long as to read it, but a worker has seconds between its start and its restore. Bytes
-    that are mapped by then are read from the mapping, the rest by system calls, which take twice as long as a copy.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        """Takes over `descriptor`."""
-        super().__init__(descriptor)
-        self._size_bytes = os.fstat(descriptor).st_size
-        self._mapping = mmap.mmap(descriptor, self._size_bytes)
-        self._payload = memoryview(self._mapping)
-        self._mapped = MemorySource(self._payload)
-        self._mapped_bytes = 0
-        self._being_read = threading.Event()
-        self._thread = WorkerThread("flyball-map", self._map_ahead, retry_s=None)
-        self._thread.start()
-
-    def read_into(self, target: memoryview, offset: int) -> None:
-        self._being_read.set()
-        if offset + len(target) <= self._mapped_bytes:
-            self._mapped.read_into(target, offset)
-        else:
-            super().read_into(target, offset)
-
-    def close(self) -> None:
-        self._being_read.set()
-        self._thread.join()
-        os.close(self._descriptor)
-        # Unmapping a large file takes a while, and nobody needs to wait for it.
-        WorkerThread("flyball-unmap", self._unmap, retry_s=None).start()
-
-    def _unmap(self) -> None:
-        with contextlib.suppress(BufferError):  # an error's traceback still refers to it
-            self._payload.release()
-            self._mapping.close()
-
-    def _map_ahead(self) -> None:
-        with contextlib.suppress(OSError):  # an older kernel: everything is read by system calls
-            for begin in range(0, self._size_bytes, _PIECE_BYTES):
-                if self._being_read.is_set():
-                    return
-                size_bytes = min(_PIECE_BYTES, self._size_bytes - begin)
-                segment_files.populate_for_reading(self._mapping, begin, size_bytes)
-                self._mapped_bytes = begin + size_bytes

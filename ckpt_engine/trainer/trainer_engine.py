@@ -21,6 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpt_engine.contracts.control_views import ParkState
+from ckpt_engine.contracts.notices import Notice
 from ckpt_engine.rules.save_pace import factor_of
 from ckpt_engine.rules.save_schedule import is_due
 from ckpt_engine.rules.slot_rules import SLOW_TIERS, SlotState
@@ -29,7 +30,7 @@ from ckpt_engine.slots.control_segment import ControlSegment
 from ckpt_engine.slots.rank_segments import RankSegments, SegmentOptions
 from ckpt_engine.trainer.commit_link import CommitLink, EngineLink, LocalCommitter
 from ckpt_engine.trainer.free_slots import ENGINE_PROBE_S, FreeSlots, SlotsFull
-from ckpt_engine.trainer.save_handle import NoProgress, RankProgress, SaveHandle, SaveOutcomes
+from ckpt_engine.trainer.save_handle import ControlProgress, NoProgress, SaveHandle, SaveOutcomes
 from ckpt_engine.trainer.shard_reader import ShardReader
 from flyball.contracts.checkpoints import CaptureMode, Tier, is_alive
 from flyball.contracts.cluster import Phase
@@ -65,7 +66,7 @@ class TrainerEngine:
         self._free_slots: FreeSlots | None = None
         self._capturer: Capturer | None = None  # from the first save on
         self._reader: ShardReader | None = None
-        self._progress: RankProgress | NoProgress = NoProgress()
+        self._progress: ControlProgress | NoProgress = NoProgress()
         self._newest_step = -1 if identity.restore_step is None else identity.restore_step
         self._newest_durable: SaveHandle | None = None  # that a disk or persistent tier is to have
         self._save_factor = 1
@@ -99,7 +100,7 @@ class TrainerEngine:
             self._watch_optimizers()
         if me.restore_step is not None:
             self._reader = ShardReader(me, self._segments, self._link, me.restore_step)
-        self._progress = RankProgress(self._segments.control, me.generation, me.checkpoint)
+        self._progress = ControlProgress(self._segments.control, me.generation, me.checkpoint)
         atexit.register(_finish_copy, weakref.ref(self))
 
     @property
@@ -123,6 +124,10 @@ class TrainerEngine:
         world = self._segments.read_world()
         return world.step if world.generation == self._me.generation else restored
 
+    def tell(self, notice: Notice) -> bool:
+        """Pass a notice on to the engine. False if it did not arrive; True also if there is no engine at all."""
+        return self._link is None or self._link.tell(notice)
+
     # --- save ---
 
     def save(self, step: int, state: Mapping[str, object], *, only_emergency: bool = False) -> SaveHandle:
@@ -145,6 +150,8 @@ class TrainerEngine:
         due = not only_emergency and is_due(self._me.checkpoint, step, control.next_save(generation), factor)
         if not emergency and not due:
             return SaveHandle.not_made(step, NOT_DUE if factor == 1 else LESS_OFTEN.format(factor))
+        if self._reader is not None:
+            self._reader.close()  # a script that never restores has the slots mapped too
         handle = SaveHandle(step, self._progress)
         phase_before = self._beacon.current_phase
         began_ns = time.monotonic_ns()
@@ -341,7 +348,7 @@ class TrainerEngine:
             self._capturer.close()
         if self._link is not None:
             self._link.close()
-        if isinstance(self._progress, RankProgress):
+        if isinstance(self._progress, ControlProgress):
             self._progress.close()
         if self._reader is not None:
             self._reader.close()

@@ -10,7 +10,7 @@ import structlog
 
 from ckpt_engine.contracts.generation import HostGeneration, WorldView
 from ckpt_engine.contracts.notices import Captured, Notice, SaveWaited
-from ckpt_engine.contracts.peer_wire import RankSteps, ShardVerdict, TierNaming, TierReport, WorldStep
+from ckpt_engine.contracts.peer_wire import SavedSteps, ShardVerdict, TierNaming, TierReport, WorldStep
 from ckpt_engine.counters import Counters
 from ckpt_engine.peers.links import Key, PeerLinks
 from ckpt_engine.rules.coordinator import Coordinator
@@ -55,7 +55,7 @@ class Coordination:
         self._on_naming = on_naming
         self._on_written = on_written
         self._lock = threading.Lock()
-        self._reports: dict[int, RankSteps] = {}  # of local ranks, to send again when the coordinator is back
+        self._reports: dict[int, SavedSteps] = {}  # of local ranks, to send again when the coordinator is back
         self._flush_step = -1  # this host wants it in the disk tiers, out of schedule
         start = self._begin_words()
         self.world = WorldView(start)
@@ -85,7 +85,7 @@ class Coordination:
         every_steps = interval_steps(spec)
         return SavePace(every_steps, start.pace) if every_steps > 0 and spec.adapt_interval else None
 
-    def report(self, steps: RankSteps) -> None:
+    def report(self, steps: SavedSteps) -> None:
         """Send the report of a local rank to the coordinator."""
         with self._lock:
             self._reports[steps.rank] = msgspec.structs.replace(steps, flush=self._flush_step)
@@ -112,7 +112,7 @@ class Coordination:
         if steps is not None and generation.coordinates:
             self.receive_steps(steps)
 
-    def receive_steps(self, steps: RankSteps) -> ShardVerdict:
+    def receive_steps(self, steps: SavedSteps) -> ShardVerdict:
         """A report of any rank, for the coordinator."""
         verdict = self._judge(steps.generation)
         if verdict is not ShardVerdict.OK:
@@ -244,7 +244,7 @@ class Coordination:
                 for rank, steps in self._reports.items():
                     self._post(host_id, (generation.job, rank), steps)
 
-    def _post(self, host_id: str, key: Key, message: RankSteps | WorldStep) -> None:
+    def _post(self, host_id: str, key: Key, message: SavedSteps | WorldStep) -> None:
         # Nobody wants messages of an ended generation, and nobody accepts those of an ended job.
         self._links.post(host_id, key, message, unless=self._generation.ended.is_set)
 

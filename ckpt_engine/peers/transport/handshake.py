@@ -1,7 +1,8 @@
 """The handshake on every connection: both sides prove that they have the shared token without sending it.
 
 A proof is an HMAC over both nonces, so it cannot be replayed; over the role, so it cannot be reflected; and over the
-identity, so it cannot be used under another name.
+identity, so it cannot be used under another name. Both sides end with the same key of this one connection, with which
+they prove what they agree on later.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from ckpt_engine.peers.transport.port import Connection, Identity
 from flyball.contracts.errors import InvalidMessage, Unauthorized, Unreachable
 
 
-def introduce(connection: Connection, *, identity: Identity, token: bytes, timeout_s: float) -> None:
-    """The connecting side. Raises Unauthorized unless both have the same token, Unreachable if the other side refuses
-    for lack of room, InvalidMessage if it runs another release."""
+def introduce(connection: Connection, *, identity: Identity, token: bytes, timeout_s: float) -> bytes:
+    """The connecting side. Returns the connection's key. Raises Unauthorized unless both have the same token,
+    Unreachable if the other side refuses for lack of room, InvalidMessage if it runs another release."""
     challenge = connection.receive(Challenge, timeout_s=timeout_s)
     if challenge.protocol != PEER_PROTOCOL:
         raise InvalidMessage(
@@ -43,13 +44,14 @@ def introduce(connection: Connection, *, identity: Identity, token: bytes, timeo
     if not hmac.compare_digest(welcome.proof, _proof(token, "accepts", challenge.nonce, nonce, peer)):
         raise Unauthorized("The peer has another token.", hint="use the same token on all hosts of the cluster")
     connection.peer = peer
+    return _key(token, challenge.nonce, nonce)
 
 
 def admit(
     connection: Connection, *, identity: Identity, token: bytes, timeout_s: float, on_shown: Callable[[], None]
-) -> None:
-    """The accepting side. Calls `on_shown` once the other side has proved that it has the token, before it is answered.
-    Raises Unauthorized without that proof, and whatever `on_shown` raises."""
+) -> bytes:
+    """The accepting side. Returns the connection's key. Calls `on_shown` once the other side has proved that it has the
+    token, before it is answered. Raises Unauthorized without that proof, and whatever `on_shown` raises."""
     nonce = secrets.token_hex(32)
     connection.send(Challenge(PEER_PROTOCOL, nonce), timeout_s=timeout_s)
     hello = connection.receive(Hello, timeout_s=timeout_s)
@@ -63,11 +65,16 @@ def admit(
     proof = _proof(token, "accepts", nonce, hello.nonce, Identity(identity.host_id, "", identity.incarnation))
     connection.send(Welcome(identity.host_id, identity.incarnation, proof), timeout_s=timeout_s)
     connection.peer = peer
+    return _key(token, nonce, hello.nonce)
 
 
 def refuse(connection: Connection, reason: str, *, timeout_s: float) -> None:
     """Send the reason instead of a challenge."""
     connection.send(Challenge(PEER_PROTOCOL, "0" * 64, reason), timeout_s=timeout_s)
+
+
+def _key(token: bytes, acceptor_nonce: str, connector_nonce: str) -> bytes:
+    return hmac.digest(token, "\0".join((PEER_PROTOCOL, "key", acceptor_nonce, connector_nonce)).encode(), "sha256")
 
 
 def _proof(token: bytes, role: str, acceptor_nonce: str, connector_nonce: str, who: Identity) -> str:

@@ -15,8 +15,16 @@ Dial = Callable[[str, str], Connection]  # host id, address ('': the newest know
 class ConnectionPool:
     """Lends connections by host. One that was used without an error is kept, up to a limit per peer."""
 
-    def __init__(self, dial: Dial, *, connections_per_peer: int) -> None:
+    def __init__(
+        self,
+        dial: Dial,
+        *,
+        connections_per_peer: int,
+        is_outdated: Callable[[Connection], bool] = lambda connection: False,
+    ) -> None:
+        """An idle connection that `is_outdated` is closed, and the peer called anew, when one is wanted."""
         self._dial = dial
+        self._is_outdated = is_outdated
         self._connections_per_peer = connections_per_peer
         self._idle: dict[str, list[Connection]] = {}
         self._lent: dict[str, list[Connection]] = {}
@@ -58,7 +66,7 @@ class ConnectionPool:
             with self._lock:
                 idle = self._idle.get(host_id)
                 connection = idle.pop() if idle else None
-            if connection is None or not _is_spent(connection):
+            if connection is None or not (_is_spent(connection) or self._is_outdated(connection)):
                 return connection
             connection.close()
 

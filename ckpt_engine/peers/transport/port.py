@@ -1,4 +1,4 @@
-"""The interface of a transport between engines. TCP implements it; RDMA would.
+"""The interface of a transport between engines. TCP implements it, and RDMA.
 
 The handshake, the frames and the order of the bytes are the same over every transport and not its concern. The details
 are in `tests/conformance/test_engine_transports.py`.
@@ -7,12 +7,21 @@ are in `tests/conformance/test_engine_transports.py`.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from enum import StrEnum
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 import msgspec
 
 T = TypeVar("T")
+Ranges = Sequence[tuple[int, int]]  # (offset, bytes) in a file, in order
+
+
+class Transport(StrEnum):
+    TCP = "tcp"
+    RDMA = "rdma"
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -52,6 +61,7 @@ class Connection(Protocol):
     violates the protocol. After either the connection is unusable.
     """
 
+    transport: Transport
     peer: Identity  # empty until the handshake
     bytes_sent: int  # raw, as in ByteCounters
     bytes_received: int
@@ -94,6 +104,17 @@ class Connection(Protocol):
 
     def receive_raw(self, target: memoryview) -> None:
         """Fill `target` with bytes without a frame. If they stop moving, the connection breaks."""
+        ...
+
+    def expect(self, descriptor: int, ranges: Ranges) -> AbstractContextManager[None]:
+        """The next raw bytes are for these ranges of an open file, and `receive_raw` will take them into mappings of
+        it. Enter it before the reply that makes the other side send them. A transport with one-sided writes lets the
+        other side write there, and nowhere else, until the body ends. Leaving it does not raise."""
+        ...
+
+    def land_in(self, descriptor: int) -> AbstractContextManager[None]:
+        """In the body, `receive_raw` fills a mapping of this open file, in order and from its beginning. A transport
+        with one-sided reads may read ahead into it until the body ends. Leaving it does not raise."""
         ...
 
 

@@ -14,12 +14,12 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
 from ckpt_engine.contracts.peer_wire import MAX_FRAME_BYTES
-from ckpt_engine.peers.transport.port import ByteCounters, Identity
+from ckpt_engine.peers.transport.port import ByteCounters, Identity, Ranges, Transport
 from ckpt_engine.settings import EngineSettings
 from flyball.contracts import wire
 from flyball.contracts.errors import InvalidMessage, PortInUse, Unreachable
@@ -32,11 +32,14 @@ _PROGRESS_BYTES: Final = 64 << 10
 _AT_ONCE_BYTES: Final = 1 << 20  # per system call
 _MAX_PORT: Final = 65535
 _SHOWN_CHARACTERS: Final = 64
+_HAS_ENDED: Final = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 _BACKLOG: Final = 1024  # all hosts of a job call rank 0's engine at once
 
 
 class TcpConnection:
     """`port.Connection` over a connected socket."""
+
+    transport = Transport.TCP
 
     def __init__(self, sock: socket.socket, settings: EngineSettings, total: ByteCounters) -> None:
         self.bytes_sent = 0
@@ -115,6 +118,12 @@ class TcpConnection:
         self._move(len(target), receive_some, "receiving from")
         self.bytes_received += len(target)
         self._total.add(received=len(target))
+
+    def expect(self, descriptor: int, ranges: Ranges) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def land_in(self, descriptor: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def _move(self, size_bytes: int, move_some: Callable[[int, int], int], doing: str) -> None:
         """`move_some(start, end)` moves bytes from `start` on, up to `end` at most, within the socket's own timeout. It
@@ -204,6 +213,13 @@ def _listen(address: str, port: int, *, fallback: bool) -> socket.socket:
             f"The checkpoint engine cannot listen on {address}:{port}: {error.strerror}.",
             hint="use a free --port (0 for any) and an --address of this host",
         ) from error
+
+
+def has_ended(descriptor: int) -> bool:
+    """Whether the other side of a TCP connection has ended it, as the kernel does for a killed process, or `abort`."""
+    poll = select.poll()
+    poll.register(descriptor, _HAS_ENDED)
+    return bool(poll.poll(0))
 
 
 def split_address(address: str) -> tuple[str, int]:

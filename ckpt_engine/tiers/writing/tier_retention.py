@@ -18,7 +18,7 @@ log = structlog.get_logger()
 
 
 class TierRetention:
-    """What one rank keeps in one tier during one generation.
+    """The steps that one rank keeps in one tier during one generation.
 
     From a shared tier the next generation restores the newest step that the supervisor knows. The supervisor reports
     that step some time after it has stored it. So that step and all newer ones stay; before its first report, all that
@@ -26,7 +26,8 @@ class TierRetention:
 
     While the supervisor is out of touch, no step is removed that was there before. Kept are the steps that remained
     after the last complete prune in touch, or else were there at the beginning; and those last reported to the
-    supervisor.
+    supervisor. Other hosts may be in touch, and report newer steps of this rank: those that the coordinator's host
+    keeps for this reason stay here too.
     """
 
     def __init__(
@@ -38,15 +39,17 @@ class TierRetention:
         counters: Counters,
         in_touch: Callable[[], bool],
         stored_points: Callable[[], StoredPoints | None],
+        on_spared: Callable[[frozenset[int]], None] = lambda spared: None,
     ) -> None:
         """`in_touch()`: whether the supervisor cannot have given this host up. `stored_points()`: the recovery points
-        it last reported as stored; None: it does not report them."""
+        it last reported as stored; None: it does not report them. `on_spared` gets the steps that it may know."""
         self._generation = generation
         self._disk = disk
         self._rank = rank
         self._counters = counters
         self._in_touch = in_touch
         self._stored_points = stored_points
+        self._on_spared = on_spared
         self._stored: int | None = None  # the step of this lineage that the supervisor last reported
         self._begun_with: tuple[int, ...] = ()
         self._keep_every = generation.configure.spec.policy(disk.tier).keep_every
@@ -56,6 +59,7 @@ class TierRetention:
     def begin(self) -> None:
         """The tier was scanned. What an earlier engine or generation kept stays until the supervisor reports."""
         self._begun_with = self._kept_in_touch = self._disk.sealed_steps(self._generation.lineage, or_unread=True)
+        self._on_spared(frozenset(self._begun_with))
 
     def note_reported(self, steps: frozenset[int]) -> None:
         """These steps of the rank are being reported to the supervisor. Others may restore them from now on, however
@@ -70,7 +74,9 @@ class TierRetention:
         in_touch = shared and self._in_touch()
         spared: frozenset[int] = frozenset()
         if shared:
-            spared = self._unconfirmed() if in_touch else self._reported_in_touch.union(self._kept_in_touch)
+            own = self._unconfirmed() if in_touch else self._reported_in_touch.union(self._kept_in_touch)
+            self._on_spared(own)
+            spared = own.union(naming.spared)
         through = False
         try:
             if shared:  # written by rank 0's host
@@ -78,7 +84,7 @@ class TierRetention:
             through = self._disk.prune(
                 naming=naming,
                 lineage=generation.lineage,
-                ranks=generation.local_ranks if shared else None,
+                ranks=generation.stored_ranks if shared else None,
                 keep_every=self._keep_every,
                 spared=spared,
                 may_go_on=lambda: not generation.ended.is_set() and (not shared or self._in_touch() == in_touch),

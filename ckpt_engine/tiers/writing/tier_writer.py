@@ -6,7 +6,8 @@ shard is written directly from its slot, which the trainer may not reuse until t
 extra slot per slow tier for that.
 
 A step that is due on the host's own disk is written ahead, from its capture on, while it is hashed and committed: it
-will very likely be named. Its manifest is written when it is named; otherwise the shard is dropped.
+will very likely be named. Its manifest is written when it is named; otherwise the shard is dropped. Where ranks hold
+the same bytes, which are stored once (`storing_together`), a shard waits for its name instead.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
 import structlog
 
 from ckpt_engine.contracts.generation import HostGeneration
@@ -27,6 +29,7 @@ from ckpt_engine.rules.retention_rules import reported_steps
 from ckpt_engine.rules.slot_rules import MIN_SLOTS, SlotState, SlotView
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from ckpt_engine.tiers.shard_store import ShardStore
+from ckpt_engine.tiers.writing.storing_together import StoringTogether
 from ckpt_engine.tiers.writing.tier_retention import TierRetention
 from ckpt_engine.worker_thread import WorkerThread, describe_failure
 from flyball.contracts.checkpoints import Tier
@@ -60,6 +63,7 @@ class DiskWriter:
         disk: ShardStore,
         counters: Counters,
         retention: TierRetention,
+        together: StoringTogether,
         on_failure: OnFailure,
         on_progress: Callable[[int], None],
     ) -> None:
@@ -72,12 +76,11 @@ class DiskWriter:
         self._on_failure = on_failure
         self._on_progress = on_progress
         self._retention = retention
+        self._together = together
         self._scanned = False
         self._unreadable = ""  # why the folder, or a manifest, cannot be read
         self._unread_until_s = 0.0
-        self._received = self._settled = max(
-            generation.restore_step - 1, -1
-        )  # so that the restore step can be written on demand
+        self._received = self._settled = generation.durable_from - 1
         self._naming: TierNaming | None = None
         self._next = -1
         self._captured = -1  # to be written ahead
@@ -85,7 +88,6 @@ class DiskWriter:
         self._prune_due = False
         self._busy = True
         self._policy = generation.configure.spec.policy(disk.tier)
-        self._reported_steps = reported_steps(self._policy)
         self._report_due = True
         self._look_again_s = _LOOK_AGAIN_S
         self._changed = threading.Condition()
@@ -117,16 +119,20 @@ class DiskWriter:
         held = self._disk.held(self._rank, self._generation.lineage)
         present = self._disk.held(self._rank, self._generation.lineage, or_unread=True)
         unread = tuple(step for step in present if step not in held)
-        newest = slice(-self._reported_steps, None)
-        return TierReport(self._disk.tier, received, settled, held[newest], unread[newest])
+        vote = self._together.vote(self._rank)
+        held, unread = reported_steps(held, self._policy), reported_steps(unread, self._policy)
+        return TierReport(self._disk.tier, received, settled, held, unread, vote)
 
     def receive(self, naming: TierNaming) -> None:
         """The coordinator named a step, which the trainer may not overwrite yet. Does not block."""
+        self._together.learn(naming)  # first: it may say how to write the step
         with self._changed:
-            if naming == self._naming or self._thread.stopping:
+            before = self._naming
+            if naming == before or self._thread.stopping:
                 return
             self._naming = naming
-            self._prune_due = True
+            if before is None or msgspec.structs.replace(before, together=naming.together) != naming:
+                self._prune_due = True
             if naming.step > self._received:
                 self._received = self._next = self._confirmed = naming.step
                 self._hold(naming.step)
@@ -258,6 +264,7 @@ class DiskWriter:
             else:
                 self._write(step)
         finally:  # in any case: the slot is held, and the world waits for the report
+            self._together.withdraw(step, self._rank)
             with self._changed:
                 self._settled = step
                 self._let_go(step, settled=True)
@@ -292,7 +299,7 @@ class DiskWriter:
                 return
             states = (SlotState.CAPTURED, SlotState.COMMITTED)
             view = next((v for state in states if (v := entry.segments.find(generation, step, state))), None)
-            if view is None:
+            if view is None or not self._together.may_write_ahead(self._rank, view.payload_bytes):
                 return
             try:
                 written = self._disk.write_ahead(
@@ -359,7 +366,9 @@ class DiskWriter:
                 raise CorruptShard(f"Step {step} was overwritten before it could be written to disk.")
             view, manifest, manifest_bytes = found
             try:
-                return self._disk.write(manifest, manifest_bytes, entry.segments.payload(view.index))
+                payload = entry.segments.payload(view.index)
+                written = self._together.write(step, payload, manifest, manifest_bytes)
+                return self._disk.write(manifest, manifest_bytes, payload) if written is None else written
             except CorruptShard:
                 self._drop_if_bad(entry, view, manifest)
                 raise

@@ -45,8 +45,8 @@ class WorldSealer:
         self._clock = clock
         self._on_report = on_report
         self._on_failure = on_failure
-        self._asked = self._settled = max(generation.restore_step - 1, -1)  # as in DiskWriter
-        self._reported_steps = reported_steps(generation.configure.spec.policy(disk.tier))
+        self._asked = self._settled = generation.durable_from - 1
+        self._policy = generation.configure.spec.policy(disk.tier)
         self._looked = False
         self._unread_until_s = 0.0
         self._changed = threading.Condition()
@@ -124,8 +124,8 @@ class WorldSealer:
         sealed = self._disk.sealed_steps(self._generation.lineage)
         present = self._disk.sealed_steps(self._generation.lineage, or_unread=True)
         unread = tuple(step for step in present if step not in sealed)
-        newest = slice(-self._reported_steps, None)
-        self._on_report(TierReport(self._disk.tier, self._asked, self._settled, sealed[newest], unread[newest]))
+        sealed, unread = reported_steps(sealed, self._policy), reported_steps(unread, self._policy)
+        self._on_report(TierReport(self._disk.tier, self._asked, self._settled, sealed, unread))
 
     def _seal(self, step: int) -> None:
         """Retries until the timeout: a shared file system may show another host's files late."""

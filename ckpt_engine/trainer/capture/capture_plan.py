@@ -6,13 +6,15 @@ steady state nothing is allocated.
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
 
 from ckpt_engine.format import manifest as manifests
-from ckpt_engine.format import shard_format
+from ckpt_engine.format import sealed_file, shard_format
 from ckpt_engine.format.shard_format import LENGTH_BYTES, Block, TensorHeader
 from ckpt_engine.rules.memory_plan import readable_size
 from ckpt_engine.trainer.capture.device_copies import DeviceStreams
@@ -26,6 +28,7 @@ from flyball.contracts.errors import UnsupportedState
 STATE_KEY = "flyball.state"  # the JSON tree, in the safetensors metadata
 FORMAT_KEY = "flyball.format"
 FORMAT = "1"
+DEVICES_KEY = "flyball.devices"  # of a sealed file: {device: names of its tensors}, for all but the CPU
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -116,15 +119,16 @@ class Routes:
 
 @dataclass(slots=True)
 class CapturePlan:
-    """What states of one structure have in common."""
+    """The parts that all states of one structure share."""
 
     signature: _Signature
     structure: KeptStructure | None  # of the newest state with this signature; None if it cannot be kept
     header_capacity: int
     tensors: dict[str, TensorHeader]
     tensors_json: bytes
-    sharding: dict[str, str]  # the metadata entry, if a tensor is sharded
+    metadata: dict[str, str]  # the entries that stay: of sharded tensors, and of devices
     payload_bytes: int
+    seal_bytes: int  # the last of them, for the manifest; 0: it is in another file
     sizes: list[int] = field(init=False)
     _views: dict[int, SlotViews] = field(default_factory=dict)  # by slot
     _routes: Routes | None = None
@@ -140,7 +144,7 @@ class CapturePlan:
 
     def encode_header(self, tree: str) -> bytes:
         """The header's JSON for a state with this tree, at most `header_capacity` bytes if it fits."""
-        return shard_format.join_header({FORMAT_KEY: FORMAT, STATE_KEY: tree, **self.sharding}, self.tensors_json)
+        return shard_format.join_header({FORMAT_KEY: FORMAT, STATE_KEY: tree, **self.metadata}, self.tensors_json)
 
     def slot_views(self, slot: int, payload: memoryview, streams: DeviceStreams) -> SlotViews:
         """Made again when the slot got a new file."""
@@ -189,15 +193,18 @@ class CapturePlan:
 
 
 def signature_of(flat: FlatState) -> _Signature:
-    """What the layout of a shard depends on."""
+    """The facts that determine the layout of a shard."""
     blocks = flat.blocks
     return tuple(
         (name, tensor.shape, tensor.dtype, tensor.device, blocks.get(name)) for name, tensor in flat.tensors.items()
     )
 
 
-def make_plan(signature: _Signature, structure: KeptStructure | None, tree_chars: int) -> CapturePlan:
+def make_plan(
+    signature: _Signature, structure: KeptStructure | None, tree_chars: int, *, sealed: bool = False
+) -> CapturePlan:
     """Lay out a shard, with header space for a tree of twice `tree_chars`. Raises UnsupportedState if it cannot be one.
+    `sealed`: with room for its manifest at the end, see `sealed_file`.
 
     Tensors with wide elements come first, so that each is aligned to its elements without gaps.
     """
@@ -212,24 +219,45 @@ def make_plan(signature: _Signature, structure: KeptStructure | None, tree_chars
         end = offset + shape.numel() * dtype.itemsize
         tensors[name] = TensorHeader(DTYPE_NAMES[dtype], tuple(shape), (offset, end))
         offset = end
+    metadata = _metadata(signature, sealed=sealed)
+    names = (sealed_file.SEAL_TENSOR + "'" * count for count in itertools.count())
+    seal = next(name for name in names if name not in tensors)
+    if sealed:
+        tensors[seal] = TensorHeader("U8", (sealed_file.MAX_SEAL_BYTES,), (offset, offset + sealed_file.MAX_SEAL_BYTES))
     # Quotes in the tree are escaped in the header, and its numbers grow: leave room, so that the offsets stay.
-    blocks = {name: block for name, _, _, _, block in signature if block is not None}
-    sharding = {shard_format.SHARDING_KEY: shard_format.encode_blocks(blocks)} if blocks else {}
-    tensors_json = shard_format.encode_tensors(tensors)
-    needed = len(shard_format.join_header(sharding, tensors_json)) + 2 * tree_chars + 1024
+    needed = len(shard_format.join_header(metadata, shard_format.encode_tensors(tensors))) + 2 * tree_chars + 1024
     pages = -(-(LENGTH_BYTES + needed) // _HEADER_STEP_BYTES)
     capacity = pages * _HEADER_STEP_BYTES - LENGTH_BYTES
+    payload_bytes, seal_bytes = LENGTH_BYTES + capacity + offset, 0
+    if sealed:
+        seal_bytes = sealed_file.seal_bytes(payload_bytes)
+        tensors[seal] = TensorHeader("U8", (seal_bytes,), (offset, offset + seal_bytes))
+    tensors_json = shard_format.encode_tensors(tensors)
     if capacity > shard_format.MAX_HEADER_BYTES:
         raise UnsupportedState(
             f"The names and shapes of the state's {len(tensors)} tensors take {len(tensors_json)} bytes, everything "
             f"else {tree_chars} characters: more than the header of a safetensors file has room for.",
             hint="keep large data in tensors, and many small tensors in a few large ones",
         )
-    payload_bytes = LENGTH_BYTES + capacity + offset
     if payload_bytes > manifests.MAX_PAYLOAD_BYTES:
         raise UnsupportedState(
             f"The state of this rank takes {readable_size(payload_bytes)}, and a shard has at most "
             f"{readable_size(manifests.MAX_PAYLOAD_BYTES)}.",
             hint="have more ranks share the state, so that each has less of it",
         )
-    return CapturePlan(signature, structure, capacity, tensors, tensors_json, sharding, payload_bytes)
+    return CapturePlan(
+        signature, structure, capacity, tensors, tensors_json, metadata, payload_bytes + seal_bytes, seal_bytes
+    )
+
+
+def _metadata(signature: _Signature, *, sealed: bool) -> dict[str, str]:
+    metadata: dict[str, str] = {}
+    if blocks := {name: block for name, _, _, _, block in signature if block is not None}:
+        metadata[shard_format.SHARDING_KEY] = shard_format.encode_blocks(blocks)
+    devices: dict[str, list[str]] = {}
+    for name, _, _, device, _ in signature:
+        if device.type != "cpu":
+            devices.setdefault(str(device), []).append(name)
+    if sealed and devices:
+        metadata[DEVICES_KEY] = json.dumps(devices)
+    return metadata

@@ -116,12 +116,15 @@ class Capturer:
         self,
         *,
         lazy: bool = False,
+        sealed: bool = False,
         on_blocked: Callable[[int], None] = lambda _: None,
         streams: DeviceStreams | None = None,
     ) -> None:
-        """`lazy`: let `copy` return before tensors are copied that only optimizers' steps write to. `on_blocked` takes
-        the nanoseconds for which a copy held up such a step."""
+        """`lazy`: let `copy` return before tensors are copied that only optimizers' steps write to. `sealed`: leave
+        room for the manifest at the end of the shard. `on_blocked` takes the nanoseconds for which a copy held up such
+        a step."""
         self.lazy = lazy
+        self._sealed = sealed
         self._on_blocked = on_blocked
         self._streams = streams or CudaStreams()
         self._plan: CapturePlan | None = None
@@ -143,11 +146,11 @@ class Capturer:
         if plan is None or structure is None or plan.structure is not structure:
             signature = signature_of(flat)
             if plan is None or plan.signature != signature:
-                plan = self._replace_plan(make_plan(signature, structure, len(flat.tree)))
+                plan = self._replace_plan(make_plan(signature, structure, len(flat.tree), sealed=self._sealed))
             plan.adopt(structure)
         header = plan.encode_header(flat.tree)
         if len(header) > plan.header_capacity:  # values grew: move the data once, by more than they grew
-            plan = self._replace_plan(make_plan(plan.signature, structure, 2 * len(flat.tree)))
+            plan = self._replace_plan(make_plan(plan.signature, structure, 2 * len(flat.tree), sealed=self._sealed))
             header = plan.encode_header(flat.tree)
         return Capture(flat, plan, header, self._streams)
 

@@ -115,7 +115,7 @@ class Trial:
 
 
 class TrialPlan:
-    """Which saves are trials: the first ones after a new optimizer appeared, then one now and then."""
+    """Choose the saves that are trials: the first ones after a new optimizer appeared, then one now and then."""
 
     def __init__(self) -> None:
         self._optimizers = 0

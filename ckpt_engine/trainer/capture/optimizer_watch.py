@@ -1,4 +1,4 @@
-"""Which tensors only optimizers' steps write to, and a hook that runs before each step.
+"""Finds the tensors that only optimizers' steps write to, and has a hook that runs before each step.
 
 A tensor may be copied after `save` has returned if nobody can write to it unnoticed. That holds for the parameters and
 the state of an optimizer whose steps go through `torch.optim.Optimizer`, because a global hook runs before each of

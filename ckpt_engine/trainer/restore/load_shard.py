@@ -6,30 +6,24 @@ and its bytes go directly into the memory of the state's own tensors.
 
 from __future__ import annotations
 
-import bisect
 import os
 import stat
-import threading
-from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Iterator, MutableMapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ckpt_engine.format import manifest as manifests
-from ckpt_engine.format.manifest import MAX_MANIFEST_FILE_BYTES, Manifest
-from ckpt_engine.format.shard_format import ShardHeader
-from ckpt_engine.format.shard_names import MANIFEST_SUFFIX
-from ckpt_engine.format.verified_read import ByteSource, FileSource, copy_bytes, read_header, read_verified
-from ckpt_engine.trainer.capture.capture_plan import FORMAT, FORMAT_KEY, STATE_KEY
-from ckpt_engine.trainer.restore.restore_targets import Matching, Stored, destinations, mismatch, stored
-from ckpt_engine.trainer.state import state_tree
-from ckpt_engine.trainer.state.sharded_tensors import Meshes
+from ckpt_engine.format import stored_layout
+from ckpt_engine.format.manifest import Manifest
+from ckpt_engine.format.shard_names import MANIFEST_SUFFIX, shard_name
+from ckpt_engine.format.stored_layout import MAX_DESCRIPTION_BYTES, Composition, StoredShard, shared_bytes_gone
+from ckpt_engine.format.verified_read import ByteSource, FileSource
+from ckpt_engine.trainer.restore.open_shard import OpenShard
+from ckpt_engine.trainer.restore.restore_targets import Matching, mismatch
 from ckpt_engine.trainer.state.state_tree import has_state
 from flyball.contracts.errors import CorruptShard
-
-_MAX_PIECES = 8  # of a chunk, to read one by one; more are cheaper to copy
 
 
 def restore_into(state: MutableMapping[str, object], source: ByteSource, manifest: Manifest) -> None:
@@ -42,157 +36,28 @@ def restore_into(state: MutableMapping[str, object], source: ByteSource, manifes
     an object's own `load_state_dict` refused. Raises CorruptShard if a chunk does not match the manifest, and OSError;
     then `state` may be filled in part, so fill it again from another copy.
     """
-    shard = _OpenShard(source, manifest)
-    for key in state:
-        if key not in shard.entries:
-            raise mismatch(key, f"was not saved; the checkpoint has {', '.join(map(repr, shard.entries))}")
-    outline, names = shard.outline(state)
+    shard = OpenShard(source, manifest)
     matching = Matching()
-    for key, target in state.items():
-        matching.match(target, outline[key], key)
+    names = shard.match(state, matching)
     tensors = shard.read(names, matching.claims)
     saved = shard.rebuild(state, tensors)
     for key in state:
-        state[key] = _filled(state[key], saved[key], key)
+        state[key] = filled_in(state[key], saved[key], key)
 
 
 def read_state(source: ByteSource, manifest: Manifest, meshes_of: object = None) -> dict[str, Any]:
     """Read the whole saved state into new memory. Sharded tensors are made on the meshes of the tensors in `meshes_of`.
     Raises CorruptShard, OSError, or StateMismatch if there is no such mesh."""
-    shard = _OpenShard(source, manifest)
+    shard = OpenShard(source, manifest)
     _, names = shard.outline(shard.entries)
     return shard.rebuild(shard.entries, shard.read(names, {}), meshes_of)
 
 
-class _OpenShard:
-    """A shard with a verified and parsed header."""
-
-    def __init__(self, source: ByteSource, manifest: Manifest) -> None:
-        self._source = source
-        self._manifest = manifest
-        self._header, self._prefix = read_header(source, manifest)
-        metadata = self._header.metadata
-        if metadata.get(FORMAT_KEY) != FORMAT or STATE_KEY not in metadata:
-            raise CorruptShard(
-                f"The shard was not written by Flyball in format {FORMAT}.",
-                hint="restore with the release that wrote it",
-            )
-        self.entries = state_tree.parse(metadata[STATE_KEY])
-
-    def outline(self, wanted: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, Stored]]:
-        """The wanted entries with a `Stored` in place of every tensor and array; and these by name."""
-        names: dict[str, Stored] = {}
-
-        def leaf(tag: str, content: Any) -> Stored:  # noqa: ANN401 - JSON
-            found = stored(self._header, tag, content)
-            names.setdefault(found.name, found)
-            return found
-
-        return {key: state_tree.build(self.entries[key], leaf) for key in wanted}, names
-
-    def read(self, names: Mapping[str, Stored], claims: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Read the tensors with these names, into the claiming tensors' memory if possible."""
-        tensors = destinations(self._header, names, claims)
-        scatter = _Scatter(self._header, tensors)
-        scatter.write(0, self._prefix)
-        chunk_bytes = self._manifest.chunk_bytes
-        verified = -(-len(self._prefix) // chunk_bytes)
-        chunks = [index for index in scatter.chunks(chunk_bytes) if index >= verified]
-        read_verified(self._source, self._manifest, scatter, chunks=chunks)
-        scatter.check_complete()
-        for name, target in claims.items():
-            if name in tensors and not target.is_inference():
-                torch.autograd.graph.increment_version(target)  # autograd did not see the write
-        return tensors
-
-    def rebuild(
-        self, wanted: Mapping[str, object], tensors: Mapping[str, torch.Tensor], meshes_of: object = None
-    ) -> dict[str, Any]:
-        """The wanted entries, with these tensors filled in."""
-        meshes = Meshes(wanted if meshes_of is None else meshes_of)
-
-        def leaf(tag: str, content: Any) -> Any:  # noqa: ANN401 - JSON in, any state out
-            if tag == "$dtensor":
-                ((local_tag, name),) = content["local"].items()
-                return meshes.rebuild(content, state_tree.from_tensor(local_tag, tensors[name]))
-            return state_tree.from_tensor(tag, tensors[content])
-
-        return {key: state_tree.build(self.entries[key], leaf) for key in wanted}
-
-
-class _Scatter:
-    """Distributes the shard's bytes to the tensors that they belong to."""
-
-    def __init__(self, header: ShardHeader, tensors: Mapping[str, torch.Tensor]) -> None:
-        placed = []
-        for name, tensor in tensors.items():
-            begin, end = header.tensors[name].data_offsets
-            if begin < end:
-                placed.append((header.data_start + begin, header.data_start + end, _Memory(tensor)))
-        placed.sort(key=lambda place: place[0])
-        self._placed = placed
-        self._ends = [end for _, end, _ in placed]
-        self._missing_bytes = sum(end - begin for begin, end, _ in placed)
-        self._lock = threading.Lock()
-
-    def chunks(self, chunk_bytes: int) -> list[int]:
-        """The chunks with bytes of any tensor, in order."""
-        found: list[int] = []
-        for begin, end, _ in self._placed:
-            first = max(begin // chunk_bytes, found[-1] + 1 if found else 0)
-            found.extend(range(first, -(-end // chunk_bytes)))
-        return found
-
-    def pieces(self, offset: int, size_bytes: int) -> list[memoryview] | None:
-        parts = list(self._parts(offset, offset + size_bytes))
-        pieces = [memory.mapped[low - first : high - first] for low, high, first, memory in parts if memory.mapped]
-        if len(parts) > _MAX_PIECES or sum(len(piece) for piece in pieces) < size_bytes:
-            return None
-        self._note_written(size_bytes)  # if the chunk turns out bad, the read ends anyway
-        return pieces
-
-    def write(self, offset: int, chunk: memoryview) -> None:
-        written = 0
-        for low, high, first, memory in self._parts(offset, offset + len(chunk)):
-            memory.write(low - first, chunk[low - offset : high - offset])
-            written += high - low
-        self._note_written(written)
-
-    def _parts(self, begin: int, end: int) -> Iterator[tuple[int, int, int, _Memory]]:
-        """The tensors in these bytes of the shard: (begin, end, begin of the whole tensor, its memory), in order."""
-        for place in range(bisect.bisect_right(self._ends, begin), len(self._placed)):
-            first, last, memory = self._placed[place]
-            if first >= end:
-                break
-            yield max(first, begin), min(last, end), first, memory
-
-    def _note_written(self, size_bytes: int) -> None:
-        with self._lock:
-            self._missing_bytes -= size_bytes
-
-    def check_complete(self) -> None:
-        """Raise CorruptShard unless every byte of every tensor was written."""
-        if self._missing_bytes:
-            raise CorruptShard(f"{self._missing_bytes} bytes of the state's tensors are in no chunk of the shard.")
-
-
-class _Memory:
-    """The bytes of a contiguous tensor, on any device."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._bytes = tensor.reshape(-1).view(torch.uint8)
-        self.mapped = self._bytes.numpy().data if tensor.device.type == "cpu" else None
-
-    def write(self, offset: int, piece: memoryview) -> None:
-        if self.mapped is not None:
-            copy_bytes(self.mapped[offset : offset + len(piece)], piece)
-        else:  # `piece` is not pinned, so this returns when it may be reused
-            self._bytes[offset : offset + len(piece)].copy_(torch.frombuffer(piece, dtype=torch.uint8))
-
-
-def _filled(target: object, saved: Any, path: str) -> object:  # noqa: ANN401 - any state
+def filled_in(target: object, saved: Any, path: str) -> object:  # noqa: ANN401 - any state
     """`target` with the saved content, filled in place if possible. `Matching` has compared them. A tensor whose memory
     is filled already is copied onto itself, which torch skips."""
+    if target is saved:
+        return target
     if isinstance(target, torch.Tensor):
         with torch.no_grad():
             target.copy_(saved)
@@ -205,12 +70,12 @@ def _filled(target: object, saved: Any, path: str) -> object:  # noqa: ANN401 - 
         return target
     if isinstance(target, MutableMapping):
         for key, item in saved.items():
-            target[key] = _filled(target[key], item, f"{path}.{key}") if key in target else item
+            target[key] = filled_in(target[key], item, f"{path}.{key}") if key in target else item
         return target
     if isinstance(target, list) and isinstance(saved, list):
         known = len(target)
         target[:] = [
-            _filled(target[index], item, f"{path}.{index}") if index < known else item
+            filled_in(target[index], item, f"{path}.{index}") if index < known else item
             for index, item in enumerate(saved)
         ]
         return target
@@ -228,46 +93,76 @@ def load_file(path: str | Path, state: MutableMapping[str, object]) -> Manifest:
     in part), StateMismatch if it holds another state, and OSError.
     """
     path = Path(path)
-    manifest = read_manifest(path)
-    load_described(path, manifest, state)
-    return manifest
+    stored = read_description(path)
+    load_described(path, stored, state)
+    return stored.manifest
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
     """Read everything in a shard file into new memory. Raises CorruptShard, OSError, and StateMismatch if it has
     sharded tensors: they need a state on the same mesh, so use `load_file`."""
     path = Path(path)
-    manifest = read_manifest(path)
-    with _opened_shard(path, manifest) as source:
-        return read_state(source, manifest)
+    stored = read_description(path)
+    with opened_shard(path, stored) as source:
+        return read_state(source, stored.manifest)
 
 
 def read_manifest(path: Path) -> Manifest:
+    """The manifest in the file beside the shard `path`. Raises CorruptShard or OSError."""
+    return read_description(path).manifest
+
+
+def read_description(path: Path) -> StoredShard:
     """Read the manifest file beside the shard `path`. Raises CorruptShard or OSError."""
     file = path.with_suffix(MANIFEST_SUFFIX)
     with _opened(file) as (descriptor, size_bytes):
-        if size_bytes > MAX_MANIFEST_FILE_BYTES:
+        if size_bytes > MAX_DESCRIPTION_BYTES:
             raise CorruptShard(f"{file} has {size_bytes} bytes.", hint="another copy is tried")
         content = bytearray(size_bytes)
         FileSource(descriptor).read_into(memoryview(content), 0)
-    return manifests.decode(manifests.content_of_file(bytes(content), str(file)))
+    return stored_layout.read_file(bytes(content), str(file))
 
 
-def load_described(path: Path, manifest: Manifest, state: MutableMapping[str, object]) -> None:
-    """As `load_file`, with a manifest that was already read and checked."""
-    with _opened_shard(path, manifest) as source:
-        restore_into(state, source, manifest)
+def load_described(path: Path, stored: StoredShard, state: MutableMapping[str, object]) -> None:
+    """As `load_file`, with a manifest file that was already read and checked."""
+    with opened_shard(path, stored) as source:
+        restore_into(state, source, stored.manifest)
 
 
 @contextmanager
-def _opened_shard(path: Path, manifest: Manifest) -> Iterator[FileSource]:
+def opened_shard(path: Path, stored: StoredShard) -> Iterator[ByteSource]:
+    """The open shard, with what the files of other ranks beside it have of it. Raises CorruptShard, OSError."""
+    manifest, _, layout = stored
+    if layout is None:
+        with opened_file(path, manifest) as descriptor:
+            yield FileSource(descriptor)
+        return
+    with ExitStack() as opened:
+        reads = {}
+        for rank, size_bytes in layout.file_bytes.items():
+            file = path if rank == manifest.rank else path.with_name(shard_name(rank))
+            try:
+                descriptor = opened.enter_context(_opened_whole(file, size_bytes))
+            except FileNotFoundError as error:
+                raise shared_bytes_gone(manifest.rank, rank) from error
+            reads[rank] = FileSource(descriptor).read_into
+        yield Composition(layout, reads)
+
+
+def opened_file(path: Path, manifest: Manifest) -> AbstractContextManager[int]:
+    """The open file of a shard that has all of it. Raises CorruptShard if it has not the size that its manifest says;
+    OSError."""
+    return _opened_whole(path, manifest.payload_bytes)
+
+
+@contextmanager
+def _opened_whole(path: Path, expected_bytes: int) -> Iterator[int]:
     with _opened(path) as (descriptor, size_bytes):
-        if size_bytes != manifest.payload_bytes:
+        if size_bytes != expected_bytes:
             raise CorruptShard(
-                f"{path} has {size_bytes} bytes, its manifest says {manifest.payload_bytes}.",
-                hint="another copy is tried",
+                f"{path} has {size_bytes} bytes, the manifest says {expected_bytes}.", hint="another copy is tried"
             )
-        yield FileSource(descriptor)
+        yield descriptor
 
 
 @contextmanager

@@ -17,11 +17,11 @@ from ckpt_engine.format.coverage import Box, uncovered
 from ckpt_engine.format.shard_format import Block, ShardHeader
 from ckpt_engine.trainer.capture.capture_plan import DTYPE_NAMES
 from ckpt_engine.trainer.state import sharded_tensors
-from ckpt_engine.trainer.state.sharded_tensors import NotSaveable
+from ckpt_engine.trainer.state.sharded_tensors import NotSaveable, OtherLayout
 from ckpt_engine.trainer.state.state_tree import has_state
 from flyball.contracts.errors import CorruptShard, StateMismatch
 
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64, torch.float16: torch.complex32}
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _WRITABLE_DEVICES = ("cpu", "cuda")
@@ -59,7 +59,7 @@ def stored(header: ShardHeader, tag: str, content: Any) -> Stored:  # noqa: ANN4
         local = stored(header, local_tag, name)
         return Stored(local.name, local.shape, local.dtype, local.block, layout)
     entry = header.tensors[content]
-    shape, dtype = entry.shape, _DTYPES[entry.dtype]
+    shape, dtype = entry.shape, DTYPES[entry.dtype]
     block = header.blocks.get(content) or Block(shape, (0,) * len(shape))
     if tag == "$complex_tensor":
         if dtype not in _COMPLEX or shape[-1:] != (2,):
@@ -98,9 +98,14 @@ class Matching:
             raise mismatch(path, f"is a tensor, and was saved as {kind}")
         if (tuple(target.shape), target.dtype) != (saved.block.global_shape, saved.dtype):
             raise mismatch(path, f"is {tuple(target.shape)} {target.dtype}, and was saved as {saved.described}")
+        self.claim(target, saved, path)
+
+    def claim(self, target: torch.Tensor, saved: Stored, path: str) -> None:
+        """Have a tensor of the same shape and dtype filled. Raises OtherLayout if its block is another one."""
         box = _box(target, saved, path)
         if uncovered(box, [Box(saved.block.offsets, saved.shape)]):
-            raise mismatch(path, f"is the block at {box.offsets}, {box.shape}, and {saved.described} was saved")
+            what = f"is the block at {box.offsets}, {box.shape}, and {saved.described} was saved"
+            raise mismatch(path, what, kind=OtherLayout)
         self.claims.setdefault(saved.name, target)
 
     def _module(self, target: torch.nn.Module, saved: object, path: str) -> None:
@@ -141,8 +146,14 @@ class Matching:
                         f"{path}.state.{parameter}.{name}",
                         f"is {tuple(tensor.shape)}, and was saved as {found.described}",
                     )
-                if _fits(tensor, found):
-                    self.claims.setdefault(found.name, tensor)
+                if not found.is_array and tensor.dtype == found.dtype:
+                    self.claim_state(tensor, found)
+
+    def claim_state(self, target: torch.Tensor, saved: Stored) -> None:
+        """Have an optimizer's tensor of the same shape and dtype filled, if its block is the same. Else the optimizer
+        gets a new one."""
+        if _has_block(target, saved):
+            self.claims.setdefault(saved.name, target)
 
     def _mapping(self, target: Mapping[Any, Any], saved: object, path: str) -> None:
         if not isinstance(saved, Mapping):
@@ -165,13 +176,13 @@ def destinations(
     found: dict[str, torch.Tensor] = {}
     taken: dict[torch.device, list[tuple[int, int]]] = {}
     for name in names:
-        memory = _memory_of(claims[name]) if name in claims else None
-        if memory is not None and _take(taken.setdefault(memory.device, []), memory):
+        memory = memory_of(claims[name]) if name in claims else None
+        if memory is not None and take_memory(taken.setdefault(memory.device, []), memory):
             found[name] = memory
             continue
         entry = header.tensors[name]
         try:
-            found[name] = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+            found[name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         except (
             RuntimeError,
             TypeError,
@@ -181,38 +192,37 @@ def destinations(
     return found
 
 
-def mismatch(path: str, what: str, hint: str = "") -> StateMismatch:
-    return StateMismatch(
+def mismatch(path: str, what: str, hint: str = "", *, kind: type[StateMismatch] = StateMismatch) -> StateMismatch:
+    return kind(
         f"The state at {path!r} {what}.",
         hint=hint or "restore into the same model, optimizer and data state that were saved",
     )
 
 
 def _box(target: torch.Tensor, saved: Stored, path: str) -> Box:
-    """The part of `target` that this process holds. Raises StateMismatch if it was saved in another layout."""
+    """The part of `target` that this process holds. Raises OtherLayout if it was saved in one, StateMismatch if it has
+    none that could be saved."""
     if not sharded_tensors.is_sharded(target):
         if saved.layout is not None:
-            raise mismatch(path, "is whole, and was saved sharded")
+            raise mismatch(path, "is whole, and was saved sharded", kind=OtherLayout)
         return Box((0,) * target.dim(), tuple(target.shape))
     try:
         layout = sharded_tensors.layout_of(target)  # type: ignore[arg-type]
     except NotSaveable as reason:
         raise mismatch(path, str(reason)) from None
     if layout.node != saved.layout:
-        raise mismatch(path, "is sharded in another way than it was saved")
+        raise mismatch(path, "is sharded in another way than it was saved", kind=OtherLayout)
     return Box(layout.block.offsets, tuple(sharded_tensors.local_block(target).shape))  # type: ignore[arg-type]
 
 
-def _fits(target: torch.Tensor, saved: Stored) -> bool:
-    if saved.is_array or (tuple(target.shape), target.dtype) != (saved.block.global_shape, saved.dtype):
-        return False
+def _has_block(target: torch.Tensor, saved: Stored) -> bool:
     if not sharded_tensors.is_sharded(target):
         return saved.layout is None
     layout = sharded_tensors.layout_of(target)  # type: ignore[arg-type]
     return (layout.node, layout.block) == (saved.layout, saved.block)
 
 
-def _memory_of(target: torch.Tensor) -> torch.Tensor | None:
+def memory_of(target: torch.Tensor) -> torch.Tensor | None:
     """The memory of `target`, viewed as the shard stores it; None if it is not one writable piece."""
     if sharded_tensors.is_sharded(target):
         target = sharded_tensors.local_block(target)  # type: ignore[arg-type]
@@ -224,7 +234,7 @@ def _memory_of(target: torch.Tensor) -> torch.Tensor | None:
     return torch.view_as_real(target) if target.is_complex() else target
 
 
-def _take(taken: list[tuple[int, int]], memory: torch.Tensor) -> bool:
+def take_memory(taken: list[tuple[int, int]], memory: torch.Tensor) -> bool:
     """Take this range of memory. False if part of it is taken. `taken` is sorted, and its ranges do not overlap."""
     begin, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
     index = bisect.bisect_right(taken, (begin, end))

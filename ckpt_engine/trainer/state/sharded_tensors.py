@@ -34,6 +34,10 @@ class NotSaveable(ValueError):
     """Why a sharded tensor cannot be saved, as the end of a sentence about it."""
 
 
+class OtherLayout(StateMismatch):
+    """The state fits, but is sharded in another way than it was saved: it takes the shards of all ranks to fill it."""
+
+
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
     """How a sharded tensor lies on its mesh. Stays the same from one save to the next."""
@@ -56,17 +60,23 @@ def local_block(tensor: DTensor) -> torch.Tensor:
 
 def layout_of(tensor: DTensor) -> ShardLayout:
     """Where the block belongs. Raises NotSaveable if that cannot be expressed."""
-    return _layout(tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements), tuple(local_block(tensor).shape))
+    mesh = tensor.device_mesh
+    coordinate = tuple(mesh.get_coordinate() or ())
+    return _layout(tuple(tensor.shape), mesh, coordinate, tuple(tensor.placements), tuple(local_block(tensor).shape))
 
 
 @functools.lru_cache(maxsize=1024)
 def _layout(
-    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...], local_shape: tuple[int, ...]
+    shape: tuple[int, ...],
+    mesh: DeviceMesh,
+    coordinate: tuple[int, ...],  # of this rank: meshes are equal on all ranks
+    placements: tuple[Placement, ...],
+    local_shape: tuple[int, ...],
 ) -> ShardLayout:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # as torch's own checkpoints do
 
     nodes = [_placement_node(placement) for placement in placements]
-    if mesh.get_coordinate() is None:
+    if not coordinate:
         raise NotSaveable("is sharded over a mesh without this rank")
     expected, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     block = Block(shape, tuple(offsets))
@@ -94,6 +104,14 @@ def _placement_node(placement: Placement) -> PlacementNode:
     raise NotSaveable(f"is a sharded tensor with the placement {placement}")
 
 
+def like(template: DTensor, local: torch.Tensor) -> DTensor:
+    """A sharded tensor in the layout of another, whose block is `local`."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = template.device_mesh, template.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=template.shape, stride=template.stride())
+
+
 class Meshes:
     """The meshes of the state being restored."""
 
@@ -104,8 +122,8 @@ class Meshes:
                 self._meshes.append(tensor.device_mesh)  # type: ignore[attr-defined]
 
     def rebuild(self, node: Mapping[str, Any], local: torch.Tensor) -> DTensor:
-        """The sharded tensor whose block is `local`. Raises StateMismatch if no tensor of the state lies on such a
-        mesh, because a restore needs the same layout."""
+        """The sharded tensor whose block is `local`. Raises OtherLayout if no tensor of the state lies on such a
+        mesh."""
         from torch.distributed.tensor import DTensor
 
         for mesh in self._meshes:
@@ -115,7 +133,7 @@ class Meshes:
                 shape = torch.Size(node["shape"])
                 stride = torch.empty(shape, device="meta").stride()
                 return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-        raise StateMismatch(
+        raise OtherLayout(
             f"A tensor was saved sharded over a mesh of {node['mesh']} ({node['mesh_dim_names']}), and no tensor of "
             f"the state to restore lies on such a mesh.",
             hint="before the restore, shard the model in the same way, with as many ranks",
