@@ -6,22 +6,22 @@ modules are imported meanwhile.
 
 from __future__ import annotations
 
-import errno
 import os
-import shutil
-import socket
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from flyball.contracts.errors import ConfigurationError, FlyballError, MemoryTooSmall, StorageFull
+from flyball.contracts.clock import SystemClock
+from flyball.contracts.errors import FlyballError
 from flyball.process_start import import_lean, without_collector
+from flyball.service_manager import ServiceManager
+from host_daemon.probes.host_needs import check_host
 from host_daemon.settings import DaemonSettings, parse_settings
 from host_daemon.spawning.spawner_start import StartedSpawner, start_spawner
 from host_daemon.store.state_dir import HostStateDir
 from host_daemon.workers.worker_environment import expected_environment
 
-MIN_DISK_BYTES = 64 << 20
-MIN_SHM_BYTES = 16 << 20  # for beacons and control words only; the engine checks the slots of each job
+if TYPE_CHECKING:
+    from host_daemon.agent import Agent
 
 
 def main() -> int:
@@ -31,7 +31,8 @@ def main() -> int:
         state_dir = HostStateDir(settings.state_dir)
         state_dir.open()
         check_host(settings)
-        _run(settings, state_dir, _start_standby(settings, state_dir))
+        manager = ServiceManager(os.environ, SystemClock())  # before child processes inherit its variables
+        _run(settings, state_dir, _start_standby(settings, state_dir), manager)
     except FlyballError as error:
         sys.stderr.write(f"error: {error.message}\n" + (f"Next step: {error.hint}\n" if error.hint else ""))
         return error.exit_code
@@ -48,14 +49,15 @@ def _start_standby(settings: DaemonSettings, state_dir: HostStateDir) -> Started
         return None
 
 
-def _run(settings: DaemonSettings, state_dir: HostStateDir, spawner: StartedSpawner | None) -> None:
+def _run(
+    settings: DaemonSettings, state_dir: HostStateDir, spawner: StartedSpawner | None, manager: ServiceManager
+) -> None:
     with without_collector():
         import_lean("structlog", "httpx")  # before the modules that import them
         import asyncio
 
         import structlog
 
-        from flyball.contracts.clock import SystemClock
         from flyball.process_start import log_to_stderr
         from flyball.process_title import set_title
         from host_daemon.agent import Agent
@@ -63,55 +65,27 @@ def _run(settings: DaemonSettings, state_dir: HostStateDir, spawner: StartedSpaw
     log_to_stderr()
     set_title(f"host daemon {settings.host_id}", ["host_daemon", *sys.argv[1:]])
     structlog.contextvars.bind_contextvars(host_id=settings.host_id)
-    asyncio.run(Agent(settings, state_dir, SystemClock(), spawner).run())
+    asyncio.run(_serve(Agent(settings, state_dir, SystemClock(), spawner), manager))
 
 
-def check_host(settings: DaemonSettings) -> None:
-    """Raise the error that names what this host lacks. Call it once the state folder is open."""
-    _check_disk(settings.state_dir)
-    _check_shm(Path(settings.shm_dir))
-    _check_address(settings.address)
+async def _serve(agent: Agent, manager: ServiceManager) -> None:
+    """Run the agent, with signs of life from its event loop."""
+    import asyncio
 
-
-def _check_disk(state_dir: Path) -> None:
-    free = shutil.disk_usage(state_dir).free
-    if free < MIN_DISK_BYTES:
-        raise StorageFull(
-            f"The disk of {state_dir} has {free >> 20} MiB left; the daemon needs {MIN_DISK_BYTES >> 20}.",
-            hint="free space there, or choose another --state-dir",
-        )
-
-
-def _check_shm(shm_dir: Path) -> None:
-    if not shm_dir.is_dir() or not os.access(shm_dir, os.W_OK | os.X_OK):
-        raise ConfigurationError(
-            f"{shm_dir} is not a folder that this user can write to.",
-            hint="mount a tmpfs there, or set FLYBALL_SHM_DIR",
-        )
-    free = shutil.disk_usage(shm_dir).free
-    if free < MIN_SHM_BYTES:
-        raise MemoryTooSmall(
-            f"{shm_dir} has {free >> 20} MiB left. Beacons and control words need {MIN_SHM_BYTES >> 20}, and every "
-            "rank also needs twice the size of its state.",
-            hint="enlarge it (docker: --shm-size; else mount -o remount,size=...), or set FLYBALL_SHM_DIR",
-        )
-
-
-def _check_address(address: str) -> None:
+    signs = asyncio.create_task(_give_signs(manager))
     try:
-        family, _, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[
-            0
-        ]
-    except socket.gaierror:
-        raise ConfigurationError(
-            f"--address {address} is not an IP address.", hint="give the address at which other hosts reach this one"
-        ) from None
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind(target)
-        except OSError as error:
-            why = "is not an address of this host" if error.errno == errno.EADDRNOTAVAIL else f"cannot be used: {error}"
-            raise ConfigurationError(f"--address {address} {why}.", hint="`ip addr` shows the addresses") from error
+        await agent.run(manager.ready)
+    finally:
+        manager.stopping()
+        signs.cancel()
+
+
+async def _give_signs(manager: ServiceManager) -> None:
+    import asyncio
+
+    while manager.sign_every_s:
+        manager.alive()
+        await asyncio.sleep(manager.sign_every_s / 2)
 
 
 if __name__ == "__main__":

@@ -8,20 +8,22 @@ import math
 import signal
 import uuid
 from collections.abc import Callable, Coroutine
+from functools import partial
 
 import structlog
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.decisions import Command, CommandResult
 from flyball.contracts.errors import DaemonSuperseded, FlyballError
-from flyball.contracts.on_host.engine_wire import EngineReply
 from flyball.contracts.on_host.segments import shm_prefix
 from flyball.contracts.reports.signals import STORE_ENDED, EngineRestarted, SignalBody, WorkerExited, WorkerStartFailed
 from flyball.contracts.reports.succession import MAX_PREDECESSORS
+from host_daemon.checks.host_check import HostChecker
 from host_daemon.engine.engine_client import EngineClient
 from host_daemon.engine.engine_process import EngineKeeper
 from host_daemon.kernel.activity import ActivityWatch
 from host_daemon.kernel.free_ports import FreePorts
+from host_daemon.kernel.oom_kills import OomKills
 from host_daemon.kernel.processes import ExitStatus, become_subreaper
 from host_daemon.kernel.reaper import Reaper
 from host_daemon.link.cluster_clock import ClusterClock
@@ -34,12 +36,14 @@ from host_daemon.orders.generation_start import GenerationStarter
 from host_daemon.orders.job_control import JobControl
 from host_daemon.orders.leaving import LeaveOutcome, Leaving
 from host_daemon.probes.gpu_use import GpuUse
-from host_daemon.probes.preemption import PreemptionProbe
+from host_daemon.probes.notices.notice_watch import Notices
+from host_daemon.probes.suite import watch_conditions
 from host_daemon.settings import DaemonSettings, read_token_file
 from host_daemon.spawning.spawner_start import StartedSpawner
 from host_daemon.spawning.standby import Standbys
 from host_daemon.store.allegiance import Allegiance
 from host_daemon.store.command_journal import CommandJournal
+from host_daemon.store.condition_book import ConditionBook
 from host_daemon.store.database import HostDatabase
 from host_daemon.store.facts import Facts, OwedReleases
 from host_daemon.store.outbox import SignalOutbox
@@ -47,17 +51,15 @@ from host_daemon.store.state_dir import HostStateDir
 from host_daemon.store.worker_records import WorkerRecords
 from host_daemon.workers.beacons import Beacons
 from host_daemon.workers.terminals import Terminals
-from host_daemon.workers.worker_errors import read_error
+from host_daemon.workers.worker_errors import WorkerEnding, read_ending
 from host_daemon.workers.workers import Worker, WorkerTable
 
 BEACON_INTERVAL_S = 0.05
 ACTIVITY_INTERVAL_S = 0.5
-PREEMPTION_INTERVAL_S = 0.1
 LAST_REPORT_TIMEOUT_S = 2.0
 ENGINE_MEET_S = 30.0
 HASTY_GRACE_S = 5.0  # for workers once the time to leave is up: whoever sent SIGTERM is about to send SIGKILL
 INCARNATIONS_FACT = "incarnations"  # newest first
-PREEMPTION_FACT = "preemption_notice_told"
 
 _log = structlog.get_logger(__name__)
 
@@ -82,8 +84,10 @@ class Agent:
         self._facts = Facts(self._database)
         self._records = WorkerRecords(self._database)
         self._outbox = SignalOutbox(self._database, clock, source=settings.host_id, incarnation=incarnation)
+        self._book = ConditionBook(self._facts, self._outbox)
         self._beacons = Beacons(shm_prefix=prefix, clock=clock)
         self._reaper = Reaper()
+        self._oom_kills = OomKills(clock)
         self._workers = WorkerTable(records=self._records, reaper=self._reaper, clock=clock, on_exit=self._worker_ended)
         self._standbys = Standbys(
             state_dir=state_dir.root, log_path=state_dir.spawner_log, reaper=self._reaper, clock=clock, started=spawner
@@ -103,7 +107,7 @@ class Agent:
             engine_client,
             clock,
             on_restart=self._engine_restarted,
-            on_status=self._engine_answered,
+            on_status=lambda status: self._reporter.note_engine(status),  # noqa: PLW0108 - it is made below
         )
         self._reporter = Reporter(
             settings,
@@ -137,6 +141,7 @@ class Agent:
             engine=self._engine,
             engine_client=engine_client,
             ports=ports,
+            checker=HostChecker(settings.host_id, state_dir.root, self._reaper, ports),
             peer_key=lambda: read_token_file(settings.token_file, settings.host_id).peer_key,
         )
         journal = CommandJournal(self._database)
@@ -148,6 +153,7 @@ class Agent:
             journal=journal,
             records=self._records,
             outbox=self._outbox,
+            book=self._book,
             held=self._control.held,
             wake=self._reporter.wake,
         )
@@ -170,12 +176,30 @@ class Agent:
             has_ranks=lambda: bool(self._workers.live()),
             facts=self._facts,
         )
+        self._watch_conditions = partial(
+            watch_conditions,
+            settings,
+            facts=self._facts,
+            book=self._book,
+            clock=clock,
+            host_clock=host_clock,
+            jobs=self._control.specs,
+            wake=self._reporter.wake,
+        )
+        self._notices = Notices(
+            settings,
+            state_dir.preemption_notice,
+            facts=self._facts,
+            outbox=self._outbox,
+            clock=clock,
+            wake=self._reporter.wake,
+        )
         self._incarnation = incarnation
         self._superseded: DaemonSuperseded | None = None
         self._warm_nproc = settings.warm_nproc
 
-    async def run(self) -> None:
-        """Run until a signal, then stop workers and engine in order.
+    async def run(self, on_started: Callable[[], None] = lambda: None) -> None:
+        """Run until a signal, then stop workers and engine in order. Calls `on_started` once it acts for the host.
 
         The first SIGTERM gives notice and waits until the ranks train elsewhere. SIGINT or a second signal does not
         wait. If this process is killed or fails, workers and engine live on and the next daemon adopts them. Raises
@@ -204,6 +228,7 @@ class Agent:
         if self._warm_nproc:
             self._control.expect_jobs(self._warm_nproc)
         _log.info("daemon_started", incarnation=self._incarnation)
+        on_started()
         async with asyncio.TaskGroup() as group:
             engine = group.create_task(self._engine.run())
             loops = [
@@ -213,7 +238,8 @@ class Agent:
                     until_superseded(self._commands.run()),
                     self._watch_beacons(),
                     self._watch_activity(),
-                    self._watch_for_preemption(),
+                    self._notices.run(),
+                    self._watch_conditions(),
                     self._meet_engine(),
                 )
             ]
@@ -248,8 +274,8 @@ class Agent:
         finally:  # even if workers remain, for which `run` then raises
             await self._engine.stop()
             with contextlib.suppress(FlyballError, TimeoutError):
-                last = self._reporter.send_farewell() if left.is_in_order else self._reporter.send_once()
-                await asyncio.wait_for(last, LAST_REPORT_TIMEOUT_S)
+                async with asyncio.timeout(LAST_REPORT_TIMEOUT_S):
+                    await (self._reporter.send_farewell() if left.is_in_order else self._reporter.send_once())
             await self._standbys.close()
             await self._http.close()
             self._database.close()
@@ -260,18 +286,18 @@ class Agent:
         await self._succeed()
         await self._allegiance.load()
         signals = await self._outbox.load()
+        await self._book.load()
         workers, jobs = await self._records.load()
         for job in jobs:
             self._control.take_over(job)
         for record, ended in workers:
+            of = record.job, record.generation, record.rank
             if record.rank >= 0:
-                self._beacons.watch(
-                    record.job, record.generation, record.rank, pid=record.pid, spawned_at=record.spawned_at
-                )
+                self._beacons.watch(*of, pid=record.pid, spawned_at=record.spawned_at)
             if ended:
-                self._beacons.worker_ended(record.job, record.generation, record.rank)
+                self._beacons.worker_ended(*of)
             else:
-                self._workers.adopt(record, self._state_dir.error_file(record.job, record.generation, record.rank))
+                self._workers.adopt(record, self._state_dir.error_file(*of))
         await self._leaving.withdraw()
         self._engine.restores_since = float(await self._facts.get(RESTORES_FACT) or 0.0)
         if workers or signals:
@@ -319,8 +345,12 @@ class Agent:
             signal_number=status.signal_number,
             expected=worker.expected,
         )
+        ending = WorkerEnding()
         if not worker.expected and status.exit_code != 0:
             await self._terminals.drained(job, generation)  # the end of its output may show the cause
+            was_killed = status.signal_number == signal.SIGKILL
+            kernel = await self._oom_kills.line_about(record.pid) if was_killed else ""
+            ending = read_ending(worker.error_file, worker.log_path, status, kernel)
         exited = WorkerExited(
             job=job,
             generation=generation,
@@ -330,8 +360,12 @@ class Agent:
             signal_number=status.signal_number,
             last_step=self._beacons.last_step(job, generation, rank),
             last_phase=self._beacons.last_phase(job, generation, rank),
-            error=None if worker.expected else read_error(worker.error_file, worker.log_path, status),
+            error=ending.error,
             expected=worker.expected,
+            error_class=ending.error_class,
+            log_tail=ending.log_tail,
+            core_dumped=status.core_dumped,
+            kernel=ending.kernel,
         )
         await self._outbox.put(exited, also=ended)
         self._reporter.wake()
@@ -345,41 +379,23 @@ class Agent:
         await self._signal(body)
         await self._control.configure_engine()
 
-    async def _engine_answered(self, status: EngineReply) -> None:
-        await self._reporter.note_engine(status)
-
     async def _watch_beacons(self) -> None:
-        def sample() -> None:
+        """Take new steps, and record how late the event loop was."""
+        while True:
+            due = self._clock.monotonic_s() + BEACON_INTERVAL_S
+            await asyncio.sleep(BEACON_INTERVAL_S)
+            self._reporter.lagged_s = max(self._reporter.lagged_s, self._clock.monotonic_s() - due)
             if self._beacons.sample():
                 self._reporter.wake()
 
-        await self._every(BEACON_INTERVAL_S, sample)
-
     async def _watch_activity(self) -> None:
-        """Check what workers do while their beacons stand still. In a thread: many processes take milliseconds."""
+        """Check what workers do while their beacons stand still, and whether the kernel kills for lack of memory. In
+        threads: many processes take milliseconds."""
         watch = ActivityWatch(GpuUse().busy)
         while True:
             standing = self._beacons.standing()
             seen = await asyncio.to_thread(watch.look, standing, self._clock.monotonic_s()) if standing else {}
             if self._beacons.see(seen):
                 self._reporter.wake()
+            await self._oom_kills.look()
             await asyncio.sleep(ACTIVITY_INTERVAL_S)
-
-    async def _watch_for_preemption(self) -> None:
-        reported = await self._facts.get(PREEMPTION_FACT)
-        probe = PreemptionProbe(self._state_dir.preemption_notice, reported)
-        while True:
-            notice = probe.check()
-            if notice is not None:
-                _log.warning("preemption_notice", deadline_at=notice.deadline_at, source=notice.source)
-                await self._outbox.put(notice, also=self._facts.setting(PREEMPTION_FACT, probe.identity))
-                self._reporter.wake()
-            await asyncio.sleep(PREEMPTION_INTERVAL_S)
-
-    async def _every(self, interval_s: float, work: Callable[[], None]) -> None:
-        """Call `work` at an interval, and record how late the event loop was."""
-        while True:
-            due = self._clock.monotonic_s() + interval_s
-            await asyncio.sleep(interval_s)
-            self._reporter.lagged_s = max(self._reporter.lagged_s, self._clock.monotonic_s() - due)
-            work()

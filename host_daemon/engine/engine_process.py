@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from flyball.backoff import Backoff
-from flyball.contracts.checkpoints import StoredPoints
+from flyball.contracts.checkpoints import CleanSteps, StoredPoints
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError, Unreachable
 from flyball.contracts.on_host.engine_wire import EngineReply, GetStatus
@@ -61,6 +61,7 @@ class EngineKeeper:
         self._ask_now = asyncio.Event()
         self._in_touch_until_s = 0.0
         self._stored_points: StoredPoints = {}
+        self._clean_steps: CleanSteps | None = None
         self._replied_at_s = 0.0  # when `status` came
         self.restores_since = 0.0  # restores up to this wall time are known; set it before `run` to continue from there
         self.status = EngineReply(ok=False)  # the newest reply; it stays while the engine is away
@@ -75,10 +76,11 @@ class EngineKeeper:
             self._peers_in_question = peers
             self._ask_now.set()
 
-    def in_touch(self, until_s: float, stored_points: StoredPoints) -> None:
+    def in_touch(self, until_s: float, stored_points: StoredPoints, clean_steps: CleanSteps) -> None:
         """The supervisor replied: until `until_s` (monotonic) it cannot give this host up. Empty `stored_points` leave
         the last ones in force."""
         self._in_touch_until_s = until_s
+        self._clean_steps = clean_steps
         if stored_points:
             self._stored_points = stored_points
 
@@ -91,7 +93,8 @@ class EngineKeeper:
     async def wait_alive(self, timeout_s: float) -> bool:
         """Wait for the engine. Returns whether it is alive."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._alive.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._alive.wait()
         return self.alive
 
     async def run(self) -> None:
@@ -215,6 +218,7 @@ class EngineKeeper:
                                 self._peers_in_question,
                                 self._in_touch_until_s,
                                 self._stored_points,
+                                self._clean_steps,
                             )
                         )
                     )
@@ -225,7 +229,8 @@ class EngineKeeper:
                         _log.error("engine_hangs", pid=pid, error=str(error))
                         signal_pidfd(pidfd, signal.SIGKILL)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._ask_now.wait(), POLL_S)
+                    async with asyncio.timeout(POLL_S):
+                        await self._ask_now.wait()
         finally:
             loop.remove_reader(pidfd)
             os.close(pidfd)
@@ -257,7 +262,8 @@ async def _ended(pidfd: int, timeout_s: float) -> bool:
     ended = asyncio.Event()
     loop.add_reader(pidfd, ended.set)
     try:
-        await asyncio.wait_for(ended.wait(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await ended.wait()
         return True
     except TimeoutError:
         return False

@@ -39,7 +39,7 @@ class StalledWorker(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a worker does, since when (monotonic), and the system call in which an idle one waits."""
+    """A worker's activity, since when (monotonic), and the system call in which an idle one waits."""
 
     activity: Activity
     since_s: float
@@ -62,7 +62,7 @@ class _Process(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Watched:
+class _WatchedProcess:
     began_s: float
     active_s: float  # when it was last active
     looked_s: float = 0.0
@@ -75,17 +75,17 @@ class ActivityWatch:
 
     def __init__(self, uses_gpu: UsesGpu) -> None:
         self._uses_gpu = uses_gpu
-        self._watched: dict[tuple[Key, int], _Watched] = {}
+        self._watched: dict[tuple[Key, int], _WatchedProcess] = {}
         self._trees: dict[int, frozenset[int]] = {}
         self._trees_read_s = -TREE_S
 
     def look(self, standing: Sequence[StalledWorker], now_s: float) -> dict[Key, Seen]:
-        """What each of these workers does. Workers that are no longer among them have moved, and are forgotten."""
+        """Return each worker's activity. Workers that are no longer among them have moved, and are forgotten."""
         here = {(worker.key, worker.pid) for worker in standing}
         self._watched = {key: watched for key, watched in self._watched.items() if key in here}
         found: dict[Key, Seen] = {}
         for worker in standing:
-            watched = self._watched.setdefault((worker.key, worker.pid), _Watched(now_s, now_s))
+            watched = self._watched.setdefault((worker.key, worker.pid), _WatchedProcess(now_s, now_s))
             often_s = OFTEN_S if now_s - watched.began_s < EARLY_S else SELDOM_S
             if watched.seen is None or now_s - watched.looked_s >= often_s:
                 watched.looked_s = now_s
@@ -94,7 +94,7 @@ class ActivityWatch:
             found[worker.key] = watched.seen
         return found
 
-    def _look(self, watched: _Watched, pid: int, now_s: float) -> Seen:
+    def _look(self, watched: _WatchedProcess, pid: int, now_s: float) -> Seen:
         main = _read(pid)
         if main is None:
             return Seen(Activity.UNKNOWN, now_s)
@@ -111,7 +111,9 @@ class ActivityWatch:
             return Seen(activity or Activity.UNKNOWN, now_s)
         return _waiting(pid, processes, watched.active_s)
 
-    def _working(self, watched: _Watched, pid: int, processes: dict[int, _Process], now_s: float) -> Activity | None:
+    def _working(
+        self, watched: _WatchedProcess, pid: int, processes: dict[int, _Process], now_s: float
+    ) -> Activity | None:
         """ACTIVE; UNKNOWN if it has a GPU whose use is unknown; None if inactive. Raises PermissionError."""
         sample = _sampled(pid, processes, now_s)
         before = next((s for s in reversed(watched.samples) if now_s - s.at_s >= WINDOW_S), None)
@@ -122,7 +124,7 @@ class ActivityWatch:
             return Activity.ACTIVE
         return {True: Activity.ACTIVE, None: Activity.UNKNOWN, False: None}[self._uses_gpu(processes)]
 
-    def _held(self, watched: _Watched, activity: Activity, now_s: float) -> Seen:
+    def _held(self, watched: _WatchedProcess, activity: Activity, now_s: float) -> Seen:
         watched.samples.clear()  # inactivity while it cannot run means nothing
         watched.active_s = now_s
         is_new = watched.seen is None or watched.seen.activity is not activity
@@ -152,7 +154,7 @@ def _reached(begin: set[int], children: dict[int, list[int]]) -> set[int]:
 
 
 def _waiting(pid: int, processes: dict[int, _Process], since_s: float) -> Seen:
-    """What an inactive worker waits for."""
+    """Find out what an inactive worker waits for."""
     if is_reading_input(pid):
         return Seen(Activity.READS_INPUT, since_s)
     if any(process.state == "D" for process in processes.values()) or _has_blocked_thread(pid):
@@ -230,39 +232,55 @@ _NUMBERS = {
     "x86_64": {
         0: "read",
         1: "write",
+        2: "open",
+        4: "stat",
+        5: "fstat",
         7: "poll",
         16: "ioctl",
+        17: "pread64",
+        18: "pwrite64",
         23: "select",
         34: "pause",
         35: "nanosleep",
         42: "connect",
         43: "accept",
+        44: "sendto",
         45: "recvfrom",
+        46: "sendmsg",
         47: "recvmsg",
         61: "wait4",
         72: "fcntl",
         73: "flock",
         74: "fsync",
+        75: "fdatasync",
         128: "rt_sigtimedwait",
         202: "futex",
         230: "clock_nanosleep",
         232: "epoll_wait",
         247: "waitid",
+        257: "openat",
+        262: "newfstatat",
         270: "pselect6",
         271: "ppoll",
         281: "epoll_pwait",
         288: "accept4",
+        332: "statx",
     },
     "aarch64": {
         22: "epoll_pwait",
         25: "fcntl",
         29: "ioctl",
         32: "flock",
+        56: "openat",
         63: "read",
         64: "write",
+        67: "pread64",
+        68: "pwrite64",
         72: "pselect6",
         73: "ppoll",
+        79: "newfstatat",
         82: "fsync",
+        83: "fdatasync",
         95: "waitid",
         98: "futex",
         101: "nanosleep",
@@ -270,10 +288,13 @@ _NUMBERS = {
         137: "rt_sigtimedwait",
         202: "accept",
         203: "connect",
+        206: "sendto",
         207: "recvfrom",
+        211: "sendmsg",
         212: "recvmsg",
         242: "accept4",
         260: "wait4",
+        291: "statx",
     },
 }
 _NAMES = _NUMBERS.get(platform.machine(), {})
@@ -283,6 +304,39 @@ def in_call(pid: int) -> str:
     """The system call in which the main thread waits, '' if unknown."""
     number, _ = _call(pid)
     return "" if number < 0 else _NAMES.get(number, f"call {number}")
+
+
+def seen_call(pid: int) -> tuple[str, str]:
+    """The system call in which the main thread waits, and the file that it is about: a path, "pipe:[7]", "socket:[7]".
+    Each is '' if it is unknown."""
+    number, arguments = _call(pid)
+    name = in_call(pid) if number < 0 else _NAMES.get(number, f"call {number}")
+    if number < 0 or name in _WITHOUT_FILE:
+        return name, ""
+    place = _PATH_ARGUMENT.get(name)
+    if place is not None:
+        return name, _text_at(pid, arguments[place])
+    try:
+        return name, str(Path(f"/proc/{pid}/fd/{arguments[0]}").readlink())
+    except OSError:
+        return name, ""
+
+
+_WITHOUT_FILE = frozenset(
+    {"futex", "nanosleep", "clock_nanosleep", "pause", "wait4", "waitid", "poll", "ppoll", "select", "pselect6"}
+)
+_PATH_ARGUMENT = {"open": 0, "stat": 0, "openat": 1, "newfstatat": 1, "statx": 1}
+_MAX_PATH = 256
+
+
+def _text_at(pid: int, address: int) -> str:
+    """The text at an address of a process, '' if it cannot be read."""
+    try:
+        with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
+            memory.seek(address)
+            return memory.read(_MAX_PATH).partition(b"\0")[0].decode(errors="replace")
+    except (OSError, ValueError, OverflowError):
+        return ""
 
 
 def is_reading_input(pid: int) -> bool:

@@ -1,8 +1,9 @@
-"""What the kernel knows about processes: start times, sessions, exits. Also starts ones that outlive the daemon."""
+"""Reads the kernel's facts about processes: start times, sessions, exits. Also starts ones that outlive the daemon."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 from collections.abc import Callable, Iterable, Mapping
@@ -12,6 +13,7 @@ import msgspec
 
 INHERITED_DESCRIPTOR = 3  # where a started process finds the one descriptor that it gets
 _PR_SET_CHILD_SUBREAPER = 36
+_NO_PROCESS = frozenset({errno.ESRCH, errno.ENOENT, errno.EINVAL})  # the last two: by now it is the id of a thread
 _EXIT_CODE = 49  # index among the fields of /proc/<pid>/stat after the name
 
 
@@ -20,11 +22,12 @@ class ExitStatus(msgspec.Struct, frozen=True):
 
     exit_code: int | None = None
     signal_number: int | None = None
+    core_dumped: bool = False
 
     @classmethod
     def of_wait_status(cls, status: int) -> ExitStatus:
         if os.WIFSIGNALED(status):
-            return cls(signal_number=os.WTERMSIG(status))
+            return cls(signal_number=os.WTERMSIG(status), core_dumped=os.WCOREDUMP(status))
         return cls(exit_code=os.WEXITSTATUS(status))
 
 
@@ -82,8 +85,10 @@ def open_pidfd(pid: int) -> int | None:
     """A descriptor that becomes readable when the process ends; None if the process is already gone."""
     try:
         return os.pidfd_open(pid)
-    except ProcessLookupError:
-        return None
+    except OSError as error:
+        if error.errno in _NO_PROCESS:
+            return None
+        raise
 
 
 def open_pidfd_of(pid: int, is_it: Callable[[], bool]) -> int | None:
@@ -104,7 +109,7 @@ def send_signal(pid: int, number: signal.Signals) -> None:
         return
 
 
-def signal_pidfd(descriptor: int, number: signal.Signals) -> None:
+def signal_pidfd(descriptor: int, number: int) -> None:
     """Signal the very process of this descriptor, if it still exists."""
     try:
         signal.pidfd_send_signal(descriptor, number)

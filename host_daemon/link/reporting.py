@@ -24,11 +24,18 @@ from flyball.contracts.errors import (
     Unauthorized,
     WrongClock,
 )
-from flyball.contracts.on_host.engine_wire import EngineReply, FailingSaves, LateSaves, SaveFailure
+from flyball.contracts.on_host.engine_wire import (
+    DifferingReplicas,
+    EngineReply,
+    FailingSaves,
+    LateSaves,
+    SaveFailure,
+)
 from flyball.contracts.reports.rank_columns import in_columns, steps_together
 from flyball.contracts.reports.signals import (
     MAX_SAVE_INTERVALS,
     EngineStatus,
+    ReplicasDiffer,
     Report,
     ReportReply,
     SaveFailed,
@@ -36,12 +43,14 @@ from flyball.contracts.reports.signals import (
     SavesFailing,
     SavesRecovered,
 )
+from flyball.contracts.reports.training_health import ReplayDiffers
 from flyball.contracts.wire import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
 from host_daemon.engine.engine_process import EngineKeeper
 from host_daemon.kernel.free_ports import FreePorts, is_free
 from host_daemon.link.cluster_clock import ClusterClock, no_later
 from host_daemon.link.http_client import SupervisorClient
 from host_daemon.link.superseded import RefusedPolls
+from host_daemon.probes.pressure import memory_bytes
 from host_daemon.settings import DaemonSettings
 from host_daemon.store.facts import Facts
 from host_daemon.store.outbox import RESEND_AFTER_S, SignalOutbox
@@ -89,10 +98,13 @@ class Reporter:
         self._restores: deque[RestoreReport] = deque(maxlen=MAX_RESTORES)
         self._save_failures: deque[SaveFailure] = deque(maxlen=MAX_SAVE_FAILURES)
         self._late_saves: deque[LateSaves] = deque(maxlen=MAX_SAVE_FAILURES)
+        self._differing: deque[DifferingReplicas] = deque(maxlen=MAX_SAVE_FAILURES)
+        self._replays: deque[ReplayDiffers] = deque(maxlen=MAX_SAVE_FAILURES)
         self._failing: dict[str, FailingSaves] = {}  # by job, from the engine's newest reply
         self._unreachable: tuple[str, ...] = ()
         self._answered: set[str] = set()  # peers that the sensor asked about and the engine knows about
         self._free_port = 0
+        self._memory_bytes = memory_bytes(settings.probe_root)
         self._version = importlib.metadata.version("flyball")
         self._trouble = ""  # class of the last error logged
         self._leaves = False
@@ -120,6 +132,28 @@ class Reporter:
                 await self._outbox.put(
                     SaveLate(late.job, late.generation, late.rank, late.step, late.waited_s, late.count)
                 )
+                self.wake()
+        for found in status.differing:
+            if found not in self._differing:
+                self._differing.append(found)
+                tensors = tuple(name[:4_000] for name in found.tensors)
+                await self._outbox.put(
+                    ReplicasDiffer(
+                        job=found.job,
+                        generation=found.generation,
+                        step=found.step,
+                        tensors=tensors,
+                        count=found.count,
+                        agree=found.agree,
+                        differ=found.differ,
+                        equal_step=found.equal_step,
+                    )
+                )
+                self.wake()
+        for replay in status.replays:
+            if replay not in self._replays:
+                self._replays.append(replay)
+                await self._outbox.put(replay)
                 self.wake()
         for failing in status.failing:
             await self._note_failing(failing)
@@ -183,7 +217,8 @@ class Reporter:
                     if self._outbox.has_uncommitted:
                         interval_s = min(interval_s, RESEND_AFTER_S)
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._urgent.wait(), interval_s - MIN_INTERVAL_S)
+                        async with asyncio.timeout(interval_s - MIN_INTERVAL_S):
+                            await self._urgent.wait()
 
     async def send_farewell(self) -> None:
         """Send the last report: the supervisor then expects no others, and does not call the host silent. Raises
@@ -223,6 +258,7 @@ class Reporter:
             marks=readings.marks,
             restores=restores,
             losses=readings.losses,
+            computes=readings.computes,
             copies=self._engine.status.copies if self._engine.alive else (),
             succeeds=self.predecessors,
             lagged_s=lagged_s,
@@ -241,7 +277,8 @@ class Reporter:
                 self._beacons.put_back(readings)
             raise
         self._engine.ask_about(reply.ask)
-        self._engine.in_touch(now_s + TOUCH_INTERVALS * self._settings.report_interval_s, reply.stored_points)
+        until_s = now_s + TOUCH_INTERVALS * self._settings.report_interval_s
+        self._engine.in_touch(until_s, reply.stored_points, reply.clean_steps)
         await self._after(readings, restores)
         await self._outbox.committed(reply.committed)
 
@@ -265,6 +302,8 @@ class Reporter:
             free_port=self._free_port,
             daemon_version=self._version,
             pid=os.getpid(),
+            fabric=settings.fabric,
+            memory_bytes=self._memory_bytes,
         )
 
     def _engine_status(self) -> EngineStatus:
@@ -275,6 +314,7 @@ class Reporter:
             status.counters,
             self._engine.testimonies(),
             status.intervals[:MAX_SAVE_INTERVALS],
+            status.transports,
         )
 
     def _log_change(self, error: FlyballError | None) -> None:

@@ -13,6 +13,7 @@ import structlog
 from flyball.backoff import Backoff
 from flyball.contracts.clock import Clock
 from flyball.contracts.decisions import (
+    CheckHost,
     Command,
     CommandBody,
     CommandResult,
@@ -22,6 +23,7 @@ from flyball.contracts.decisions import (
     SaveEmergency,
     StartWorkers,
     StopWorkers,
+    TakeStacks,
     UpdateState,
     WarmUp,
 )
@@ -77,7 +79,16 @@ def gives_way(other: Command, newer: Command) -> bool:
     gives way to a command that abandons it or names a later step: other hosts will not have the earlier one.
     """
     if isinstance(newer.body, StopWorkers | StartWorkers | EndJob):
-        giving_way: tuple[type[CommandBody], ...] = (SaveEmergency, FlushState, WarmUp, StartWorkers)
+        giving_way: tuple[type[CommandBody], ...] = (
+            SaveEmergency,
+            FlushState,
+            WarmUp,
+            StartWorkers,
+            TakeStacks,
+            CheckHost,
+        )
+    elif isinstance(newer.body, CheckHost):  # the next round: the group of the one before is given up
+        giving_way = (CheckHost,)
     elif isinstance(newer.body, FlushState | SaveEmergency):
         giving_way = (SaveEmergency,)
     else:

@@ -174,6 +174,7 @@ class GenerationStarter:
                 shm_prefix=self._shm_prefix,
                 engine_notify=str(self._state_dir.engine_notify),
                 error_file=str(error_file),
+                inject_folder=str(self._state_dir.inject_folder),
             ),
             log_path=str(self._state_dir.rank_log(spec.log_dir, spec.job, generation, rank)),
             program=spec.program,

@@ -10,6 +10,7 @@ import structlog
 
 from flyball.contracts.cluster import HostRanks, JobSpec
 from flyball.contracts.decisions import (
+    CheckHost,
     Command,
     CommandResult,
     EndJob,
@@ -18,6 +19,7 @@ from flyball.contracts.decisions import (
     SaveEmergency,
     StartWorkers,
     StopWorkers,
+    TakeStacks,
     WarmUp,
 )
 from flyball.contracts.errors import FlyballError, NotFound, StaleCommand, Unreachable
@@ -34,6 +36,7 @@ from flyball.contracts.on_host.engine_wire import (
 from flyball.contracts.reports.signals import SignalBody, WorkerStartFailed
 from flyball.contracts.reports.standings import HeldJob
 from flyball.sealed_values import unseal
+from host_daemon.checks.host_check import HostChecker
 from host_daemon.engine.engine_client import EngineClient, EngineRefused
 from host_daemon.engine.engine_process import EngineKeeper
 from host_daemon.kernel.free_ports import FreePorts
@@ -43,6 +46,7 @@ from host_daemon.spawning.standby import Standbys
 from host_daemon.store.facts import OwedReleases
 from host_daemon.store.worker_records import JobRecord, WorkerRecord, WorkerRecords
 from host_daemon.workers.beacons import Beacons
+from host_daemon.workers.stacks import StackSource, take_stands
 from host_daemon.workers.worker_environment import expected_environment, job_environment
 from host_daemon.workers.workers import WorkerTable
 
@@ -74,6 +78,7 @@ class JobControl:
         engine: EngineKeeper,
         engine_client: EngineClient,
         ports: FreePorts,
+        checker: HostChecker,
         peer_key: Callable[[], str] = lambda: "",
         environ: Mapping[str, str] = os.environ,
     ) -> None:
@@ -88,12 +93,15 @@ class JobControl:
         self._engine = engine
         self._engine_client = engine_client
         self._ports = ports
+        self._checker = checker
         self._peer_key = peer_key  # from the token file as it is now
         self._environ = environ
         self._secrets: dict[str, tuple[Mapping[str, str], dict[str, str]]] = {}  # job -> sealed and unsealed values
         self._jobs: dict[str, JobRecord] = {}
 
-    async def carry_out(self, command: Command, progress: CommandProgress) -> CommandResult:
+    async def carry_out(  # noqa: PLR0911 - one for each kind of command
+        self, command: Command, progress: CommandProgress
+    ) -> CommandResult:
         """Carry out one command. Raises FlyballError with the cause if it cannot."""
         match command.body:
             case WarmUp() as body:
@@ -106,6 +114,10 @@ class JobControl:
                 return await self._save(command, body, progress)
             case FlushState() as body:
                 return await self._flush_state(command, body)
+            case TakeStacks() as body:
+                return await self._take_stacks(body)
+            case CheckHost() as body:
+                return await self._checker.check(body, resumed=progress.resumed)
             case EndJob() as body:
                 return await self._end(command, body)
 
@@ -135,6 +147,10 @@ class JobControl:
             ran_s = max((max(0.0, now - worker.spawned_at) for worker in workers), default=0.0)
             held.append(HeldJob(job.spec, job.placement, job.fence, ranks, ran_s))
         return tuple(held)
+
+    def specs(self) -> list[JobSpec]:
+        """The jobs of this host. Safe in any thread."""
+        return [record.spec for record in self._jobs.copy().values()]
 
     def _environment_of(self, spec: JobSpec) -> dict[str, str]:
         """The environment of a job's workers. Unsealed secrets stay in memory, so a new cluster secret does not break
@@ -223,6 +239,15 @@ class JobControl:
                 result=CommandResult(positions=positions),
                 hint="repeat the command: the daemon restarts its engine; see engine.log",
             ) from error
+
+    async def _take_stacks(self, body: TakeStacks) -> CommandResult:
+        records = [worker.record for worker in self._workers.live()]
+        sources = [
+            StackSource(r.rank, r.pid, r.start_ticks, self._beacons.path_of(r.job, r.generation, r.rank))
+            for r in records
+            if (r.job, r.generation) == (body.job, body.generation)
+        ]
+        return CommandResult(stands=await take_stands(sources, body.timeout_s))
 
     def _positions(self, job: str, generation: int) -> tuple[RankPosition, ...]:
         return self._beacons.positions(job, upto_generation=generation)

@@ -1,4 +1,4 @@
-"""What a worker process does before the user's script: become what `python script.py` would be.
+"""Turns a worker process into what `python script.py` would be, before the user's script begins.
 
 Runs in a process forked from the warm spawner, or as `python -P -m host_daemon.spawning.child` in a fresh interpreter
 (a cold start). Unless the script fails, these frames stay below it until the interpreter ends, so atexit handlers and
@@ -28,7 +28,9 @@ import msgspec
 from flyball.contracts import fault_points, wire
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import ConfigurationError, FlyballError
+from flyball.contracts.on_host import worker_env
 from flyball.process_title import set_title
+from flyball.sdk.stack_file import answer_stack_requests
 from flyball.state_folder import write_private
 from host_daemon.kernel.processes import INHERITED_DESCRIPTOR
 from host_daemon.spawning.spawn_wire import HEADER, PERMIT, Order, StoreOrder, WorkerOrder, WorkerStreamPaths
@@ -52,6 +54,7 @@ def carry_out(order: Order) -> None:
         fault_points.rearm()
         if order.program:
             _become(order.argv)
+        answer_stack_requests(order.environment.get(worker_env.BEACON, ""))
         _title(order)
         _reseed_numpy()
         _forget_daemon()

@@ -86,6 +86,7 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
     pid: int
     exit_code: int | None
     signal_number: int | None
+    core_dumped: bool = False
 
 
 SpawnerNotice: TypeAlias = Ready | Spawned | Exited

@@ -250,7 +250,7 @@ class Spawner:
                 return
             exited = info.si_code == os.CLD_EXITED
             code, number = (info.si_status, None) if exited else (None, info.si_status)
-            self.send(Exited(info.si_pid, code, number))
+            self.send(Exited(info.si_pid, code, number, core_dumped=info.si_code == os.CLD_DUMPED))
             self._permit(Permit(info.si_pid, granted=False))
             os.waitpid(info.si_pid, 0)
 

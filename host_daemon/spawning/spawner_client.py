@@ -113,7 +113,8 @@ class SpawnerProcess:
         Raises SpawnError if it died.
         """
         try:
-            ready = await asyncio.wait_for(asyncio.shield(self.ready), READY_TIMEOUT_S)
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                ready = await asyncio.shield(self.ready)
         except TimeoutError:
             return f"the preload took more than {READY_TIMEOUT_S:.0f} s"
         return ready.unfit
@@ -121,12 +122,14 @@ class SpawnerProcess:
     async def spawn(self, order: Order) -> SpawnedProcess:
         """Fork one process. Raises SpawnError."""
         number = next(self._numbers)
-        awaited = self._awaited[number] = asyncio.get_running_loop().create_future()
+        awaited: asyncio.Future[SpawnedProcess] = asyncio.get_running_loop().create_future()
+        self._awaited[number] = awaited
         if self.dead:
             raise SpawnError("The spawner is dead.", hint="the daemon starts another; see spawner.log")
         self._writer.write(frame(Spawn(number, order)))
         try:
-            return await asyncio.wait_for(awaited, SPAWN_TIMEOUT_S)
+            async with asyncio.timeout(SPAWN_TIMEOUT_S):
+                return await awaited
         except TimeoutError:
             raise SpawnError(
                 f"The spawner did not fork within {SPAWN_TIMEOUT_S:.0f} s.", hint="see spawner.log"
@@ -168,7 +171,7 @@ class SpawnerProcess:
             case Spawned(request_id=number, pid=pid, message=message):
                 self._take_spawned(number, pid, message)
             case Exited(pid=pid):
-                self._reaper.report(pid, ExitStatus(notice.exit_code, notice.signal_number))
+                self._reaper.report(pid, ExitStatus(notice.exit_code, notice.signal_number, notice.core_dumped))
 
     def _take_spawned(self, number: int, pid: int, message: str) -> None:
         awaited = self._awaited.get(number)

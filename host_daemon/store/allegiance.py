@@ -11,6 +11,7 @@ from flyball.contracts.decisions import Command, CommandBatch
 from flyball.contracts.identity import HostId
 from flyball.contracts.reports.standings import HeldJob, HostStanding, LastObeyed
 from host_daemon.store.command_journal import CommandJournal
+from host_daemon.store.condition_book import ConditionBook
 from host_daemon.store.facts import Facts
 from host_daemon.store.outbox import SignalOutbox
 from host_daemon.store.worker_records import WorkerRecords
@@ -34,6 +35,7 @@ class Allegiance:
         journal: CommandJournal,
         records: WorkerRecords,
         outbox: SignalOutbox,
+        book: ConditionBook,
         held: Callable[[float], tuple[HeldJob, ...]],
         wake: Callable[[], None],
     ) -> None:
@@ -45,6 +47,7 @@ class Allegiance:
         self._journal = journal
         self._records = records
         self._outbox = outbox
+        self._book = book
         self._held = held
         self._wake = wake
         self._database = ""
@@ -62,7 +65,9 @@ class Allegiance:
         if batch.cluster == self.obeyed.cluster or not self.obeyed.cluster:
             self._replied_at_s = self._clock.monotonic_s()
         if batch.incarnation and batch.incarnation != self._database:
-            if self._database and await self._outbox.send_again():
+            if self._database:
+                await self._outbox.send_again()
+                await self._book.say_again()
                 self._wake()
             self._database = batch.incarnation
             await self._facts.set(DATABASE_FACT, batch.incarnation)

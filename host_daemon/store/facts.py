@@ -1,4 +1,4 @@
-"""What the daemon remembers by name: small facts, and the memory that the engine has yet to free."""
+"""Stores what the daemon remembers by name: small facts, and the memory that the engine has yet to free."""
 
 from __future__ import annotations
 

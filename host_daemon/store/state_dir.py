@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flyball.contracts.errors import ConfigurationError
 from flyball.contracts.on_host.engine_wire import ENGINE_PID_FILE, ENGINE_SOCKET, HOST_STATE_VERSION, NOTIFY_SOCKET
+from flyball.contracts.on_host.injected import INJECT_FOLDER
 from flyball.state_folder import StateFolder, clear_errors, write_private
 
 PID_FILE = "daemon.pid"  # locked by the daemon while it runs
@@ -34,6 +35,10 @@ class HostStateDir:
     @property
     def engine_pid(self) -> Path:
         return self.root / ENGINE_PID_FILE
+
+    @property
+    def inject_folder(self) -> Path:
+        return self.root / INJECT_FOLDER
 
     @property
     def engine_log(self) -> Path:

@@ -16,9 +16,10 @@ from flyball.contracts.clock import Clock
 from flyball.contracts.cluster import Activity, Phase, RankStatus
 from flyball.contracts.decisions import RankPosition
 from flyball.contracts.errors import StateVersionMismatch
-from flyball.contracts.on_host.segments import beacon_path
+from flyball.contracts.on_host.segments import STACKS_SUFFIX, beacon_path
 from flyball.contracts.reports.rank_columns import RankSteps
-from flyball.contracts.reports.signals import RankLoss, RankMarks, loss_value
+from flyball.contracts.reports.signals import RankMarks
+from flyball.contracts.reports.training_health import RankCompute, RankLoss, loss_value
 from flyball.sdk.beacon import BeaconReader, BeaconSnapshot, create_beacon
 from host_daemon.kernel.activity import Key, Seen, StalledWorker
 
@@ -28,8 +29,10 @@ EAGER_STEPS = 3  # the first steps of a generation are reported at once: they re
 WAITS_EVERY_S = 5.0
 STANDS_AFTER_S = 0.5  # or twice the usual step, if that is longer
 STANDS_UNATTACHED_AFTER_S = 5.0
+COMPUTED_STEPS = 10  # in a report of how long a rank computed, at least
 USUAL_STEPS = 15  # newest steps, whose median is the usual one
 _SEEN_SUFFIX = ".seen"
+_BESIDE = (_SEEN_SUFFIX, STACKS_SUFFIX)  # files of a beacon
 
 _log = structlog.get_logger(__name__)
 
@@ -41,10 +44,11 @@ class BeaconReadings(msgspec.Struct, frozen=True):
     marks: tuple[RankMarks, ...]
     seen: tuple[tuple[str, int], ...]  # beacon path, steps completed so far
     losses: tuple[RankLoss, ...] = ()
+    computes: tuple[RankCompute, ...] = ()
 
 
 @dataclass(slots=True)
-class _Watched:
+class _WatchedBeacon:
     job: str
     generation: int
     rank: int
@@ -59,6 +63,7 @@ class _Watched:
     marks_reported: RankMarks | None = None
     marks_reported_s: float = 0.0
     loss_reported: tuple[int, float] | None = None
+    computed: tuple[int, int] = (0, 0)  # steps and nanoseconds reported so far
     live: bool = True
     removed: bool = False  # its file is gone; kept until everything read from it is reported
 
@@ -69,14 +74,19 @@ class Beacons:
     def __init__(self, *, shm_prefix: str, clock: Clock) -> None:
         self._prefix = shm_prefix
         self._clock = clock
-        self._watched: dict[tuple[str, int, int], _Watched] = {}
+        self._watched: dict[tuple[str, int, int], _WatchedBeacon] = {}
         self._seen: Mapping[Key, Seen] = {}
 
     def create(self, job: str, generation: int, rank: int) -> None:
         """Create a fresh beacon for a worker that is about to start. Raises MemoryTooSmall."""
         path = beacon_path(self._prefix, job, generation, rank)
         create_beacon(path)
-        Path(path + _SEEN_SUFFIX).unlink(missing_ok=True)
+        for suffix in _BESIDE:
+            Path(path + suffix).unlink(missing_ok=True)
+
+    def path_of(self, job: str, generation: int, rank: int) -> str:
+        """Where a rank's beacon is."""
+        return beacon_path(self._prefix, job, generation, rank)
 
     def watch(self, job: str, generation: int, rank: int, *, pid: int, spawned_at: float) -> None:
         """Read this beacon from now on. If an earlier daemon watched it, continue where its reports ended."""
@@ -86,7 +96,7 @@ class Beacons:
         except (OSError, StateVersionMismatch) as error:
             _log.warning("beacon_unreadable", path=path, error=str(error))
             return
-        self._watched[job, generation, rank] = _Watched(
+        self._watched[job, generation, rank] = _WatchedBeacon(
             job, generation, rank, pid, spawned_at, path, reader, reader.snapshot(), _read_seen(path)
         )
 
@@ -170,11 +180,20 @@ class Beacons:
             if _marks_are_due(watched, now_s) and watched.marks is not None:
                 marks.append(watched.marks)
                 watched.marks_reported, watched.marks_reported_s = watched.marks, now_s
-        return BeaconReadings(tuple(steps), tuple(marks), tuple(seen), tuple(self._losses()))
+        return BeaconReadings(tuple(steps), tuple(marks), tuple(seen), tuple(self._losses()), tuple(self._computes()))
+
+    def _computes(self) -> Iterator[RankCompute]:
+        """How long the ranks computed, if they made enough steps to say so. A report that is lost costs a sample."""
+        for watched in self._watched.values():
+            total_steps, total_ns = watched.snapshot.computed_steps, watched.snapshot.compute_ns
+            steps, compute_ns = total_steps - watched.computed[0], total_ns - watched.computed[1]
+            if steps >= COMPUTED_STEPS and compute_ns >= 0:
+                watched.computed = (total_steps, total_ns)
+                yield RankCompute(watched.job, watched.generation, watched.rank, steps, compute_ns / 1e9)
 
     def _losses(self) -> Iterator[RankLoss]:
         """For each generation, the loss of its lowest rank here that has one, if it changed."""
-        lowest: dict[tuple[str, int], _Watched] = {}
+        lowest: dict[tuple[str, int], _WatchedBeacon] = {}
         for watched in self._watched.values():
             known = lowest.get((watched.job, watched.generation))
             if watched.snapshot.loss is not None and (known is None or watched.rank < known.rank):
@@ -225,13 +244,13 @@ class Beacons:
             if watched.job == job and older and not watched.removed:
                 watched.removed, watched.live = True, False
                 watched.reader.close()
-                Path(watched.path).unlink(missing_ok=True)
-                Path(watched.path + _SEEN_SUFFIX).unlink(missing_ok=True)
+                for suffix in ("", *_BESIDE):
+                    Path(watched.path + suffix).unlink(missing_ok=True)
 
     def _now(self) -> tuple[int, float]:
         return int(self._clock.monotonic_s() * 1e9), self._clock.wall_s()
 
-    def _read(self, watched: _Watched) -> bool:
+    def _read(self, watched: _WatchedBeacon) -> bool:
         now_ns, wall_s = self._now()
 
         def wall(moment_ns: int) -> float:
@@ -251,7 +270,7 @@ class Beacons:
         return bool(new) and snapshot.step_count - len(new) < EAGER_STEPS
 
 
-def _age_s(watched: _Watched, now_ns: int, wall_s: float) -> float:
+def _age_s(watched: _WatchedBeacon, now_ns: int, wall_s: float) -> float:
     """Seconds since the beacon last moved, or since the worker was started."""
     moved_ns = watched.snapshot.moved_ns
     return max(0.0, (now_ns - moved_ns) / 1e9 if moved_ns else wall_s - watched.spawned_at)
@@ -265,7 +284,7 @@ def _usual_s(snapshot: BeaconSnapshot) -> float:
     return max(STANDS_AFTER_S, 2.0 * gaps[len(gaps) // 2] / 1e9 if gaps else 0.0)
 
 
-def _marks(watched: _Watched, wall: Callable[[int], float]) -> RankMarks:
+def _marks(watched: _WatchedBeacon, wall: Callable[[int], float]) -> RankMarks:
     """The key times of a worker's life. A time that was converted before stays as it is: clocks get adjusted."""
     snapshot, before = watched.snapshot, watched.marks
 
@@ -286,7 +305,7 @@ def _marks(watched: _Watched, wall: Callable[[int], float]) -> RankMarks:
     )
 
 
-def _marks_are_due(watched: _Watched, now_s: float) -> bool:
+def _marks_are_due(watched: _WatchedBeacon, now_s: float) -> bool:
     """A new time is due at once. What grows with every save or batch is due every few seconds."""
     marks, reported = watched.marks, watched.marks_reported
     if marks == reported:
@@ -299,7 +318,7 @@ def _marks_are_due(watched: _Watched, now_s: float) -> bool:
     return now_s - watched.marks_reported_s >= WAITS_EVERY_S
 
 
-def _runs(watched: _Watched, steps: Iterable[tuple[int, float]]) -> list[RankSteps]:
+def _runs(watched: _WatchedBeacon, steps: Iterable[tuple[int, float]]) -> list[RankSteps]:
     """Put consecutive steps into one record; a script that skips steps makes several."""
     runs: list[tuple[int, list[float]]] = []
     for step, at in steps:
@@ -314,7 +333,7 @@ def _at_most(waiting: deque[tuple[int, float]]) -> int:
     return min(len(waiting), STEPS_PER_REPORT)
 
 
-def _drop_oldest(watched: _Watched) -> None:
+def _drop_oldest(watched: _WatchedBeacon) -> None:
     lost = len(watched.waiting) - MAX_WAITING_STEPS
     if lost > 0:
         _log.warning("steps_not_reported", job=watched.job, rank=watched.rank, steps=lost)

@@ -52,7 +52,7 @@ class Terminals:
     def __init__(self, state_dir: HostStateDir, reaper: Reaper) -> None:
         self._state_dir = state_dir
         self._reaper = reaper
-        self._open: dict[tuple[str, int], _Generation] = {}
+        self._open: dict[tuple[str, int], _GenerationTerminals] = {}
         self._keepers: set[asyncio.Task[None]] = set()
 
     def requested(self, job: str) -> ConsoleRequest | None:
@@ -66,7 +66,7 @@ class Terminals:
     def open(self, request: ConsoleRequest, job: str, generation: int, logs: Sequence[Path]) -> list[WorkerStreamPaths]:
         """Create each worker's streams, by local rank. If that fails (a container without terminals, no descriptors
         left), workers write to their logs only."""
-        made = _Generation(self._state_dir.root, job, generation, request, self._reaper)
+        made = _GenerationTerminals(self._state_dir.root, job, generation, request, self._reaper)
         try:
             streams = [made.add(local_rank, log) for local_rank, log in enumerate(logs)]
             if made.channels:
@@ -98,7 +98,7 @@ class Terminals:
                     await asyncio.sleep(DRAIN_LOOK_S)
                 await asyncio.sleep(WRITTEN_AFTER_S)
 
-    async def _keep_pump(self, made: _Generation, workers: Sequence[Worker]) -> None:
+    async def _keep_pump(self, made: _GenerationTerminals, workers: Sequence[Worker]) -> None:
         ended = asyncio.ensure_future(asyncio.gather(*(worker.handled.wait() for worker in workers)))
         try:
             for _ in range(MAX_PUMPS):
@@ -117,7 +117,7 @@ class Terminals:
             made.close()
 
 
-class _Generation:
+class _GenerationTerminals:
     """The terminals and pipes of one generation. Workers open the near side by its path. It is held open here too, so
     that the far side sees no end before they open it."""
 

@@ -8,6 +8,7 @@ from flyball.contracts import wire
 from flyball.contracts.cluster import HostRanks, JobSpec, Placement
 from flyball.contracts.errors import ConfigurationError
 from flyball.contracts.on_host import worker_env
+from flyball.contracts.on_host.injected import injected_base
 from flyball.contracts.on_host.segments import beacon_path
 
 # The size from which memcpy bypasses the caches. glibc derives it from the processor's cache sizes, and virtual
@@ -46,8 +47,9 @@ def rank_environment(
     shm_prefix: str,
     engine_notify: str,
     error_file: str,
+    inject_folder: str = "",
 ) -> dict[str, str]:
-    """The complete environment of one rank. `environment` is its job's."""
+    """The complete environment of one rank. `environment` is its job's; `inject_folder`: for an injectable one."""
     rank = host.ranks[local_rank]
     restore = placement.restore
     torchrun = {
@@ -79,6 +81,7 @@ def rank_environment(
         worker_env.RESTORE_STEP: "" if restore is None else restore.step,
         worker_env.CHECKPOINT: wire.encode(spec.checkpoint).decode(),
         worker_env.LINEAGE: wire.encode(placement.lineage).decode(),
+        worker_env.INJECT: injected_base(inject_folder, spec.job, rank) if spec.injectable else "",
     }
     if spec.virtual_local_rank:
         torchrun |= {"LOCAL_RANK": 0, "CUDA_VISIBLE_DEVICES": _device_of(local_rank, environment)}

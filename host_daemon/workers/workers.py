@@ -229,7 +229,8 @@ class WorkerTable:
     async def _status_of(self, record: WorkerRecord, reported: asyncio.Future[ExitStatus]) -> ExitStatus:
         for timeout_s in (STATUS_TIMEOUT_S, LATE_STATUS_TIMEOUT_S):
             try:
-                return await asyncio.wait_for(asyncio.shield(reported), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    return await asyncio.shield(reported)
             except TimeoutError:
                 failed = unreaped_failure(record.pid, record.start_ticks)
                 if failed is not None:

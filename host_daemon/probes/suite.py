@@ -1,0 +1,103 @@
+"""The probes of a daemon, and the loop that runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from flyball.contracts.checkpoints import Tier
+from flyball.contracts.clock import Clock
+from flyball.contracts.cluster import JobSpec
+from flyball.contracts.reports.conditions import HostCondition
+from host_daemon.probes.clock_jumps import ClockJumps
+from host_daemon.probes.condition_files import ConditionFiles
+from host_daemon.probes.disks import Disks
+from host_daemon.probes.findings import Probe
+from host_daemon.probes.gpus import Gpus, RecordedNvml
+from host_daemon.probes.kernel_log import KernelLog
+from host_daemon.probes.links import LINK_DOWN, Links
+from host_daemon.probes.notices.node_taints import NodeApi, NodeTaints, api_of
+from host_daemon.probes.pressure import Pressure
+from host_daemon.probes.probing import Probing
+from host_daemon.settings import DaemonSettings
+from host_daemon.store.condition_book import ConditionBook
+from host_daemon.store.facts import Facts
+
+BOOT_FACT = "boot_id"  # of the kernel under which probes reported last
+REAL_ROOT = Path("/")
+
+
+async def watch_conditions(
+    settings: DaemonSettings,
+    *,
+    facts: Facts,
+    book: ConditionBook,
+    clock: Clock,
+    host_clock: Clock,
+    jobs: Callable[[], Iterable[JobSpec]],
+    wake: Callable[[], None],
+) -> None:
+    """Run all probes until cancelled. `clock`: the cluster's; `host_clock`: this host's own, which may jump; `jobs()`:
+    those of this host, from any thread."""
+    boot, before = _boot_id(settings.probe_root), await facts.get(BOOT_FACT) or ""
+    rebooted = boot != before
+    probing = Probing(book, facts, clock, wake)
+    marks = await probing.marks(keep=not rebooted)
+    await facts.set(BOOT_FACT, boot)
+    probes = probes_of(
+        settings.probe_root,
+        settings.probe_interval_s,
+        settings.conditions_dir,
+        host_clock,
+        lambda: written_folders(settings.state_dir, settings.shm_dir, jobs()),
+        standing=book.standing.values(),
+        marks=marks,
+        node=api_of(settings),
+    )
+    await probing.run(probes, rebooted=rebooted)
+
+
+def probes_of(
+    root: Path,
+    interval_s: float,
+    conditions_dir: Path,
+    host_clock: Clock,
+    folders: Callable[[], Mapping[str, Path]],
+    *,
+    standing: Iterable[HostCondition] = (),
+    marks: Mapping[str, str] = MappingProxyType({}),
+    node: NodeApi | None = None,
+) -> tuple[Probe, ...]:
+    """`root`: what stands for / in tests. `standing`: what earlier daemons reported. `marks`: how far the probes of
+    this boot had read, by source."""
+    nvml = None if root == REAL_ROOT else RecordedNvml(root / "nvml.json")
+    down = {c.subject: c.severity for c in standing if c.kind == LINK_DOWN and c.source == Links.source}
+    return (
+        KernelLog(root / "dev/kmsg", marks.get(KernelLog.source, ""), root / "sys/block"),
+        Pressure(root, interval_s),
+        Disks(folders, interval_s),
+        ClockJumps(host_clock),
+        Gpus(nvml, host_clock.monotonic_s, interval_s),
+        Links(root, down, interval_s),
+        NodeTaints(node or NodeApi("", "")),
+        ConditionFiles(conditions_dir),
+    )
+
+
+def written_folders(state_dir: Path, shm_dir: str, jobs: Iterable[JobSpec]) -> dict[str, Path]:
+    """What a host writes to, by purpose."""
+    found = {"the state folder": state_dir, "the shared memory": Path(shm_dir)}
+    for spec in jobs:
+        if spec.checkpoint.policy(Tier.DISK).is_on:
+            found[f"the disk tier of job {spec.job}"] = Path(spec.checkpoint.disk_folder(state_dir))
+        if spec.log_dir:
+            found[f"the logs of job {spec.job}"] = Path(spec.log_dir)
+    return found
+
+
+def _boot_id(root: Path) -> str:
+    try:
+        return (root / "proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
