@@ -14,12 +14,16 @@ from flyball.contracts.clock import Clock
 from services.actuator.backends.host_daemons import HostDaemons
 from services.actuator.executor import Executor
 from services.api.app import ApiPart, Dependencies
+from services.api.cluster_metrics import ClusterMetrics
 from services.api.goodput import GoodputReports
 from services.api.hot_path import ReportDesk, ReportProtocol
 from services.api.lifespan import Background
+from services.api.outgoing.traces import TraceExporter, parse_headers
+from services.api.outgoing.webhook import Webhook
 from services.api.stream import EventStreams
 from services.bus.messaging import Messaging
 from services.controller.loop import ControllerLoop
+from services.rehearsing import Rehearsals, stores_of
 from services.runtime.claim import PARTS
 from services.runtime.health import Check, Health
 from services.runtime.http.auth import Authenticator
@@ -31,16 +35,18 @@ from services.sensor.reports.committed import CommittedPositions
 from services.sensor.reports.ingest import Ingest
 from services.sensor.reports.report_queue import ReportQueue
 from services.sensor.reports.report_writer import ReportWriter
+from services.sensor.reports.stand_exchange import run_exchange
 from services.settings import Settings
 from services.store.actions.action_store import SqlActionStore
+from services.store.actions.departures import SqlDepartures
+from services.store.decisions.audit_store import SqlAuditLog
 from services.store.decisions.decision_store import SqlDecisionStore
-from services.store.decisions.drain_store import SqlDrainStore
-from services.store.decisions.job_store import SqlJobStore
 from services.store.decisions.standing_store import SqlStandings
-from services.store.read.read_models import SqlReadModels
+from services.store.read.closed_incidents import SqlClosedIncidents
+from services.store.read.escalations import SqlEscalations
 from services.store.reports.placements import SqlPlacements
+from services.store.reports.stands import SqlStands
 from services.store.reports.status_store import SqlStatusStore
-from services.store.retention.hosts import SqlDepartures, SqlHostRemoval
 from services.store.retention.sweep import Sweeper
 from services.store.sql.database import Database
 from services.store.sql.events import SqlEventLog
@@ -85,6 +91,7 @@ class Assembly:
         self._sensor: Ingest | None = None
         self._actuator: HostDaemons | None = None
         self._api: ApiPart | None = None
+        self._cluster_metrics: ClusterMetrics | None = None
 
     def build(self) -> None:
         """Create the parts. Reads the database, whose schema must exist."""
@@ -121,7 +128,9 @@ class Assembly:
             actuator=self._actuator,
             departures=SqlDepartures(self.db) if self._actuator else None,
             api=self._api,
+            max_requests_per_s=self._settings.max_requests_per_s,
             background=self._background,
+            refresh_metrics=self._cluster_metrics.refresh if self._cluster_metrics else None,
         )
 
     def protocol(self, authenticator: Authenticator) -> Callable[..., asyncio.Protocol]:
@@ -177,6 +186,8 @@ class Assembly:
         self._background["placements"] = lambda _: ingest.run_placements(SqlPlacements(self.db).read)
         self._background["learned"] = lambda _: ingest.run_learned(status.learn)
         self._background["vouches"] = lambda _: ingest.run_vouches(status.vouch)
+        sensor = f"{self._instance}.{self._incarnation}"
+        self._background["stands"] = lambda _: run_exchange(ingest, sensor, self._clock, SqlStands(self.db))
         self._background["detector"] = lambda _: ingest.run_detector(DETECTOR_TICK_S)
         self._background["committed"] = committed.run
         return ingest
@@ -194,6 +205,22 @@ class Assembly:
             lease_ttl_s=self._settings.lease_ttl_s,
         )
         self._add_loop("controller", loop.run)
+        if self._settings.webhook_url:
+            webhook = Webhook(
+                url=self._settings.webhook_url,
+                secret=self._settings.webhook_secret.get_secret_value(),
+                escalations=SqlEscalations(self.db, holder),
+                clock=self._clock,
+            )
+            self._add_loop("webhook", webhook.run)
+        if self._settings.otlp_endpoint:
+            traces = TraceExporter(
+                endpoint=self._settings.otlp_endpoint,
+                headers=parse_headers(self._settings.otlp_headers.get_secret_value()),
+                incidents=SqlClosedIncidents(self.db, holder),
+                clock=self._clock,
+            )
+            self._add_loop("traces", traces.run)
         self._add_loop("sweeper", Sweeper(self.db, self._settings.retention_settings, self._clock, holder).run)
 
     def _build_actuator(self) -> HostDaemons:
@@ -213,14 +240,17 @@ class Assembly:
 
     def _build_api(self) -> ApiPart:
         self.checks["leader"] = self._leader_problem
-        reads = SqlReadModels(self.db)
+        stores = stores_of(self.db)
         event_metrics = EventMetrics(self._events, self._metrics, self._clock)
         self._background["event-metrics"] = lambda _: event_metrics.run()
+        goodput = GoodputReports(events=self._events, reads=stores.reads, clock=self._clock)
+        self._cluster_metrics = ClusterMetrics(
+            reads=stores.reads, goodput=goodput, clock=self._clock, registry=self._metrics.registry
+        )
         return ApiPart(
-            jobs=SqlJobStore(self.db),
-            drains=SqlDrainStore(self.db),
-            host_removal=SqlHostRemoval(self.db),
-            reads=reads,
+            stores=stores,
+            rehearsals=Rehearsals(self.db, self._settings.policy_settings, self._clock),
+            audit=SqlAuditLog(self.db, self._clock),
             events=self._events,
             streams=EventStreams(
                 log=self._events,
@@ -229,7 +259,7 @@ class Assembly:
                 max_streams=MAX_STREAMS,
                 poll_interval_s=self._poll_interval_s,
             ),
-            goodput=GoodputReports(events=self._events, reads=reads, clock=self._clock),
+            goodput=goodput,
         )
 
     def _add_loop(self, name: str, body: Loop) -> None:

@@ -21,6 +21,7 @@ from fastapi import FastAPI
 
 from flyball.contracts.clock import Clock, SystemClock
 from flyball.contracts.errors import ConfigurationError, FlyballError, Unreachable
+from flyball.service_manager import ServiceManager
 from services.api.app import create_app
 from services.assembly import Assembly
 from services.runtime.claim import PARTS, Claim, is_loopback, url_of
@@ -77,6 +78,11 @@ class Supervisor:
     def failed(self) -> bool:
         is_whole = self._health is None or self._health.live().ok
         return not is_whole or (self._server is not None and self._server.ended)
+
+    @property
+    def responds(self) -> bool:
+        """Whether no part has failed, and the HTTP server's event loop has taken a turn since the last look."""
+        return not self.failed and self._server is not None and self._server.turns()
 
     def start(self) -> None:
         """Return once /readyz succeeds or, with some parts only, once they serve.
@@ -208,16 +214,21 @@ def _run(settings: Settings, parts: Sequence[str]) -> int:
     hold_termination_signals()
     allow_many_connections()
     favour_event_loop(SystemClock())
+    manager = ServiceManager(os.environ, SystemClock())
     supervisor = Supervisor(settings, parts)
     supervisor.start()
     try:
+        manager.ready()
         while not termination_requested(ALIVE_POLL_S):
             if supervisor.failed:
                 log.error("a part failed; ending, so that the process can be restarted")
                 return 1
+            if supervisor.responds:
+                manager.alive()
         log.info("ending", reason="termination signal")
         return 0
     finally:
+        manager.stopping()
         supervisor.stop()
 
 

@@ -14,7 +14,7 @@ from services.actuator.rules.moves import end
 from services.actuator.rules.playbook import advance
 from services.rules.incident_states import ActionEvent
 from services.rules.stream import Wakeup
-from services.runtime.loops import FIRST_PAUSE_S, LONGEST_PAUSE_S, OUTAGES, Outage
+from services.runtime.outages import FIRST_PAUSE_S, LONGEST_PAUSE_S, OUTAGES, Outage
 
 POLL_S = 0.05  # how often to look for writes of other processes; in this process a wake-up comes first
 AGAIN_S = 0.005  # after a move: the next one may need no answer

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import structlog
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,31 +17,47 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from flyball import __version__
 from flyball.contracts.clock import Clock
 from services.actuator.backends.host_daemons import HostDaemons
-from services.api import openapi, problems
+from services.api import problems
+from services.api.acts import Acts, ApiStores, Rehearse
 from services.api.auth import Guard, allowed_roles
+from services.api.description import openapi, reference
+from services.api.description.openapi import media_of, reply_of
 from services.api.exchange import json_response
-from services.api.goodput import GoodputReports
+from services.api.goodput import Asked, GoodputReports
 from services.api.lifespan import Background, running
-from services.api.openapi import media_of
-from services.api.ports import Departures, DrainStore, EventLog, HostRemoval, JobStore, ReadModels
-from services.api.routes import daemons, events, hosts, jobs, observations, rank_logs
+from services.api.ports import AuditLog, Departures, EventLog
+from services.api.rate_limits import RateLimits
+from services.api.routes import (
+    audit,
+    conditions,
+    daemons,
+    events,
+    history,
+    hosts,
+    jobs,
+    observations,
+    orders,
+    rank_logs,
+)
 from services.api.stream import EventStreams
 from services.dashboard import pages
-from services.runtime.health import Health
+from services.dashboard.site import Site
+from services.runtime.health import Health, HealthVerdict
 from services.runtime.http.auth import Authenticator
 from services.runtime.telemetry import Metrics
 from services.runtime.wakeup import LocalWakeup
 from services.sensor.reports.ingest import Ingest
 
+REFRESH_PATIENCE_S = 3.0  # Prometheus waits 10 s for a scrape
+
 
 @dataclass(frozen=True, slots=True)
 class ApiPart:
-    """What the routes for users need."""
+    """The dependencies of the routes for users."""
 
-    jobs: JobStore
-    drains: DrainStore
-    host_removal: HostRemoval
-    reads: ReadModels
+    stores: ApiStores
+    rehearsals: Rehearse
+    audit: AuditLog
     events: EventLog
     streams: EventStreams
     goodput: GoodputReports
@@ -48,7 +65,7 @@ class ApiPart:
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """What the application needs. Parts that are None are not served."""
+    """The dependencies of the application. Parts that are None are not served."""
 
     authenticator: Authenticator
     tls: bool
@@ -60,7 +77,9 @@ class Dependencies:
     actuator: HostDaemons | None = None
     departures: Departures | None = None  # with the actuator
     api: ApiPart | None = None
+    max_requests_per_s: float = 0.0  # of one user; 0.0: no limit
     background: Mapping[str, Background] = field(default_factory=dict)
+    refresh_metrics: Callable[[], None] | None = None  # called before each scrape; may block
 
 
 def create_app(deps: Dependencies) -> FastAPI:
@@ -68,28 +87,43 @@ def create_app(deps: Dependencies) -> FastAPI:
     app = FastAPI(
         title="Flyball",
         version=__version__,
-        docs_url=None,  # loads scripts from another site; /openapi.json remains
+        docs_url=None,  # loads scripts from another site: `pages` serves /docs
         redoc_url=None,
+        generate_unique_id_function=lambda route: openapi.operation_id(route.name),
         lifespan=lambda app: running(app, deps.wakeup, deps.background, deps.clock, deps.health.give_up),
     )
     problems.install(app)
-    app.include_router(_health_router(deps.health, deps.metrics))
+    app.include_router(_health_router(deps.health, deps.metrics, deps.refresh_metrics))
     if deps.sensor:
         app.include_router(daemons.sensor_router(deps.sensor))
     if deps.actuator and deps.departures:
         app.include_router(daemons.actuator_router(deps.actuator, deps.departures))
     if deps.api and deps.actuator:  # logs are fetched through the daemons that poll this actuator
-        app.include_router(rank_logs.router(deps.api.reads, deps.actuator))
+        app.include_router(rank_logs.router(deps.api.stores.reads, deps.actuator))
     if deps.api:
-        part = deps.api
-        app.include_router(jobs.router(part.jobs, part.reads, deps.wakeup, deps.clock))
-        app.include_router(hosts.router(part.drains, part.host_removal, part.reads, deps.wakeup, deps.clock))
-        app.include_router(observations.router(part.reads, part.goodput))
+        part, reads = deps.api, deps.api.stores.reads
+        acts = Acts(part.stores, part.rehearsals, deps.wakeup)
+        app.state.audit = part.audit
+        app.include_router(jobs.router(acts, reads, deps.clock))
+        app.include_router(hosts.router(acts, deps.clock))
+        app.include_router(conditions.router(acts, deps.clock))
+        app.include_router(orders.router(acts, deps.clock))
+        app.include_router(observations.router(reads, part.goodput))
+        app.include_router(history.router(reads))
+        app.include_router(audit.router(part.audit))
         app.include_router(hosts.token_router(deps.authenticator))
         app.include_router(events.router(part.events, part.streams, deps.wakeup))
-        app.include_router(pages.router(deps.authenticator, secure=deps.tls))
+        site = Site(
+            deps.authenticator,
+            reads,
+            part.events,
+            lambda job, options: part.goodput.report(job, Asked(options)),
+            deps.clock,
+        )
+        app.include_router(pages.router(site, deps.authenticator, _reference, secure=deps.tls))
         app.mount("/static", pages.static_files(), name="static")
-    app.add_middleware(Guard, authenticator=deps.authenticator)
+    limits = RateLimits(deps.max_requests_per_s)
+    app.add_middleware(Guard, authenticator=deps.authenticator, limits=limits, clock=deps.clock)
     app.add_middleware(AccessLog, metrics=deps.metrics, clock=deps.clock)  # added last: the outermost
     _complete_description(app)
     return app
@@ -98,31 +132,44 @@ def create_app(deps: Dependencies) -> FastAPI:
 def _complete_description(app: FastAPI) -> None:
     generate = app.openapi
 
+    @cache
     def complete() -> dict[str, Any]:
         return openapi.finish(generate(), allowed_roles)
 
     app.openapi = complete  # type: ignore[method-assign]  # FastAPI's documented way to extend it
 
 
-def _health_router(health: Health, metrics: Metrics) -> APIRouter:
+def _reference(request: Request) -> reference.Reference:
+    return reference.reference(request.app.openapi())
+
+
+def _health_router(health: Health, metrics: Metrics, refresh: Callable[[], None] | None) -> APIRouter:
     """For orchestrators and Prometheus: public, and free of secrets."""
     routes = APIRouter(tags=["health"])
 
-    @routes.get("/healthz", responses=media_of("application/json", 200, 503))
-    async def healthz() -> Response:
+    @routes.get("/healthz", responses=reply_of(HealthVerdict, 200, 503))
+    async def get_health() -> Response:
         """Return whether this process works. On 503, restart it."""
         verdict = health.live()
         return json_response(verdict, 200 if verdict.ok else 503)
 
-    @routes.get("/readyz", responses=media_of("application/json", 200, 503))
-    async def readyz() -> Response:
+    @routes.get("/readyz", responses=reply_of(HealthVerdict, 200, 503))
+    async def get_readiness() -> Response:
         """Return whether this process can do its work now. 503 lists the checks that fail."""
         verdict = await asyncio.to_thread(health.ready)
         return json_response(verdict, 200 if verdict.ok else 503)
 
     @routes.get("/metrics", responses=media_of("text/plain", 200))
-    async def prometheus() -> Response:
+    async def get_metrics() -> Response:
         """Return the metrics in Prometheus' text format."""
+        verdict = await asyncio.to_thread(health.ready)
+        for check, problem in verdict.checks.items():
+            metrics.ready.labels(check=check).set(problem == "ok")
+        if refresh is not None:
+            reading = asyncio.ensure_future(asyncio.to_thread(refresh))
+            done, _ = await asyncio.wait([reading], timeout=REFRESH_PATIENCE_S)
+            for one in done:  # a late one is there at the next scrape
+                one.result()
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return routes

@@ -8,25 +8,42 @@ from typing import Literal, cast
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError, Forbidden, NotFound, Unauthorized
 from services.api.problems import problem_of
+from services.api.rate_limits import RateLimits
 from services.runtime.http.auth import Authenticator, Principal, Role
 from services.runtime.http.problem_details import MethodNotAllowed
 
 PUBLIC: frozenset[Role | None] = frozenset({None, *Role})
 READERS: frozenset[Role | None] = frozenset({Role.READER, Role.OPERATOR})
 OPERATORS: frozenset[Role | None] = frozenset({Role.OPERATOR})
+REPORTERS: frozenset[Role | None] = frozenset({Role.OPERATOR, Role.DAEMON})  # scripts on a host have its token
 DAEMONS: frozenset[Role | None] = frozenset({Role.DAEMON})  # if the path names a host: the daemon of that host
 
 Method = Literal["GET", "HEAD", "POST", "DELETE"]
 
-# (method, path template) -> roles. Another site can make a browser send the cookie, which grants the reader's role:
-# readers may therefore only GET.
+# (method, path template) -> roles. Other sites can make a browser send the cookie, which grants the reader's role:
+# readers may therefore only GET. Pages check the token themselves: without one they show the login.
 ACCESS: dict[tuple[Method, str], frozenset[Role | None]] = {
     ("GET", "/healthz"): PUBLIC,
     ("GET", "/readyz"): PUBLIC,
     ("GET", "/metrics"): PUBLIC,
-    ("GET", "/"): PUBLIC,  # checks the token itself
+    ("GET", "/"): PUBLIC,
+    ("GET", "/jobs/{job}"): PUBLIC,
+    ("GET", "/jobs/{job}/goodput"): PUBLIC,
+    ("GET", "/incidents"): PUBLIC,
+    ("GET", "/incidents/{incident_id}"): PUBLIC,
+    ("GET", "/incidents/{incident_id}/cost"): PUBLIC,
+    ("GET", "/decisions/{decision_id}"): PUBLIC,
+    ("GET", "/recovery"): PUBLIC,
+    ("GET", "/hosts"): PUBLIC,
+    ("GET", "/hosts/{host_id}"): PUBLIC,
+    ("GET", "/docs"): PUBLIC,
+    ("GET", "/login"): PUBLIC,
+    ("POST", "/login"): PUBLIC,
+    ("POST", "/logout"): PUBLIC,
+    ("GET", "/session"): PUBLIC,
     ("GET", "/static/{path:path}"): PUBLIC,
     ("HEAD", "/static/{path:path}"): PUBLIC,
     ("GET", "/openapi.json"): READERS,
@@ -39,25 +56,44 @@ ACCESS: dict[tuple[Method, str], frozenset[Role | None]] = {
     ("POST", "/v1/hosts/{host_id}/token"): OPERATORS,
     ("POST", "/v1/hosts/{host_id}/drain"): OPERATORS,
     ("POST", "/v1/hosts/{host_id}/undrain"): OPERATORS,
+    ("POST", "/v1/hosts/{host_id}/conditions"): REPORTERS,
+    ("DELETE", "/v1/hosts/{host_id}/conditions"): REPORTERS,
+    ("POST", "/v1/hosts/{host_id}/cordon"): OPERATORS,
+    ("POST", "/v1/hosts/{host_id}/uncordon"): OPERATORS,
+    ("POST", "/v1/checks"): OPERATORS,
+    ("POST", "/v1/silence"): OPERATORS,
+    ("POST", "/v1/approve"): OPERATORS,
+    ("GET", "/v1/orders"): READERS,
     ("POST", "/v1/reader-token"): OPERATORS,
     ("GET", "/v1/hosts"): READERS,
+    ("GET", "/v1/host-map"): READERS,
     ("GET", "/v1/hosts/{host_id}"): READERS,
     ("DELETE", "/v1/hosts/{host_id}"): OPERATORS,
     ("POST", "/v1/jobs"): OPERATORS,
     ("GET", "/v1/jobs"): READERS,
     ("GET", "/v1/jobs/{job}"): READERS,
     ("POST", "/v1/jobs/{job}/stop"): OPERATORS,
+    ("GET", "/v1/jobs/{job}/recoverability"): READERS,
+    ("POST", "/v1/jobs/{job}/checkpoint"): OPERATORS,
     ("GET", "/v1/jobs/{job}/logs"): READERS,
     ("POST", "/v1/hosts/{host_id}/log-pieces"): DAEMONS,
     ("GET", "/v1/incidents"): READERS,
+    ("GET", "/v1/incidents/{incident_id}"): READERS,
+    ("GET", "/v1/actions"): READERS,
+    ("GET", "/v1/actions/{action_id}"): READERS,
+    ("GET", "/v1/signals"): READERS,
     ("GET", "/v1/decisions"): READERS,
     ("GET", "/v1/decisions/{decision_id}"): READERS,
+    ("GET", "/v1/audit"): READERS,
     ("GET", "/v1/checkpoints"): READERS,
     ("GET", "/v1/goodput"): READERS,
     ("GET", "/v1/events"): READERS,
     ("POST", "/v1/events"): OPERATORS,
     ("GET", "/v1/stream"): READERS,
 }
+# No user's limit counts these: orchestrators and Prometheus ask for the first, and every page loads many of the last.
+UNCOUNTED = ("/healthz", "/readyz", "/metrics", "/static/")
+STRANGER = "stranger"  # who shares the limit of an address: those without a token, whom only the login concerns
 _PRINCIPAL = "flyball.principal"
 
 
@@ -68,7 +104,7 @@ def allowed_roles(method: str, template: str) -> frozenset[str]:
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """Who may make a request, and the host in its path ('': none)."""
+    """The roles that may make a request, and the host in its path ('': none)."""
 
     roles: frozenset[Role | None]
     host_id: str = ""
@@ -107,11 +143,13 @@ class AccessTable:
 
 
 class Guard:
-    """ASGI middleware: admits requests that the table allows their sender."""
+    """ASGI middleware: admits requests that the table allows their sender, within the limits of users."""
 
-    def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
+    def __init__(self, app: ASGIApp, authenticator: Authenticator, limits: RateLimits, clock: Clock) -> None:
         self._app = app
         self._authenticator = authenticator
+        self._limits = limits
+        self._clock = clock
         self._table = AccessTable(ACCESS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,11 +169,13 @@ class Guard:
             if principal is None:  # do not reveal to strangers which paths exist
                 raise unauthorized() from None
             raise
-        if None in rule.roles:
-            return principal
-        if principal is None:
-            raise unauthorized()
-        check_role(principal, rule)
+        if None not in rule.roles:
+            if principal is None:
+                raise unauthorized()
+            check_role(principal, rule)
+        if not scope["path"].startswith(UNCOUNTED) and (principal is None or principal.role is not Role.DAEMON):
+            address = (scope.get("client") or ("",))[0]
+            self._limits.take(principal.role.value if principal else STRANGER, address, self._clock.monotonic_s())
         return principal
 
 

@@ -49,7 +49,7 @@ class _Report(msgspec.Struct, frozen=True):
     fresh_until_s: float
 
 
-class _JobLog(msgspec.Struct):
+class _ReadJob(msgspec.Struct):
     """The events of a job that have been read so far."""
 
     history: HistoryBuilder
@@ -70,7 +70,7 @@ class GoodputReports:
         self._clock = clock
         self._places = threading.Semaphore(MAX_AT_ONCE)
         self._calculating = threading.Lock()
-        self._logs: OrderedDict[str, _JobLog] = OrderedDict()
+        self._logs: OrderedDict[str, _ReadJob] = OrderedDict()
         self._keeping = threading.Lock()  # held briefly: a request for a fresh report never waits for a calculation
         self._reports: OrderedDict[tuple[str, Asked], _Report] = OrderedDict()
 
@@ -114,7 +114,7 @@ class GoodputReports:
     def _read(self, job: str) -> HistoryBuilder:
         from goodput.history.job_history import HistoryBuilder
 
-        log = self._logs.setdefault(job, _JobLog(HistoryBuilder(job)))
+        log = self._logs.setdefault(job, _ReadJob(HistoryBuilder(job)))
         self._logs.move_to_end(job)
         while page := self._events.read(job, log.newest, PAGE):
             log.history.add(event for _, event in page)

@@ -23,10 +23,10 @@ from uvicorn.server import ServerState
 
 from flyball.contracts.errors import FlyballError
 from flyball.contracts.wire import MAX_MESSAGE_BYTES, OtherVersion, encode
-from services.api.exchange import BODY_TIMEOUT_S, too_slow
 from services.runtime.http.auth import Authenticator, Role
+from services.runtime.http.bodies import BODY_TIMEOUT_S, too_slow
 from services.runtime.http.http_protocol import BoundedProtocol
-from services.runtime.http.problem_details import MEDIA_TYPE, Problem, details, details_of
+from services.runtime.http.problem_details import MEDIA_TYPE, ErrorResponse, details, details_of
 from services.runtime.telemetry import Metrics
 from services.sensor.reports.ingest import LARGE_REPORT_BYTES, NOTHING_NEW, Ingest
 from services.sensor.reports.report_decoding import ReportDecoder
@@ -47,7 +47,7 @@ _ELSEWHERE = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"connectio
 log = structlog.get_logger()
 
 
-class _Head:
+class _RequestHead:
     """Collects the parts of a request head from httptools."""
 
     def __init__(self) -> None:
@@ -83,10 +83,11 @@ class KnownHeads:
         self._known: dict[tuple[bytes, bytes], KnownHead] = {}
         self._of_host: dict[str, list[tuple[bytes, bytes]]] = {}  # its heads, the oldest first
 
-    def find(self, data: bytes) -> tuple[KnownHead, int, int] | None:
-        """Return the head that `data` begins with, the offset of the body, and its size. None: not the plain case."""
-        end = data.find(_END, 0, _MAX_HEAD_BYTES)
-        length = _LENGTH.search(data, 0, end + 2) if end >= 0 else None
+    def find(self, data: bytes, at: int = 0) -> tuple[KnownHead, int, int] | None:
+        """Return the head at the offset `at` of `data`, and where the body starts and ends. None: not the plain
+        case."""
+        end = data.find(_END, at, at + _MAX_HEAD_BYTES)
+        length = _LENGTH.search(data, at, end + 2) if end >= 0 else None
         if length is None:
             return None
         begin = length.end()
@@ -94,16 +95,17 @@ class KnownHeads:
         digits = data[begin:stop]
         if not digits.isdigit() or len(digits) > _MAX_DIGITS or int(digits) > MAX_MESSAGE_BYTES:
             return None  # the part left out of the key must be unambiguous
-        before, after = data[:begin], data[stop : end + len(_END)]
+        start = end + len(_END)
+        before, after = data[at:begin], data[stop:start]
         key = (before, after)
         known = self._known.get(key)
         if known is None:
-            host_id = _daemon_in(data[: end + len(_END)], self._authenticator)
+            host_id = _daemon_in(data[at:start], self._authenticator)
             if not host_id:
                 return None
             known = KnownHead(before, after, host_id)
             self._keep(key, known)
-        return known, end + len(_END), int(digits)
+        return known, start, start + int(digits)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -123,7 +125,7 @@ class KnownHeads:
 
 def _daemon_in(data: bytes, authenticator: Authenticator) -> str:
     """Return the host whose token is in a head of the plain case, else ''."""
-    head = _Head()
+    head = _RequestHead()
     parser = httptools.HttpRequestParser(head)
     try:
         parser.feed_data(data)
@@ -182,7 +184,7 @@ class ReportDesk:
         self._taken.count += 1
         return self._ok_nothing_new if reply is NOTHING_NEW else _answer(self._ok, encode(reply))
 
-    def refusal(self, problem: Problem, headers: list[tuple[bytes, bytes]]) -> bytes:
+    def refusal(self, problem: ErrorResponse, headers: list[tuple[bytes, bytes]]) -> bytes:
         """Return an error response."""
         self._requests.labels(method="POST", route=PATH, status=problem.status).inc()
         log.info("request", method="POST", path=PATH, status=problem.status)
@@ -223,7 +225,8 @@ class ReportProtocol(BoundedProtocol):
                 return
             data = bytes(self._partial)
             self._end_partial()
-        elif self._in_message or self._is_answering:  # not the start of a request, or not the next to be answered
+        elif self._in_message or (self.cycle is not None and self._is_answering):
+            # Not the start of a request, or not the next to be answered.
             super().data_received(data)
             return
         rest = self._take_plain(data)
@@ -249,36 +252,44 @@ class ReportProtocol(BoundedProtocol):
     def _take_plain(self, data: bytes) -> bytes:
         """Answer the plain requests at the start of `data`. Return the rest, for the application."""
         answers = b""
-        while data:
-            start, size_bytes = self._measure(data)
+        at, size_bytes = 0, len(data)
+        while at < size_bytes:
+            start, end = self._measure(data, at)
             if not start:
                 break
             self._active_s = self.loop.time()
             if self.timeout_keep_alive_task is not None:
                 self._unset_keepalive_if_required()
-            end = start + size_bytes
-            if len(data) < end:
-                self._partial += data
-                self._wanted = end
+            if size_bytes < end:
+                self._partial += data[at:]
+                self._wanted = end - at
                 self._body_timer = self.loop.call_later(BODY_TIMEOUT_S, self._give_up_body)
-                data = b""
+                at = size_bytes
                 break
             assert self._known is not None
             answers += self._desk.answer(data[start:end], self._known.host_id, self.server_state.default_headers)
-            data = data[end:]
+            at = end
         if answers:
             self.transport.write(answers)
-        return data
+        return data[at:]
 
-    def _measure(self, data: bytes) -> tuple[int, int]:
-        """Return the offset and size of the body; (0, 0) if the request is not the plain case."""
-        if self._known is not None and (body := _body_of(data, self._known)) is not None:
-            return body
-        found = self._desk.heads.find(data) if data.startswith(_REQUEST_LINE) else None
+    def _measure(self, data: bytes, at: int) -> tuple[int, int]:
+        """Return where the body of the request at `at` starts and ends; (0, 0) if it is not the plain case."""
+        known = self._known
+        if known is not None and data.startswith(known.before, at):
+            begin = at + len(known.before)
+            stop = data.find(b"\r", begin, begin + _MAX_DIGITS + 1)
+            digits = data[begin:stop]
+            if stop >= 0 and digits.isdigit() and data.startswith(known.after, stop):
+                size_bytes = int(digits)
+                if size_bytes <= MAX_MESSAGE_BYTES:
+                    start = stop + len(known.after)
+                    return start, start + size_bytes
+        found = self._desk.heads.find(data, at) if data.startswith(_REQUEST_LINE, at) else None
         if found is None:
             return 0, 0
-        self._known, start, size_bytes = found
-        return start, size_bytes
+        self._known, start, end = found
+        return start, end
 
     def _end_partial(self) -> None:
         self._partial.clear()
@@ -292,17 +303,6 @@ class ReportProtocol(BoundedProtocol):
             headers = [*self.server_state.default_headers, (b"connection", b"close")]
             self.transport.write(self._desk.refusal(details_of(too_slow()), headers))
             self.transport.close()
-
-
-def _body_of(data: bytes, known: KnownHead) -> tuple[int, int] | None:
-    """Return the offset and size of the body if `data` begins with the known head."""
-    begin = len(known.before)
-    stop = data.find(b"\r", begin, begin + _MAX_DIGITS + 1)
-    digits = data[begin:stop]
-    if not (stop >= 0 and data.startswith(known.before) and data.startswith(known.after, stop) and digits.isdigit()):
-        return None
-    size_bytes = int(digits)
-    return (stop + len(known.after), size_bytes) if size_bytes <= MAX_MESSAGE_BYTES else None
 
 
 def _answer(head: bytes, content: bytes) -> bytes:

@@ -3,21 +3,22 @@ nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 
 from fastapi import FastAPI
 from sqlalchemy import text
 
-from flyball.contracts.checkpoints import Lineage
 from flyball.contracts.clock import Clock
-from flyball.contracts.cluster import Again, JobSpec, JobState
+from flyball.contracts.cluster import JobState
 from flyball.contracts.errors import Conflict
 from services.api import problems
+from services.api.acts import Acts, ApiStores
 from services.api.goodput import GoodputReports
-from services.api.routes import jobs, observations
+from services.api.routes import history, jobs, observations
+from services.runtime.list_filters import JobFilter
 from services.runtime.paging import Page
-from services.runtime.wakeup import LocalWakeup
 from services.store.read.read_models import SqlReadModels
 from services.store.sql.database import Database
 from services.store.sql.events import SqlEventLog
@@ -27,7 +28,7 @@ from services.store.sql.schema_upgrade import check
 
 Json = dict[str, Any]
 INTERRUPTED = "interrupted"
-_FIRST = Page()
+_FIRST, _ALL_JOBS = Page(), JobFilter()
 
 
 def supervisor_ended_at(db: Database, *, is_known_dead: bool) -> float | None:
@@ -47,8 +48,8 @@ class LeftReads(SqlReadModels):
         super().__init__(db)
         self._ended_at = ended_at
 
-    def jobs(self, page: Page = _FIRST, *, open_only: bool = False) -> list[Json]:
-        return [self._marked(job) for job in super().jobs(page, open_only=open_only)]
+    def jobs(self, page: Page = _FIRST, *, open_only: bool = False, wanted: JobFilter = _ALL_JOBS) -> list[Json]:
+        return [self._marked(job) for job in super().jobs(page, open_only=open_only, wanted=wanted)]
 
     def job(self, name: str) -> Json:
         return self._marked(super().job(name))
@@ -67,20 +68,16 @@ class LeftReads(SqlReadModels):
         }
 
 
-class _Ended:
-    """A `JobStore` that refuses all changes: no supervisor is there to carry them out."""
+class _NoActs(Acts):
+    """Refuses all changes: no supervisor is there to carry them out."""
 
-    def submit(
-        self, spec: JobSpec, now: float, again: Again = Again.NO, *, ended_at: float | None, run: str, adopted: Lineage
-    ) -> bool:
-        _refuse()
+    def __init__(self) -> None:
+        pass
 
-    def request_stop(self, job: str, now: float) -> None:
-        _refuse()
-
-
-def _refuse() -> NoReturn:
-    raise Conflict("The supervisor of this state does not run, so jobs cannot be changed.", hint="`flyball ls`")
+    async def carry_out(
+        self, work: Callable[[ApiStores], tuple[int, Any]], *, dry_run: bool = False, status: int = 202
+    ) -> NoReturn:
+        raise Conflict("The supervisor of this state does not run, so jobs cannot be changed.", hint="`flyball ls`")
 
 
 class _StoppedClock:
@@ -101,6 +98,7 @@ def left_state_app(db: Database, clock: Clock, *, ended_at: float | None) -> Fas
     clock = clock if ended_at is None else _StoppedClock(clock, ended_at)
     reads = LeftReads(db, ended_at)
     goodput = GoodputReports(events=SqlEventLog(db), reads=reads, clock=clock)
-    app.include_router(jobs.router(_Ended(), reads, LocalWakeup(), clock))
+    app.include_router(jobs.router(_NoActs(), reads, clock))
     app.include_router(observations.router(reads, goodput))
+    app.include_router(history.router(reads))
     return app

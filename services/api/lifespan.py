@@ -1,4 +1,4 @@
-"""What lives as long as the event loop of the server: a wake-up for new events, and background tasks."""
+"""Runs as long as the server's event loop: a wake-up for new events, and background tasks."""
 
 from __future__ import annotations
 

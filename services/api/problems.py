@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from http import HTTPStatus
 
 import structlog
@@ -11,7 +12,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from flyball.contracts.errors import FlyballError
-from services.runtime.http.problem_details import MEDIA_TYPE, Problem, details, details_of
+from services.runtime.http.problem_details import (
+    MEDIA_TYPE,
+    ErrorResponse,
+    FieldError,
+    InvalidFields,
+    details,
+    details_of,
+)
 
 log = structlog.get_logger()
 
@@ -26,8 +34,13 @@ def problem_of(error: FlyballError) -> Response:
     return _response(details_of(error))
 
 
-def _response(problem: Problem) -> Response:
+def _response(problem: ErrorResponse) -> Response:
     return Response(problem.body, status_code=problem.status, media_type=MEDIA_TYPE, headers=problem.headers)
+
+
+def _field_error(where: Sequence[str | int], detail: str) -> FieldError:
+    place, *path = map(str, where)
+    return FieldError(place, ".".join(path), detail)
 
 
 def install(app: FastAPI) -> None:
@@ -53,10 +66,8 @@ def install(app: FastAPI) -> None:
 
     async def on_invalid_request(_request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        return _response(
-            details(422, code="invalid_request", detail=f"{wrong}.", hint="see /openapi.json for the parameters")
-        )
+        wrong = [_field_error(one["loc"], one["msg"]) for one in error.errors()]
+        return problem_of(InvalidFields(wrong, hint="see /docs or /openapi.json for the parameters"))
 
     async def on_unexpected(request: Request, error: Exception) -> Response:
         log.error("unexpected error in a request", path=request.url.path, exc_info=error)

@@ -13,7 +13,7 @@ from flyball.contracts.errors import TooBusy
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.wire import encode
 from services.api.ports import EventLog
-from services.runtime.loops import OUTAGES, Outage
+from services.runtime.outages import OUTAGES, Outage
 from services.runtime.paging import read_on
 from services.runtime.telemetry import Metrics
 from services.runtime.wakeup import AsyncWakeup

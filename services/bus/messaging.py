@@ -14,7 +14,8 @@ from flyball.contracts.reports.signals import Signal, SignalUnreadable
 from services.bus.embedded import EmbeddedBus
 from services.rules.stream import Cursor, Delivered
 from services.runtime.health import Check
-from services.runtime.loops import OUTAGES, Loop, Outage
+from services.runtime.loops import Loop
+from services.runtime.outages import OUTAGES, Outage
 from services.runtime.telemetry import Metrics
 from services.runtime.wakeup import LocalWakeup
 from services.store.sql.database import Database

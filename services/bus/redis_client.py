@@ -34,7 +34,7 @@ _EXPLANATIONS: dict[str, tuple[type[FlyballError], str, str]] = {
     "refused": (
         ConfigurationError,
         "Redis at {name} refuses this process: {cause}.",
-        "check user and password in redis_url; docs/deploying.md lists the rights that the user needs",
+        "check user and password in redis_url; docs/how-to/deploying.md lists the rights that the user needs",
     ),
     "untrusted": (
         ConfigurationError,

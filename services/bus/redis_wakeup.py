@@ -17,7 +17,7 @@ from flyball.contracts.clock import Clock
 from flyball.contracts.errors import InvalidMessage, Unreachable
 from flyball.contracts.wire import decode, encode
 from services.bus.redis_client import RedisServer
-from services.runtime.loops import OUTAGES, Outage
+from services.runtime.outages import OUTAGES, Outage
 from services.runtime.wakeup import LocalWakeup
 
 SPACING_S = 0.002  # between two messages; notifications in between are sent together

@@ -13,7 +13,7 @@ import structlog
 from flyball.contracts.clock import Clock
 from services.controller.ports import DecisionStore
 from services.rules.stream import LeaseGrant
-from services.runtime.loops import OUTAGES
+from services.runtime.outages import OUTAGES
 
 RENEWALS_PER_TTL = 3
 LONGEST_ROUND_S = 30.0  # a loop that was not seen for longer hangs: let its lease run out

@@ -27,7 +27,8 @@ from services.controller.round.view import Outcome, PolicySettings, View
 from services.controller.round_keeper import LONGEST_END_S, RoundKeeper
 from services.controller.turns import AGAIN_S, Turns
 from services.rules.stream import Cursor, Delivered, LeaseGrant, SignalBus, Wakeup
-from services.runtime.loops import OUTAGES, LoopThread, Outage
+from services.runtime.loops import LoopThread
+from services.runtime.outages import OUTAGES, Outage
 
 BATCH = 256  # signals per round
 POLL_S = 0.05  # how often to look for writes of other processes; in this process a wake-up comes first

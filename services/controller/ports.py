@@ -1,4 +1,4 @@
-"""What the controller's loop needs from its environment; the adapters are in `services.store` and `services.bus`."""
+"""Ports of the controller's loop to its environment; the adapters are in `services.store` and `services.bus`."""
 
 from __future__ import annotations
 

@@ -7,14 +7,16 @@ decisions) comes from the replay's own run, so a difference shows in everything 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 
 import msgspec
 
+from flyball.contracts.cluster import PolicyValue
 from flyball.contracts.decisions import Decision, Incident
 from flyball.contracts.reports.signals import Signal
 from services.controller.policy import decide
+from services.controller.round.job_policy import settings_of
 from services.controller.round.view import Outcome, PastFailure, PolicySettings, View
 
 LARGE_PARTS = 20_000  # hosts, ranks and copies; a larger view takes longer to write than a decision may wait
@@ -113,6 +115,57 @@ class Replay:
         self._failures |= known
 
 
+class OtherDecision(msgspec.Struct, frozen=True):
+    """A situation, what was decided then, and what another policy decides there; None: nothing."""
+
+    round: int
+    at: float
+    job: str
+    incident_id: str
+    then: Decision | None
+    now: Decision | None
+
+    @property
+    def is_same(self) -> bool:
+        then, now = self.then, self.now
+        return then is not None and now is not None and (then.kind, then.rule) == (now.kind, now.rule)
+
+
+def decide_otherwise(
+    stored: StoredRound, given: Mapping[str, PolicyValue], then: Sequence[Decision]
+) -> list[OtherDecision]:
+    """Decide a stored round by another policy: with these settings, over the cluster's and the jobs' own.
+
+    Each round is decided in the situation that there was, so that a difference does not carry on into later rounds:
+    what would have happened after another decision is not known. `then`: what the round decided.
+    """
+    view = stored.inputs.view
+    jobs = tuple(
+        msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, policy={**job.spec.policy, **given}))
+        for job in view.jobs
+    )
+    settings = settings_of(stored.inputs.settings, given)
+    now = decide(msgspec.structs.replace(view, jobs=jobs), stored.signals, settings, stored.at).decisions
+    before, after = _by_subject(then), _by_subject(now)
+    return [
+        OtherDecision(stored.number, stored.at, key[0], key[1], before.get(key), after.get(key))
+        for key in dict.fromkeys((*before, *after))
+    ]
+
+
+def _by_subject(decisions: Iterable[Decision]) -> dict[tuple[str, str, str, int], Decision]:
+    """Decisions by job, incident and host: two policies may decide about the same ones in another order."""
+    found: dict[tuple[str, str, str, int], Decision] = {}
+    for decision in decisions:
+        subject = (
+            decision.job,
+            decision.incident_id,
+            str(decision.evidence.get("host", "")) if not decision.job else "",
+        )
+        found[*subject, sum(key[:3] == subject for key in found)] = decision
+    return found
+
+
 def differences(name: str, then: Incident | Decision, now: Incident | Decision) -> list[str]:
     """The differences in words, field by field."""
     return [
@@ -134,10 +187,15 @@ def compared(then: Iterable[Decision], now: Iterable[Decision]) -> tuple[int, li
     for name in (*before, *(name for name in after if name not in before)):
         if name not in after:
             found.append(f"{name} ({before[name].kind.value}, {before[name].rule}) is not decided here")
-        elif name not in before:
+            continue
+        if name not in before:
             found.append(f"{name} ({after[name].kind.value}, {after[name].rule}) is decided here, and was not before")
-        elif before[name] == after[name]:
+            continue
+        old, new = before[name], after[name]
+        if not old.alternatives:  # an older release stored none
+            new = msgspec.structs.replace(new, alternatives=())
+        if old == new:
             same += 1
         else:
-            found += differences(name, before[name], after[name])
+            found += differences(name, old, new)
     return same, found

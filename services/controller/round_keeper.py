@@ -15,7 +15,7 @@ from flyball.contracts.errors import FlyballError
 from flyball.contracts.reports.signals import Signal
 from services.controller.ports import DecisionStore
 from services.controller.replay import RoundInputs
-from services.runtime.loops import OUTAGES, Outage
+from services.runtime.outages import OUTAGES, Outage
 
 BACKLOG = 8  # rounds; successive views share most of their memory
 LONGEST_WAIT_S = 0.5  # of the loop, for room in the backlog: replays must not hold up decisions

@@ -1,92 +1,67 @@
-"""The live page: a shell rendered by the server, which a script fills from /v1/... and the event stream.
+"""The dashboard: pages rendered by the server, which a module of theirs keeps live; and /docs, the reference of the
+API.
 
-The token arrives once as `/?token=...`. It is exchanged for a cookie, and a redirect removes it from the address.
+Each page answers one question: docs/reference/dashboard.md.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
 from importlib.resources import files
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from fastapi.staticfiles import StaticFiles
-from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, Response
+from starlette.types import Scope
 
-from flyball import __version__
-from services.runtime.http.auth import Authenticator, Role
+from services.dashboard import host_pages, incident_pages, recovery_pages, training_pages
+from services.dashboard.rendering import templates
+from services.dashboard.sessions import Sessions
+from services.dashboard.site import HEADERS, Site
+from services.runtime.http.auth import Authenticator
 
-CONTENT_SECURITY_POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "connect-src 'self'",
-        "img-src 'self' data:",
-        "base-uri 'none'",
-        "form-action 'self'",
-        "frame-ancestors 'none'",
-    )
-)
-_MAY_LOOK = (Role.READER, Role.OPERATOR)
-_HEADERS = {
-    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-store",
-}
+
+class StaticPages(StaticFiles):
+    """Scripts, styles and the icon, which contain no secrets. Browsers ask each time whether they have changed: modules
+    of two versions never meet."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers["Cache-Control"] = "no-cache"
+        return response
 
 
 def static_files() -> StaticFiles:
-    """Serve the page's script, style and icon, which contain no secrets."""
-    return StaticFiles(directory=str(files("services.dashboard") / "static"))
+    return StaticPages(directory=str(files("services.dashboard") / "static"))
 
 
-class _Pages(NamedTuple):
-    live: str
-    missing: str  # without a token
-    wrong: str  # with an invalid one
-
-
-@cache
-def _pages() -> _Pages:
-    """Render the pages at the first request: a supervisor starts faster without jinja2."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    templates = Environment(
-        loader=PackageLoader("services.dashboard"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
-    closed = templates.get_template("closed.html")
-    return _Pages(
-        live=templates.get_template("index.html").render(version=__version__),
-        missing=closed.render(version=__version__, wrong=False),
-        wrong=closed.render(version=__version__, wrong=True),
-    )
-
-
-def router(authenticator: Authenticator, *, secure: bool) -> APIRouter:
-    """`secure`: the service uses TLS, so the cookie must not travel without it."""
+def router(
+    site: Site, authenticator: Authenticator, reference: Callable[[Request], object], *, secure: bool
+) -> APIRouter:
+    """`reference`: what /docs shows about the application of a request, see docs.html. `secure`: with TLS."""
     routes = APIRouter(include_in_schema=False)
+    sessions = Sessions(site, authenticator, secure=secure)
+    described: list[str] = []  # the page /docs, once it was rendered
 
     @routes.get("/")
-    async def index(request: Request, token: Annotated[str | None, Query(max_length=512)] = None) -> Response:
+    def show_training(request: Request, token: Annotated[str | None, Query(max_length=512)] = None) -> Response:
+        """With a token, as `flyball up` prints it: log in."""
         if token is not None:
-            principal = authenticator.owner(token.encode())
-            if principal is None or principal.role not in _MAY_LOOK:
-                return HTMLResponse(_pages().wrong, status_code=401, headers=_HEADERS)
-            answer = RedirectResponse("/", status_code=303, headers=_HEADERS)
-            answer.set_cookie(
-                authenticator.cookie_name,
-                authenticator.cookie_value,
-                httponly=True,
-                samesite="strict",
-                secure=secure,
-                path="/",
-            )
-            return answer
-        principal = authenticator.principal(request.scope["headers"])
-        if principal is not None and principal.role in _MAY_LOOK:
-            return HTMLResponse(_pages().live, headers=_HEADERS)
-        return HTMLResponse(_pages().missing, status_code=401, headers=_HEADERS)
+            return sessions.begin(request, token, "/")
+        return training_pages.overview(site, request)
 
+    @routes.get("/docs")
+    def api_reference(request: Request) -> Response:
+        if not site.may_look(request):
+            return site.login(request)
+        if not described:
+            described.append(templates().get_template("docs.html").render(reference=reference(request)))
+        return HTMLResponse(described[0], headers=HEADERS)
+
+    routes.include_router(sessions.router())
+    routes.include_router(training_pages.router(site))
+    routes.include_router(incident_pages.router(site))
+    routes.include_router(recovery_pages.router(site))
+    routes.include_router(host_pages.router(site))
     return routes

@@ -10,7 +10,8 @@ import msgspec
 
 from flyball.contracts.checkpoints import ShardCopy
 from flyball.contracts.cluster import HostState
-from services.controller.round.view import DrainView, HostView, JobView, RankView
+from flyball.contracts.reports.host_checks import HostCheck
+from services.controller.round.view import DrainView, HostView, JobView, RankView, StandingCondition
 
 
 class CachedHost(msgspec.Struct, gc=False):
@@ -32,6 +33,8 @@ class CachedHost(msgspec.Struct, gc=False):
     copies_of: frozenset[str] = frozenset()  # jobs
     last_report_at: float = 0.0
     workers: Mapping[str, int] = {}
+    fabric: str = ""
+    memory_bytes: int = 0
     ranks: Mapping[tuple[str, int], tuple[RankView, ...]] = {}  # (job, generation) -> as last reported by the host
 
 
@@ -74,9 +77,13 @@ def host_views(
     received_at: Callable[[str], float] = lambda _: 0.0,
     *,
     losses: Mapping[str, int] = MappingProxyType({}),
+    failed_at: Mapping[str, tuple[float, ...]] = MappingProxyType({}),
+    conditions: Mapping[str, tuple[StandingCondition, ...]] = MappingProxyType({}),
+    checks: Mapping[str, HostCheck] = MappingProxyType({}),
 ) -> tuple[HostView, ...]:
     """The views of hosts, from rows with the columns of `hosts` and `workers` (job -> generation of its live workers),
-    the result of `placement_of` for all jobs, drains, and how often each host was lost lately. Pure."""
+    the result of `placement_of` for all jobs, drains, when each host was lost, what stands against it,
+    and its newest check. Pure."""
     return tuple(
         HostView(
             host_id=row.host_id,
@@ -95,6 +102,11 @@ def host_views(
             stored_report_at=row.last_report_at,
             left_at=row.left_at,
             recent_losses=losses.get(row.host_id, 0),
+            conditions=conditions.get(row.host_id, ()),
+            failed_at=failed_at.get(row.host_id, ()),
+            check=checks.get(row.host_id),
+            fabric=row.fabric,
+            memory_bytes=row.memory_bytes,
         )
         for row in rows
     )

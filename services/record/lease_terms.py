@@ -1,4 +1,4 @@
-"""Which controller may lead, and under which epoch, by the lease row and two clocks. Pure."""
+"""Decides which controller may lead, and under which epoch, by the lease row and two clocks. Pure."""
 
 from __future__ import annotations
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flyball.contracts.cluster import HostState, JobState
 from flyball.contracts.decisions import Decision, Incident
 from flyball.contracts.events import Event, EventKind
-from services.controller.round.view import HostChange, JobChange
+from services.controller.round.view import ConditionChange, HostChange, JobChange
 
 _GONE = (HostState.SILENT, HostState.IN_REPAIR)
 
@@ -16,6 +18,31 @@ def of_host(change: HostChange, before: HostState, now: float) -> list[Event]:
         return []
     kind = EventKind.HOST_LEFT if change.state in _GONE else EventKind.HOST_JOINED
     return [Event(at=now, kind=kind, host_id=change.host_id, data={"reason": change.reason})]
+
+
+def of_condition(change: ConditionChange, now: float) -> Event:
+    """The event of a condition that no signal of its host reported."""
+    condition = change.condition
+    return Event(
+        at=now,
+        kind=EventKind.SIGNAL,
+        host_id=change.host_id,
+        data={
+            "kind": "condition_ended" if change.has_ended else "condition_began",
+            "source": "",
+            "observed_at": now if change.has_ended else condition.since,
+            "reporter": condition.source,
+            "condition": condition.kind,
+            "severity": condition.severity.value,
+            "subject": condition.subject,
+            "message": condition.message,
+        },
+    )
+
+
+def of_expired(changes: Sequence[ConditionChange], now: float) -> list[Event]:
+    """The events of conditions whose time is over. Other ends have the event of their signal."""
+    return [of_condition(change, now) for change in changes if change.has_ended and 0.0 < change.condition.until <= now]
 
 
 def is_news(before: Incident | None, incident: Incident) -> bool:

@@ -11,7 +11,7 @@ from services.record.report_events import RankKey, RankRow
 
 
 class ReportedPosition(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a host last reported about a rank; `reported_at` 0.0: only completed steps."""
+    """The newest report of a host about a rank; `reported_at` 0.0: only completed steps."""
 
     rank: int
     pid: int

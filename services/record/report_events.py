@@ -218,7 +218,9 @@ def _restored(row: RankRow, restored: RestoreReport, host_id: str) -> Iterator[E
         "source_host": restored.source_host,
         "size_bytes": restored.size_bytes,
         "socket_bytes": restored.socket_bytes,
+        "transport": restored.transport,
         "seconds": restored.seconds,
+        **{f"{tier}_bytes": size_bytes for tier, size_bytes in restored.tier_bytes.items()},
     }
     yield _event(restored, EventKind.RESTORED, restored.at, host_id, data)
 

@@ -30,6 +30,7 @@ class RetentionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     detail_days: float = 7.0  # signals, commands and the changes of actions, once they are over
     history_days: float = 365.0  # jobs that ended, with their events, incidents and decisions
     dead_host_days: float = 7.0  # hosts that left or fell silent, and have no rank
+    audit_days: float = 365.0  # who did what
     max_signals: int = 1_000_000  # only the newest are kept, whatever the age of the others
 
     def __post_init__(self) -> None:

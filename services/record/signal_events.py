@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
 import structlog
 
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.reports.signals import Signal
+from flyball.contracts.reports.signals import (
+    ConditionBegan,
+    ConditionEnded,
+    ReplicasDiffer,
+    SaveFailed,
+    Signal,
+    SignalBody,
+)
+from flyball.contracts.reports.training_health import (
+    LossDiverged,
+    LossRecovered,
+    ReplayDiffers,
+    Straggler,
+    StragglerRecovered,
+)
 from services.record.codec import subject_of
 from services.rules.unreadable import unstorable
 
 MAX_SOURCE_LENGTH = 128
 MAX_NAME_LENGTH = 64
+_TENSORS_IN_EVENT, _NAME_IN_EVENT, _TEXT_IN_EVENT = 8, 256, 500
+_NUMBERS: dict[type, tuple[str, ...]] = {
+    Straggler: ("compute_s", "usual_s", "windows"),
+    StragglerRecovered: ("windows",),
+    LossRecovered: ("step", "value", "first_step", "highest"),
+    LossDiverged: ("step", "value", "first_step", "clean_step"),
+}
 SignalKey = tuple[str, str, int]
+Details: TypeAlias = dict[str, str | int | float | list[int | float | str]]
 _log = structlog.get_logger(__name__)
 
 
@@ -55,5 +78,30 @@ def event_of(signal: Signal, now: float) -> Event:
         generation=subject.generation,
         rank=getattr(signal.body, "rank", -1),
         host_id=subject.host_id,
-        data={"kind": subject.kind, "source": signal.source, "observed_at": signal.at},
+        data={"kind": subject.kind, "source": signal.source, "observed_at": signal.at, **_details(signal.body)},
     )
+
+
+def _details(body: SignalBody) -> Details:
+    """What people need who read the event: there may be no incident that would show it."""
+    if type(body) in _NUMBERS:
+        return {name: getattr(body, name) for name in _NUMBERS[type(body)]}
+    if isinstance(body, ConditionBegan):
+        found = body.condition
+        words = {"severity": found.severity.value, "message": found.message}
+        return {"reporter": found.source, "condition": found.kind, "subject": found.subject, **words}
+    if isinstance(body, SaveFailed):
+        return {"step": body.step, "message": body.message[:_TEXT_IN_EVENT]}
+    if isinstance(body, ConditionEnded):
+        return {"reporter": body.source, "condition": body.kind, "subject": body.subject}
+    return _differences(body) if isinstance(body, ReplicasDiffer | ReplayDiffers) else {}
+
+
+def _differences(body: ReplicasDiffer | ReplayDiffers) -> Details:
+    tensors: list[int | float | str] = [name[:_NAME_IN_EVENT] for name in body.tensors[:_TENSORS_IN_EVENT]]
+    found: Details = {"step": body.step, "tensors": tensors, "count": body.count}
+    if isinstance(body, ReplicasDiffer):
+        return {**found, "agree": [*body.agree], "differ": [*body.differ]}
+    runs = ("peer_runs", "peer_results", "as_peer", "own_runs", "own_odd")
+    numbers = ("differing", "ranks", "peer", *runs, "equal_step")
+    return {**found, **{name: getattr(body, name) for name in numbers}}

@@ -36,6 +36,7 @@ class IncidentEvent(StrEnum):
     DIAGNOSED = "diagnosed"
     ACTED = "acted"  # an action was decided
     SAVED = "saved"  # the emergency checkpoint is complete; the next decision follows
+    LOOKED = "looked"  # where its ranks stand is known as far as it can be; the next decision follows
     ACTION_SUCCEEDED = "action_succeeded"
     ACTION_FAILED = "action_failed"  # or timed out
     SUPERSEDED = "superseded"  # a more urgent decision superseded the action
@@ -80,6 +81,7 @@ INCIDENT = Machine[IncidentState, IncidentEvent](
         _I.ACTING: {
             _IE.ACTION_SUCCEEDED: _I.VERIFYING,
             _IE.SAVED: _I.DECIDING,
+            _IE.LOOKED: _I.DECIDING,
             _IE.ACTION_FAILED: _I.DECIDING,
             _IE.SUPERSEDED: _I.DECIDING,
             _IE.FAILED_AGAIN: _I.DECIDING,

@@ -1,4 +1,4 @@
-"""What the loops need from each other and from the bus: the signal stream, wake-ups, the granted lease."""
+"""Ports between the loops and to the bus: the signal stream, wake-ups, the granted lease."""
 
 from __future__ import annotations
 

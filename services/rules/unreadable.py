@@ -18,7 +18,7 @@ KEPT_CHARACTERS = 4_000  # of the document, for a person who investigates
 _LATEST = 1e11  # the largest valid time
 
 
-class _Head(msgspec.Struct, frozen=True):
+class _SignalHead(msgspec.Struct, frozen=True):
     """The fields of a signal that every release has."""
 
     source: str
@@ -37,18 +37,18 @@ def read_signal(document: bytes | str) -> Signal:
     try:
         return decode(document, Signal)
     except InvalidMessage as error:
-        head = decode(document, _Head)
+        head = decode(document, _SignalHead)
         text = document if isinstance(document, str) else document.decode()
         return _stand_in(head, _kind(head.body), error.message, text)
 
 
 def unstorable(signal: Signal, reason: str) -> Signal:
     """The replacement of a signal whose values do not fit into the store."""
-    head = _Head(signal.source, signal.incarnation, signal.seq, signal.at)
+    head = _SignalHead(signal.source, signal.incarnation, signal.seq, signal.at)
     return _stand_in(head, str(type(signal.body).__struct_config__.tag), reason, str(signal.body))
 
 
-def _stand_in(head: _Head, kind: str, reason: str, document: str) -> Signal:
+def _stand_in(head: _SignalHead, kind: str, reason: str, document: str) -> Signal:
     body = SignalUnreadable(kind=kind[:100], reason=reason[:1_000], document=document[:KEPT_CHARACTERS])
     at = min(max(head.at, 0.0), _LATEST)
     return Signal(source=head.source, incarnation=head.incarnation, seq=head.seq, at=at, body=body)

@@ -24,10 +24,10 @@ class Page(msgspec.Struct, frozen=True):
 
 class EventLogReader(Protocol):
     def read(
-        self, job: str | None, after: int, limit: int, kinds: Collection[EventKind] = ()
+        self, job: str | None, after: int, limit: int, kinds: Collection[EventKind] = (), since: float = 0.0
     ) -> list[tuple[int, Event]]:
         """Return the first (position, event) pairs after position `after`, in order, of one job or of all. Empty
-        `kinds`: every kind."""
+        `kinds`: every kind. `since`: only from then on, wall clock."""
         ...
 
     def last(self) -> int:

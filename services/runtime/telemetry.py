@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.events import Event, EventKind
-from services.runtime.loops import OUTAGES, Outage
+from services.runtime.outages import OUTAGES, Outage
 from services.runtime.paging import EventLogReader, read_on
 
 LOG_FILE_SIZE_BYTES = 16 << 20
@@ -168,6 +168,7 @@ class Metrics:
             "flyball_http_requests", "Requests answered", ["method", "route", "status"], registry=r
         )
         self.loop_restarts = Counter("flyball_loop_restarts", "Restarts of loops after a crash", ["loop"], registry=r)
+        self.ready = Gauge("flyball_ready", "1 if a check of /readyz passes", ["check"], registry=r)
         self.decisions = Counter("flyball_decisions", "Decisions in the event log, by kind", ["kind"], registry=r)
         self.incidents_opened = Counter("flyball_incidents_opened", "Incidents opened, by cause", ["cause"], registry=r)
         self.incidents_closed = Counter(

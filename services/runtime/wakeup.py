@@ -92,10 +92,9 @@ class AsyncWakeup:
     async def wait(self, seen: int, timeout_s: float) -> int:
         """Wait for a notification after `seen`, at most `timeout_s`. Return the new count."""
         if self._count == seen:
-            try:
-                await asyncio.wait_for(self._changed.wait(), timeout_s)
-            except TimeoutError:
-                return self._count
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._changed.wait()
         return self._count
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ from flyball.contracts.reports.succession import speaks_for_host
 from services.actuator.backends.log_requests import LogRequests
 from services.actuator.ports import CommandOutbox, Judgement, Standings
 from services.rules.stream import Wakeup
-from services.runtime.loops import OUTAGES, Outage
+from services.runtime.outages import OUTAGES, Outage
 from services.runtime.telemetry import Metrics
 from services.runtime.wakeup import Subscribable
 
@@ -211,7 +211,8 @@ class HostDaemons:
                 wait_s = look_at_all_s - self._clock.monotonic_s()
                 if wait_s > 0.0 and not self._ring.is_set():
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._ring.wait(), wait_s)
+                        async with asyncio.timeout(wait_s):
+                            await self._ring.wait()
         finally:
             leave()
 

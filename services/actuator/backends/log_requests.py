@@ -39,7 +39,8 @@ class LogRequests:
         """Wait for the answer. Raises Unreachable."""
         host_id, answer = self._open[request_id]
         try:
-            return await asyncio.wait_for(answer, ANSWER_TIMEOUT_S)
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return await answer
         except TimeoutError:
             raise Unreachable(
                 f"The daemon of {host_id} did not answer within {ANSWER_TIMEOUT_S:.0f} s.",

@@ -1,4 +1,4 @@
-"""What the commands of an action contain: to stop a generation, to end a job, to save in an emergency. Pure."""
+"""Builds the bodies of commands: to stop a generation, to end a job, to save in an emergency. Pure."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from flyball.contracts.decisions import (
     FlushState,
     SaveEmergency,
     StopWorkers,
+    TakeStacks,
     UpdateState,
 )
 from services.actuator.ports import ActionProgress, OutboxCommand
@@ -24,7 +25,13 @@ DEFAULT_FLUSH_S = 10.0  # for captured states to be committed; part of the time 
 FREEING: Final = frozenset({DecisionKind.FAIL_JOB, DecisionKind.STOP_JOB, DecisionKind.COMPLETE_JOB})
 _LAST_FLUSH_TIMEOUT_S: Final = 50.0
 _RELEASE_FLUSH_S = 2.0
+_STACKS_PART = 0.5
 _ANSWER_S = 1.0  # of the remaining time, for the answers to arrive
+
+
+def stacks_body(plan: ActionPlan) -> TakeStacks:
+    """See where the ranks stand; their hosts have a part of the action's time."""
+    return TakeStacks(plan.job, plan.generation, _STACKS_PART * plan.deadline_s)
 
 
 # --- stopping and ending ---------------------------------------------------------------------------------------------
@@ -41,7 +48,7 @@ def stopped(commands: Iterable[OutboxCommand]) -> dict[str, CommandResult]:
 
 def stop_body(plan: ActionPlan) -> StopWorkers:
     """End the workers. If the job ends, bring its newest recovery point to the slow tiers first."""
-    durable = plan.kind in FREEING and plan.spec.checkpoint.is_durable and not plan.unreachable_hosts
+    durable = plan.kind in FREEING and plan.spec.checkpoint.is_durable and not plan.lacks_ranks
     timeout_s = _LAST_FLUSH_TIMEOUT_S if durable else DEFAULT_FLUSH_S
     history = plan.history if plan.kind is DecisionKind.START_JOB else None
     return StopWorkers(
@@ -133,7 +140,7 @@ def save_failure(progress: ActionProgress) -> str:
 
 
 def outcome(progress: ActionProgress) -> str:
-    """Which step is where, at the end."""
+    """Describe where each step is at the end."""
     failure = save_failure(progress)
     step = max((_step(record) for record in newest_saves(progress).values()), default=-1)
     flushes = {r.command.host_id: r for r in progress.commands if isinstance(r.command.body, FlushState)}

@@ -2,7 +2,8 @@
 
 A placement grows with the world, and every host gets one with its start command. For 10,000 hosts of eight ranks, with
 two sources each, whole placements are 207 GB, and parts 49 MB. A host needs the hosts that it copies to and from, and
-rank 0's. Rank 0's engine coordinates the job, and needs all.
+rank 0's. Rank 0's engine coordinates the job, and needs all. If another number of ranks saved the restore step, any
+host may need bytes of any shard, so each gets all sources.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import defaultdict
 import msgspec
 
 from flyball.contracts.checkpoints import RestorePlan
-from flyball.contracts.cluster import HostRanks, Placement
+from flyball.contracts.cluster import HostRanks, Placement, restores_another_world
 
 
 def host_parts(placement: Placement) -> dict[str, Placement]:
@@ -28,7 +29,7 @@ def host_parts(placement: Placement) -> dict[str, Placement]:
     parts = {}
     for host in placement.hosts:
         held = [placement.hosts[position[owner]] for owner in owners[host.host_id] if owner in position]
-        restore = _sources(placement.restore, (host, *held))
+        restore = placement.restore if restores_another_world(placement) else _sources(placement.restore, (host, *held))
         if host is coordinator:
             parts[host.host_id] = msgspec.structs.replace(placement, restore=restore)
             continue

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from flyball.contracts.decisions import ActionState, CommandBody, EndJob, SaveEmergency, StopWorkers, WarmUp
-from services.actuator.ports import ANSWER_SLACK_S, ActionProgress, CommandDraft, PlaybookStep
+from flyball.contracts.decisions import ActionState, CheckHost, CommandBody, EndJob, SaveEmergency, StopWorkers, WarmUp
+from services.actuator.ports import ANSWER_SLACK_S, ActionProgress, CommandDraft, OutboxCommand, PlaybookStep
 from services.actuator.rules.command_bodies import DEFAULT_FLUSH_S, save_limit_s
 from services.rules.incident_states import ACTION, ActionEvent
 
 _STOP_TIMEOUT_S = 15.0  # beyond the grace
+_CHECK_MARGIN_S = 8.0  # for the processes of a check to be started and ended
 
 
 def drafts(
@@ -37,6 +38,8 @@ def _limit_s(progress: ActionProgress, body: CommandBody, now: float) -> float:
             limit_s = progress.plan.grace_s + _STOP_TIMEOUT_S + body.flush_timeout_s - DEFAULT_FLUSH_S
         case EndJob():
             limit_s = progress.plan.grace_s + _STOP_TIMEOUT_S
+        case CheckHost():
+            limit_s = body.timeout_s + _CHECK_MARGIN_S
         case SaveEmergency():
             limit_s = save_limit_s(body, remaining_s)
         case _:
@@ -45,7 +48,7 @@ def _limit_s(progress: ActionProgress, body: CommandBody, now: float) -> float:
 
 
 def number(command_id: str) -> int:
-    """Which command of its phase to its host this is, from 1."""
+    """Return the number of this command among those of its phase to its host, from 1."""
     return int(command_id.rpartition(".")[2])
 
 
@@ -74,3 +77,9 @@ def end(progress: ActionProgress, event: ActionEvent, message: str) -> PlaybookS
 def names(hosts: Iterable[str]) -> str:
     listed = list(hosts)
     return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "") if listed else "no host"
+
+
+def failure_message(phase: str, failed: Iterable[OutboxCommand]) -> str:
+    """Which hosts could not carry out their commands of a phase, and why."""
+    reasons = {r.command.host_id: r.update.message or r.update.code for r in failed if r.update is not None}
+    return "; ".join(f"{host} could not {phase}: {why or 'no reason given'}" for host, why in reasons.items())

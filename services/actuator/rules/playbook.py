@@ -8,7 +8,7 @@ twice is the same move.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -26,6 +26,7 @@ from flyball.contracts.decisions import (
     WarmUp,
 )
 from services.actuator.ports import ActionProgress, CommandDraft, OutboxCommand, PlaybookStep
+from services.actuator.rules import host_checks
 from services.actuator.rules.command_bodies import (
     FREEING,
     end_body,
@@ -34,20 +35,25 @@ from services.actuator.rules.command_bodies import (
     release_body,
     save_body,
     save_failure,
+    stacks_body,
     stop_body,
     stopped,
 )
 from services.actuator.rules.host_parts import host_parts
-from services.actuator.rules.moves import drafts, end, move, names, number
+from services.actuator.rules.moves import drafts, end, failure_message, move, names, number
 from services.rules.incident_states import ACTION, ActionEvent
 from services.rules.recovery_point import plan_restore
 
-STOP, START, SAVE, FLUSH, RELEASE, END = "stop", "start", "save", "flush", "release", "end"
+STOP, START, SAVE, FLUSH, RELEASE, END, STACKS = "stop", "start", "save", "flush", "release", "end", "stacks"
 
 PHASES: Mapping[DecisionKind, tuple[str, ...]] = {
     DecisionKind.START_JOB: (START,),
     DecisionKind.RESTART_IN_PLACE: (STOP, START),
     DecisionKind.MIGRATE_TO_SPARE: (STOP, START),
+    DecisionKind.SHRINK: (STOP, START),
+    DecisionKind.GROW: (STOP, START),
+    DecisionKind.TAKE_STACKS: (STACKS,),
+    DecisionKind.CHECK_HOSTS: (STOP, host_checks.CHECK),
     DecisionKind.EMERGENCY_CHECKPOINT: (SAVE, FLUSH),
     DecisionKind.RESUME: (RELEASE,),
     DecisionKind.CORDON: (STOP,),
@@ -55,10 +61,11 @@ PHASES: Mapping[DecisionKind, tuple[str, ...]] = {
     DecisionKind.STOP_JOB: (SAVE, STOP, END),
     DecisionKind.COMPLETE_JOB: (STOP, END),
 }
-# A job ends even if one of its hosts does not answer: the others are cleaned up all the same.
-_BEST_EFFORT = FREEING
+# A job ends even if one of its hosts does not answer: the others are cleaned up all the same. And what is known of some
+# ranks may be enough.
+_BEST_EFFORT = FREEING | {DecisionKind.TAKE_STACKS, DecisionKind.CHECK_HOSTS}
 # A failed start may have begun: only a new generation may try again. A refused command changed nothing.
-_ATTEMPTS = {STOP: 3, START: 1, SAVE: 1, FLUSH: 1, RELEASE: 3, END: 3}
+_ATTEMPTS = {STOP: 3, START: 1, SAVE: 1, FLUSH: 1, RELEASE: 3, END: 3, STACKS: 1}
 _REFUSALS = 3
 _LATE_MARGIN_STEPS = 4  # doubled with each new name
 _MAX_NAMES = 4
@@ -83,6 +90,8 @@ def advance(progress: ActionProgress, now: float) -> PlaybookStep:
         return end(progress, ActionEvent.FAILED, f"There is no playbook for {progress.plan.kind.value}.")
     if not progress.phase:
         return _enter(progress, _phases(progress)[0], now)
+    if progress.phase == host_checks.CHECK and progress.plan.check is not None:
+        return host_checks.advance(progress, progress.plan.check, now)
     answers = _answers(progress, now)
     return (
         _at_deadline(progress, answers, now)
@@ -108,7 +117,7 @@ def _at_deadline(progress: ActionProgress, answers: _Answers, now: float) -> Pla
     is_last = not _following(progress)
     if now < progress.deadline_at or (is_last and len(answers.done) == len(_targets(progress))):
         return None
-    if progress.phase == FLUSH:
+    if progress.phase in (FLUSH, STACKS):
         return _phase_done(progress, answers, now)
     return end(progress, ActionEvent.DEADLINE_PASSED, _overdue_message(progress, answers))
 
@@ -130,7 +139,7 @@ def _given_up(progress: ActionProgress, answers: _Answers, now: float) -> Playbo
     if progress.phase == SAVE and (answers.failed or answers.unanswered):
         return _enter(progress, FLUSH, now)
     if answers.failed:
-        return end(progress, ActionEvent.FAILED, _failure_message(progress.phase, answers.failed))
+        return end(progress, ActionEvent.FAILED, failure_message(progress.phase, answers.failed))
     if answers.unanswered:
         return end(progress, ActionEvent.DEADLINE_PASSED, _overdue_message(progress, answers))
     return None
@@ -156,7 +165,7 @@ def _phase_done(progress: ActionProgress, answers: _Answers, now: float) -> Play
         event = ActionEvent.FAILED if save_failure(progress) else ActionEvent.COMPLETED
         return end(progress, event, outcome(progress))
     missing = answers.unanswered + [record.command.host_id for record in answers.failed]
-    if missing:
+    if missing and progress.phase != STACKS:
         return end(progress, ActionEvent.FAILED, f"{names(missing)} could not be cleaned up; the others are.")
     return end(progress, ActionEvent.COMPLETED, f"{names(answers.done)} done")
 
@@ -190,18 +199,15 @@ def _enter(progress: ActionProgress, phase: str, now: float) -> PlaybookStep:
     if phase == START:
         return _start(progress, now)
     plan = progress.plan
+    if plan.check is not None and (phase == host_checks.CHECK or not plan.check.stops):
+        return host_checks.begin(progress, plan.check, now)
     bodies: Mapping[str, tuple[Callable[[], CommandBody], str]] = {
         STOP: (lambda: stop_body(plan), f"stopping generation {plan.generation}"),
-        SAVE: (
-            lambda: save_body(progress, plan.emergency_step, now),
-            f"saving step {plan.emergency_step}",
-        ),
+        SAVE: (lambda: save_body(progress, plan.emergency_step, now), f"saving step {plan.emergency_step}"),
         FLUSH: (lambda: flush_body(progress, now), "flushing the newest recovery point"),
-        RELEASE: (
-            lambda: release_body(progress, now),
-            f"releasing generation {plan.generation}",
-        ),
+        RELEASE: (lambda: release_body(progress, now), f"releasing generation {plan.generation}"),
         END: (lambda: end_body(progress), f"ending job {plan.job}"),
+        STACKS: (lambda: stacks_body(plan), f"taking the stacks of generation {plan.generation}"),
     }
     make, doing = bodies[phase]
     asking = drafts(progress, phase, [(host, make()) for host in plan.stop_hosts], now)
@@ -285,6 +291,7 @@ def _placement(progress: ActionProgress, following: GenerationPlan, results: Map
             restored_step=restore.step if restore else None,
             source=restore.source_generation if restore else None,
             generation=following.generation,
+            world_size=plan.spec.world_size,
         ),
         restore=restore,
         restart_count=following.restart_count,
@@ -343,7 +350,7 @@ def _answers(progress: ActionProgress, now: float) -> _Answers:
 def _due(progress: ActionProgress, record: OutboxCommand) -> float:
     """When to give up a host that has not answered. In an emergency, exactly at its deadline: the rest of the time is
     for the flush."""
-    if progress.phase == SAVE:
+    if progress.phase in (SAVE, STACKS):
         return record.created_at + record.command.deadline_s
     return progress.answer_due(record)
 
@@ -384,11 +391,6 @@ def _warm_ups(progress: ActionProgress, now: float) -> list[CommandDraft]:
         CommandDraft(f"{progress.action_id}.warm.{host}.1", host, WarmUp(progress.plan.spec), remaining_s)
         for host in progress.plan.warm_hosts
     ]
-
-
-def _failure_message(phase: str, failed: Iterable[OutboxCommand]) -> str:
-    reasons = {r.command.host_id: r.update.message or r.update.code for r in failed if r.update is not None}
-    return "; ".join(f"{host} could not {phase}: {why or 'no reason given'}" for host, why in reasons.items())
 
 
 def _overdue_message(progress: ActionProgress, answers: _Answers) -> str:

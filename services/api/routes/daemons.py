@@ -16,13 +16,21 @@ from flyball.contracts.reports.succession import MAX_PREDECESSORS
 from flyball.contracts.wire import MAX_MESSAGE_BYTES, OtherVersion
 from services.actuator.backends.host_daemons import MAX_WAIT_S, HostDaemons
 from services.api.auth import principal_in
-from services.api.exchange import HostIdPath, check_sender, json_response, read_body, read_message
-from services.api.openapi import body_of, reply_of
+from services.api.description.openapi import body_of, reply_of
+from services.api.exchange import HostIdPath, check_sender, json_response, read_message
 from services.api.ports import Departures
+from services.runtime.http.bodies import read_body
 from services.sensor.reports.ingest import LARGE_REPORT_BYTES, Ingest
 from services.sensor.reports.report_decoding import decode_report
 
-SucceedsQuery = Annotated[str, Query(max_length=65 * MAX_PREDECESSORS)]  # incarnations, separated by commas
+SucceedsQuery = Annotated[
+    str, Query(max_length=65 * MAX_PREDECESSORS, description="The daemon's former incarnations, separated by commas.")
+]
+IncarnationQuery = Annotated[str, Query(min_length=1, max_length=64, description="Of the daemon that polls.")]
+WaitQuery = Annotated[float, Query(ge=0.0, le=MAX_WAIT_S, description="The longest wait, in seconds.")]
+ClusterQuery = Annotated[str, Query(max_length=MAX_CLUSTER_ID, description="Of the last command that it obeyed.")]
+EpochQuery = Annotated[int, Query(ge=0, lt=2**62, description="Of the last command that it obeyed.")]
+CommandQuery = Annotated[str, Query(max_length=MAX_COMMAND_ID, description="The last command that it obeyed.")]
 
 
 def sensor_router(ingest: Ingest) -> APIRouter:
@@ -53,12 +61,12 @@ def actuator_router(daemons: HostDaemons, departures: Departures) -> APIRouter:
         request: Request,
         *,
         host_id: HostIdPath,
-        incarnation: Annotated[str, Query(min_length=1, max_length=64)],
-        wait_s: Annotated[float, Query(ge=0.0, le=MAX_WAIT_S)] = 20.0,
+        incarnation: IncarnationQuery,
+        wait_s: WaitQuery = 20.0,
         succeeds: SucceedsQuery = "",
-        cluster: Annotated[str, Query(max_length=MAX_CLUSTER_ID)] = "",
-        epoch: Annotated[int, Query(ge=0, lt=2**62)] = 0,
-        command_id: Annotated[str, Query(max_length=MAX_COMMAND_ID)] = "",
+        cluster: ClusterQuery = "",
+        epoch: EpochQuery = 0,
+        command_id: CommandQuery = "",
     ) -> Response:
         """Wait for the host's commands. Returns at once if there are any, empty after `wait_s`.
 

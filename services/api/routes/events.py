@@ -10,11 +10,13 @@ from starlette.responses import Response, StreamingResponse
 
 from flyball.contracts.errors import InvalidMessage
 from flyball.contracts.events import Event, EventKind
-from services.api.exchange import JobQuery, json_response, read_message
+from services.api.description.openapi import body_of, media_of, reply_of
+from services.api.exchange import JobQuery, SinceQuery, json_response, read_message
 from services.api.lifespan import new_events
-from services.api.openapi import body_of, media_of
 from services.api.ports import EventLog
+from services.api.replies.history import EventPage
 from services.api.stream import EventStreams
+from services.api.strict_route import user_routes
 from services.rules.stream import Wakeup
 
 MAX_EVENTS_BYTES = 64 << 10
@@ -22,28 +24,38 @@ MAX_POSTED_EVENTS = 100
 MAX_PAGE = 1000
 MAX_POSITION = 2**63 - 1
 
-After = Annotated[int, Query(ge=0, le=MAX_POSITION)]
-Kinds = Annotated[list[EventKind] | None, Query(alias="kind", max_length=len(EventKind))]
+After = Annotated[int, Query(ge=0, le=MAX_POSITION, description="Only events after this position.")]
+Kinds = Annotated[
+    list[EventKind] | None,
+    Query(alias="kind", max_length=len(EventKind), description="Only these kinds; may be repeated."),
+]
+PageLimit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="Number of events on a page.")]
+Newest = Annotated[bool, Query(description="The end of the log instead of what follows `after`.")]
+LastEventId = Annotated[
+    int | None, Header(ge=0, le=MAX_POSITION, description="Position of the last event that was received.")
+]
 
 
 def router(events: EventLog, streams: EventStreams, wakeup: Wakeup) -> APIRouter:
-    routes = APIRouter(tags=["events"])
+    routes = user_routes("events")
 
-    @routes.get("/v1/events")
+    @routes.get("/v1/events", responses=reply_of(EventPage))
     async def list_events(
+        *,
         job: JobQuery = None,
         after: After = 0,
-        limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = MAX_PAGE,
+        limit: PageLimit = MAX_PAGE,
         kinds: Kinds = None,
-        newest: bool = False,
+        newest: Newest = False,
+        since: SinceQuery = 0.0,
     ) -> Response:
         """Return a page of the log in order: what follows `after` or, with `newest`, the end of the log. Pass
         `next_after` as `after` for the next page."""
         chosen = frozenset(kinds or ())
         if newest:
-            page = await asyncio.to_thread(events.newest, job, limit, chosen)
+            page = await asyncio.to_thread(events.newest, job, limit, chosen, since)
         else:
-            page = await asyncio.to_thread(events.read, job, after, limit, chosen)
+            page = await asyncio.to_thread(events.read, job, after, limit, chosen, since)
         return json_response(
             {
                 "items": [{"position": position, "event": event} for position, event in page],
@@ -73,7 +85,7 @@ def router(events: EventLog, streams: EventStreams, wakeup: Wakeup) -> APIRouter
         job: JobQuery = None,
         after: After = 0,
         kinds: Kinds = None,
-        last_event_id: Annotated[int | None, Header(ge=0, le=MAX_POSITION)] = None,
+        last_event_id: LastEventId = None,
     ) -> Response:
         """Follow the log as server-sent events. A reader that reconnects continues after its Last-Event-ID."""
         return streams.open(

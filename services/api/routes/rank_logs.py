@@ -10,28 +10,41 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from flyball.contracts.errors import NotFound
+from flyball.contracts.identity import NAME_PATTERN
 from flyball.contracts.reports.rank_logs import MAX_PIECE_BYTES, NEWEST, LogPiece, LogRequest
 from flyball.contracts.wire import MAX_MESSAGE_BYTES
 from services.actuator.backends.host_daemons import HostDaemons
-from services.api.exchange import HostIdPath, JobPath, NameOrEmpty, check_sender, json_response, read_message
-from services.api.openapi import body_of
+from services.api.description.openapi import body_of, reply_of
+from services.api.exchange import HostIdPath, JobPath, check_sender, json_response, read_message
 from services.api.ports import ReadModels
+from services.api.replies.jobs import LogPieceReply
+from services.api.strict_route import user_routes
 
 MAX_OFFSET = 1 << 53  # the largest integer that every JSON parser reads exactly
 
+RankQuery = Annotated[int, Query(ge=0, description="Global rank.")]
+GenerationQuery = Annotated[int, Query(ge=NEWEST, description="Number of the generation; -1: the newest.")]
+OffsetQuery = Annotated[
+    int, Query(ge=-MAX_OFFSET, le=MAX_OFFSET, description="Where to start, in bytes; negative: from the end.")
+]
+PieceLimit = Annotated[int, Query(ge=1, le=MAX_PIECE_BYTES, description="Size of the piece, in bytes.")]
+HostOrCurrent = Annotated[
+    str, Query(pattern=f"^$|{NAME_PATTERN}", description="Where the rank ran before; empty: its host now.")
+]
+
 
 def router(reads: ReadModels, daemons: HostDaemons) -> APIRouter:
-    routes = APIRouter(tags=["logs"])
+    routes = user_routes("logs")
 
-    @routes.get("/v1/jobs/{job}/logs")
-    async def get_log(
+    @routes.get("/v1/jobs/{job}/logs", responses=reply_of(LogPieceReply))
+    async def get_job_log(
         *,
         job: JobPath,
-        rank: Annotated[int, Query(ge=0)] = 0,
-        generation: Annotated[int, Query(ge=NEWEST)] = NEWEST,
-        offset: Annotated[int, Query(ge=-MAX_OFFSET, le=MAX_OFFSET)] = 0,
-        limit: Annotated[int, Query(ge=1, le=MAX_PIECE_BYTES)] = MAX_PIECE_BYTES,
-        host: NameOrEmpty = "",
+        rank: RankQuery = 0,
+        generation: GenerationQuery = NEWEST,
+        offset: OffsetQuery = 0,
+        limit: PieceLimit = MAX_PIECE_BYTES,
+        host: HostOrCurrent = "",
     ) -> Response:
         """Return a piece of a rank's log from its host. `generation` -1: the newest. A negative `offset` counts from
         the end. `host`: where the rank ran before. `data` is base64; continue at `next_offset`."""
@@ -60,7 +73,7 @@ def router(reads: ReadModels, daemons: HostDaemons) -> APIRouter:
         )
 
     @routes.post("/v1/hosts/{host_id}/log-pieces", status_code=204, openapi_extra=body_of(LogPiece))
-    async def post_piece(request: Request, host_id: HostIdPath) -> Response:
+    async def post_log_piece(request: Request, host_id: HostIdPath) -> Response:
         """Deliver a piece of a log that a user requested."""
         piece = await read_message(request, LogPiece, max_bytes=MAX_MESSAGE_BYTES)
         check_sender(piece.host_id, host_id)

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from flyball.contracts.cluster import Phase
+from flyball.contracts.decisions import Harm
+from flyball.contracts.error_classes import MEANINGS, SECONDARY, ErrorClass, classify
 from flyball.contracts.errors import RestoreFailed
 from flyball.contracts.reports.signals import RankStalled, WorkerExited, WorkerStartFailed
 from services.controller.round.view import ActionView, GenerationView, HostView, PastFailure, RankView
@@ -28,54 +30,45 @@ FALSE_ALARM = "false_alarm"  # on a job's record only: a stall that proved false
 CONNECTION_LOST = "connection_lost"
 PREEMPTION_NOTICE = "preemption_notice"
 DRAIN_REQUESTED = "drain_requested"
+HOST_CONDITION = "host_condition"
 SUPERSEDED_WORKERS = "superseded_workers"
 START_OVERDUE = "start_overdue"
 SAVES_FAILING = "saves_failing"
+STRAGGLER = "straggler"
+CHECKPOINT_REQUESTED = "checkpoint_requested"  # by an operator
+ROOM_TO_GROW = "room_to_grow"  # hosts are free for a job that runs on fewer than it asked for
+DOMAIN_SILENT = "domain_silent"  # hosts of several jobs fell silent together; no job's incident
+LOSS_DIVERGED = "loss_diverged"
+REPLICAS_DIFFER = "replicas_differ"
+REPLAY_DIFFERS = "replay_differs"
+HARMS = frozenset({LOSS_DIVERGED, REPLICAS_DIFFER, REPLAY_DIFFERS})  # all ranks run, and what they train is wrong
 RANKS_PARKED = "ranks_parked"  # at an emergency step that no action knows any more
-DEPARTURES = frozenset({PREEMPTION_NOTICE, DRAIN_REQUESTED})  # a healthy host that must be left
-BESIDE_FAILURES = frozenset({*DEPARTURES, SUPERSEDED_WORKERS, SAVES_FAILING})  # the generation keeps running
+DEPARTURES = frozenset({PREEMPTION_NOTICE, DRAIN_REQUESTED, HOST_CONDITION})  # a host that works, and must be left
+BESIDE_FAILURES = frozenset(
+    {*DEPARTURES, SUPERSEDED_WORKERS, SAVES_FAILING, STRAGGLER, ROOM_TO_GROW, CHECKPOINT_REQUESTED}
+)  # the generation keeps running
 
 # Each cause explains the later ones. A kill comes before an exception, since not all exceptions that a kill causes
 # elsewhere can be recognised by their messages.
-_ORDER = {
-    cause: position
-    for position, cause in enumerate(
-        (
-            HOST_SILENT,
-            HOST_RESTARTED,
-            RESTORE_FAILED,
-            WORKER_KILLED,
-            WORKER_START_FAILED,
-            WORKER_EXCEPTION,
-            RANK_STALLED,
-            CONNECTION_LOST,
-            START_OVERDUE,
-            RANKS_PARKED,
-        )
-    )
-}
+ORDERED_CAUSES = (
+    HOST_SILENT,
+    HOST_RESTARTED,
+    RESTORE_FAILED,
+    REPLAY_DIFFERS,
+    REPLICAS_DIFFER,
+    LOSS_DIVERGED,
+    WORKER_KILLED,
+    WORKER_START_FAILED,
+    WORKER_EXCEPTION,
+    RANK_STALLED,
+    CONNECTION_LOST,
+    START_OVERDUE,
+    RANKS_PARKED,
+)
+_ORDER = {cause: position for position, cause in enumerate(ORDERED_CAUSES)}
 
 # Signals that a process causes itself, for example when library threads outlive the interpreter.
 _CRASHES = frozenset({signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
-
-_CONNECTION_KINDS = frozenset({"DistNetworkError", "DistStoreError"})
-# Messages of gloo, NCCL and the TCPStore when the other side is gone, in lower case.
-_CONNECTION_MESSAGES = (
-    "connection closed by peer",
-    "connection closed by remote peer",
-    "connection reset by peer",
-    "connection was likely closed",
-    "connection refused",
-    "broken pipe",
-    "socket closed",
-    "application timeout caused pair closure",
-    "gloo connectfullmesh failed",
-    "ncclremoteerror",
-    "remote process exit",
-    "communicator was aborted",
-    "watchdog caught collective operation timeout",
-    "timed out waiting",
-)
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -92,6 +85,7 @@ class Failure(msgspec.Struct, frozen=True):
     error_message: str = ""
     is_step_known: bool = False  # the worker had attached, so -1 means that it completed none
     evidence: Mapping[str, str | int | float | bool | None] = {}
+    harm: Harm | None = None
 
     def explains(self, cause: str) -> bool:
         """Whether this failure explains one with that cause."""
@@ -106,6 +100,7 @@ class Failure(msgspec.Struct, frozen=True):
             error_kind=self.error_kind,
             error_message=self.error_message,
             step=self.step,
+            host_id=self.host_id,
         )
 
 
@@ -118,6 +113,23 @@ def is_done(rank: RankView) -> bool:
     if ended.exit_code is None and (ended.signal_number is None or ended.signal_number in _CRASHES):
         return Phase.DONE in (rank.phase, ended.last_phase)
     return ended.exit_code == 0
+
+
+def has_failed(rank: RankView) -> bool:
+    """Whether the rank's worker ended, and not well."""
+    return rank.exited is not None and not is_done(rank)
+
+
+def shows_no_steps(rank: RankView) -> bool:
+    """Whether the rank runs a script that does not attach, or has not yet."""
+    return rank.exited is None and rank.phase is Phase.STARTING
+
+
+def shows_steps(generation: GenerationView) -> bool:
+    """Whether steps have to advance if the ranks train on. A script may report none; once a rank is done, the others
+    may have none left."""
+    ranks = generation.ranks
+    return not any(is_done(rank) for rank in ranks) and not all(shows_no_steps(rank) for rank in ranks)
 
 
 def crash_after_done(rank: RankView) -> str:
@@ -166,15 +178,16 @@ def exit_failure(rank: RankView, generation: GenerationView) -> Failure | None:
             message = f"{who} ended {when} while its daemon was being restarted, so its exit status is unknown."
         case _:
             message = f"{who} failed {when} with {error}."
+    error_class = class_of_exit(ended)
     return Failure(
         cause=cause,
-        message=message,
+        message=message + _explained(ended, error_class),
         generation=generation.generation,
         at=rank.exited_at,
         rank=rank.rank,
         host_id=rank.host_id,
         step=step,
-        error_kind=kind,
+        error_kind=kind or (error_class.value if error_class is ErrorClass.HOST_OUT_OF_MEMORY else ""),
         error_message=text,
         is_step_known=is_step_known,
         evidence={
@@ -185,8 +198,32 @@ def exit_failure(rank: RankView, generation: GenerationView) -> Failure | None:
             "exit_code": ended.exit_code,
             "signal": ended.signal_number,
             "error": error or None,
+            "error_class": error_class.value,
+            **({"core_dumped": True} if ended.core_dumped else {}),
+            **({"kernel": ended.kernel} if ended.kernel else {}),
         },
     )
+
+
+def class_of_exit(ended: WorkerExited) -> ErrorClass:
+    """The class that the daemon found; for a daemon of another release, what its report shows."""
+    if ended.error_class in ErrorClass.__members__.values():
+        return ErrorClass(ended.error_class)
+    error = ended.error
+    return classify(
+        exit_code=ended.exit_code,
+        signal_number=ended.signal_number,
+        kind=error.kind if error else "",
+        message=error.message if error else "",
+        traceback=error.traceback if error else "",
+    )
+
+
+def _explained(ended: WorkerExited, error_class: ErrorClass) -> str:
+    meaning = f" This is {MEANINGS[error_class]}." if error_class in MEANINGS else ""
+    core = " It dumped core." if ended.core_dumped else ""
+    kernel = f" The kernel says: {_shortened(ended.kernel)}." if ended.kernel else ""
+    return meaning + core + kernel
 
 
 def start_failure(body: WorkerStartFailed, host_id: str, at: float) -> Failure:
@@ -295,11 +332,11 @@ def root_cause(failures: Iterable[Failure]) -> Failure | None:
 
 
 def _exit_cause(ended: WorkerExited, *, was_restoring: bool) -> str:
-    kind, text = _error_of(ended)
+    kind, _ = _error_of(ended)
     # The exit code alone proves nothing: a script may use any.
     if ended.exit_code == RestoreFailed.exit_code and (kind == RestoreFailed.__name__ or was_restoring):
         return RESTORE_FAILED
-    if _is_connection_loss(kind, text):  # or NCCL's watchdog aborted the process (SIGABRT)
+    if class_of_exit(ended) in SECONDARY:  # or NCCL's watchdog aborted the process (SIGABRT)
         if ended.signal_number in (None, signal.SIGABRT):
             return CONNECTION_LOST
         return WORKER_KILLED
@@ -317,11 +354,6 @@ def _error_of(ended: WorkerExited) -> tuple[str, str]:
     if ended.error is not None and (ended.error.kind or ended.error.message):
         return ended.error.kind.rpartition(".")[2] or "an unnamed error", ended.error.message.strip()
     return ("" if ended.exit_code is None else f"exit code {ended.exit_code}"), ""
-
-
-def _is_connection_loss(kind: str, text: str) -> bool:
-    lowered = text.lower()
-    return kind in _CONNECTION_KINDS or any(pattern in lowered for pattern in _CONNECTION_MESSAGES)
 
 
 def _shortened(text: str, limit: int = 300) -> str:

@@ -4,7 +4,7 @@ The restart budget (`max_restarts`) counts restarts without progress in between.
 workers themselves counts: a signal, an exception, a lost connection or a hang. Restarts caused by machines do not
 count: a silent host, a preemption, a copy that could not be restored. Nor do repeated starts (`start_rules`, or an
 unknown cause). The incident's limit on decisions and the patience with starts bound those. A generation that gets
-further than all earlier ones refills the budget.
+further than all earlier ones refills the budget, and each day that one runs gives a restart back.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import msgspec
 
 from flyball import backoff
 from flyball.contracts.cluster import Phase
-from flyball.contracts.decisions import Incident
-from services.controller.round.diagnosis import FALSE_ALARM, newest_common_step
-from services.controller.round.view import GenerationView, PastFailure, PolicySettings, RankView
+from flyball.contracts.decisions import Harm, Incident
+from flyball.contracts.error_classes import ErrorClass, error_class_of
+from services.controller.round.diagnosis import FALSE_ALARM, HARMS, newest_common_step
+from services.controller.round.view import GenerationView, JobView, PastFailure, PolicySettings, RankView
 
 WORKER_CAUSES = frozenset({"worker_killed", "worker_exception", "rank_stalled", "connection_lost"})
 _FIRST_BACK_OFF_S = 0.5
@@ -53,6 +54,8 @@ def budget_after(
     granted = msgspec.structs.replace(granted, used=max(0, granted.used - given_back))
     if generation.started_at == 0.0:
         return granted
+    days = (_ended_at(generation.ranks) - generation.started_at) / settings.restart_decay_s if generation.ranks else 0.0
+    granted = msgspec.structs.replace(granted, used=max(0, granted.used - max(0, int(days))))
     failed = incident.generation == generation.generation and incident.cause in WORKER_CAUSES
     progress = progress_of(generation, settings)
     if not (failed or progress):
@@ -109,18 +112,43 @@ def _shows_no_steps(rank: RankView) -> bool:
 
 
 def is_identical(one: PastFailure, other: PastFailure) -> bool:
-    """Whether two failures are the same error at the same step, except for memory addresses in the message."""
-    return (
-        one.cause == other.cause
-        and one.error_kind == other.error_kind
-        and one.step == other.step
-        and _ADDRESS.sub("0x", one.error_message) == _ADDRESS.sub("0x", other.error_message)
-    )
+    """Whether two failures are the same error at the same step, except for memory addresses in the message. Of a lack
+    of GPU memory, the figures in the message may differ, too."""
+    if (one.cause, one.error_kind, one.step) != (other.cause, other.error_kind, other.step):
+        return False
+    if _ADDRESS.sub("0x", one.error_message) == _ADDRESS.sub("0x", other.error_message):
+        return True
+    return all(error_class_of(f.error_message) is ErrorClass.GPU_OUT_OF_MEMORY for f in (one, other))
+
+
+def kills_for_lack_of_memory(generation: int, used: int, failures: Iterable[PastFailure]) -> int:
+    """Count the failures up to this generation in which the kernel killed a worker for lack of host memory, among the
+    last `used` failures of workers: those without progress in between."""
+    of_workers = [f for f in failures if f.cause in WORKER_CAUSES and f.generation <= generation]
+    return sum(1 for f in of_workers[-used:] if used and f.error_kind == ErrorClass.HOST_OUT_OF_MEMORY)
 
 
 def times_seen(failure: PastFailure, failures: Iterable[PastFailure]) -> int:
     """Count the generations with this failure, including its own."""
     return len({failure.generation} | {past.generation for past in failures if is_identical(past, failure)})
+
+
+def returns(harm: Harm, incident: Incident, job: JobView) -> bool:
+    """Whether a harm comes back: an earlier generation was harmed too, and this one was not seen to be well beyond the
+    step at which that showed."""
+    earlier = (f for f in job.failures if f.cause in HARMS and f.generation < incident.generation)
+    return any(harm.clean_step < failure.step for failure in earlier)
+
+
+def times_harmed(job: JobView) -> int:
+    """Count the job's generations that were harmed."""
+    return len({failure.generation for failure in job.failures if failure.cause in HARMS})
+
+
+def hosts_alike(failure: PastFailure, failures: Iterable[PastFailure], now: Iterable[PastFailure]) -> set[str]:
+    """Return the hosts on which this failure came; '' for an unknown one. `now`: the failures of all ranks of its
+    generation, of which only one is on the record."""
+    return {past.host_id for past in (failure, *failures, *now) if is_identical(past, failure)}
 
 
 def back_off_s(decisions_made: int) -> float:

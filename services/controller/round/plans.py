@@ -6,16 +6,17 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from flyball.contracts.checkpoints import JobHistory, Lineage, Tier
+from flyball.contracts.checkpoints import JobHistory, Lineage, Tier, with_world_sizes
 from flyball.contracts.cluster import HostRanks
 from flyball.contracts.decisions import ActionPlan, DecisionKind, GenerationPlan, Incident
+from services.controller.round import fewer_hosts, guardrails
+from services.controller.round.choices.peer_choice import PeerMap, choose_peers
 from services.controller.round.diagnosis import newest_step_of
-from services.controller.round.guardrails import budget_after
-from services.controller.round.peer_choice import PeerMap, choose_peers
 from services.controller.round.round import Case
 from services.controller.round.view import GenerationView, HostView
-from services.rules.recovery_point import newest_step
+from services.rules import recovery_point
 
+STACKS_DEADLINE_S = 4.0  # for all hosts to answer, half of it for the stacks themselves
 _WARM_SPARES = 2  # per job; a third would only help with a third failure within seconds
 _END_TIMEOUT_S = 40.0  # beyond twice the grace, for a job's end
 _LAST_FLUSH_S = 60.0  # beyond that, for the newest recovery point to reach a disk or store
@@ -27,14 +28,17 @@ def start_plan(case: Case, hosts: tuple[HostRanks, ...]) -> ActionPlan:
     A resumed job is first stopped on all hosts that may have workers or copies of it. They report their copies, from
     which the restore step is computed.
     """
-    spec, before = case.job.spec, case.job.before
+    spec, before = case.job.spec.on(len(hosts)), case.job.before
+    lineage = before.lineage if before is not None else ()
+    if len(hosts) != case.job.spec.nnodes:
+        lineage = with_world_sizes(lineage, case.job.spec.world_size)
     reachable: tuple[str, ...] = ()
     unreachable: tuple[str, ...] = ()
     history: JobHistory | None = None
     if before is not None:
         placed = tuple(part.host_id for part in hosts)
         reachable, unreachable = _involved(case, before, (*placed, *_holders(case)))
-        history = JobHistory(spec.checkpoint, before.lineage, case.job.run)
+        history = JobHistory(spec.checkpoint, lineage, case.job.run)
     return ActionPlan(
         kind=DecisionKind.START_JOB,
         job=spec.job,
@@ -45,10 +49,10 @@ def start_plan(case: Case, hosts: tuple[HostRanks, ...]) -> ActionPlan:
         next=GenerationPlan(
             job=spec.job,
             generation=before.generation + 1 if before else 1,
-            parent=before.generation if before and before.lineage else None,
+            parent=before.generation if before and lineage else None,
             hosts=hosts,
             peers=_peers(case, hosts),
-            parent_lineage=before.lineage if before else (),
+            parent_lineage=lineage,
             restart_count=0,
             restarts_used=0,
             master_port=_master_port(case, hosts),
@@ -74,15 +78,17 @@ def restart_plan(
 
     `lineage` replaces the present history if only part of it counts. Hosts in `given_up` get no commands.
     """
-    spec = case.job.spec
-    history = _history(generation) if lineage is None else lineage
+    spec = case.job.spec.on(len(hosts))
+    history = clean_history(case, generation, incident) if lineage is None else lineage
+    if len(hosts) != len(generation.hosts):
+        history = with_world_sizes(history, case.job.spec.world_size)
     is_ancestor = generation.started_at > 0.0 and any(entry.generation == generation.generation for entry in history)
     reachable, unreachable = _involved(case, generation, given_up=given_up)
     left = _others_that_hold(case, (*reachable, *unreachable))
     if left and known_step(case, history, (*reachable, *left)) > known_step(case, history, reachable):
         reachable, unreachable = _involved(case, generation, left, given_up=given_up)
     before = {part.host_id for part in generation.hosts}
-    budget = budget_after(generation, incident, case.settings, case.job.failures)
+    budget = guardrails.budget_after(generation, incident, case.settings, case.job.failures)
     joining = tuple(part.host_id for part in hosts if part.host_id not in before)
     return ActionPlan(
         kind=kind,
@@ -104,6 +110,7 @@ def restart_plan(
             known_step=known_step(case, history, reachable),
             master_port=_master_port(case, hosts),
             run=case.job.run,
+            too_few_hosts=fewer_hosts.too_few(case, generation),
         ),
         deadline_s=case.settings.action_deadline_s,
         warm_hosts=(*joining, *_warm(case, hosts)),
@@ -113,7 +120,7 @@ def restart_plan(
 def save_plan(
     case: Case, generation: GenerationView, step: int, *, deadline_s: float, spares: Sequence[HostView]
 ) -> ActionPlan:
-    """Make every rank save at `step` and park; meanwhile, warm up spares."""
+    """Make every rank save at `step` and park, to move to these spares; meanwhile, warm them up."""
     return ActionPlan(
         kind=DecisionKind.EMERGENCY_CHECKPOINT,
         job=case.job.spec.job,
@@ -123,6 +130,20 @@ def save_plan(
         emergency_step=step,
         deadline_s=deadline_s,
         warm_hosts=tuple(host.host_id for host in spares[:_WARM_SPARES]),
+        claimed_hosts=tuple(host.host_id for host in spares),
+    )
+
+
+def stacks_plan(case: Case, generation: GenerationView) -> ActionPlan:
+    """See where the ranks stand, on all hosts that can be asked."""
+    asked = (part.host_id for part in generation.hosts)
+    return ActionPlan(
+        kind=DecisionKind.TAKE_STACKS,
+        job=case.job.spec.job,
+        spec=case.job.spec,
+        generation=generation.generation,
+        stop_hosts=tuple(host_id for host_id in asked if not case.round.is_silent(host_id)),
+        deadline_s=STACKS_DEADLINE_S,
     )
 
 
@@ -159,6 +180,7 @@ def end_plan(case: Case, kind: DecisionKind, grace_s: float, *, last_step: int =
         deadline_s=2.0 * grace_s + _END_TIMEOUT_S + (_LAST_FLUSH_S if spec.checkpoint.is_durable else 0.0),
         grace_s=grace_s,
         history=JobHistory(spec.checkpoint, generation.lineage, case.job.run) if generation else None,
+        lacks_ranks=any(part.host_id in unreachable for part in generation.hosts) if generation else False,
     )
 
 
@@ -220,6 +242,19 @@ def _history(generation: GenerationView) -> Lineage:
     return (*generation.parent_lineage, *(msgspec.structs.replace(e, after_step=restored) for e in own))
 
 
+def clean_history(case: Case, generation: GenerationView, incident: Incident) -> Lineage:
+    """Return the history that a restart continues, without the steps that a known harm spoilt.
+
+    All steps count if no recovery point is older than the harm, or if it came back after such a restart.
+    """
+    history, harm = _history(generation), incident.harm
+    if harm is None or incident.generation != generation.generation or guardrails.returns(harm, incident, case.job):
+        return history
+    clean = recovery_point.before_harm(history, harm)
+    hosts = _involved(case, generation)[0]
+    return clean if known_step(case, clean, (*hosts, *_others_that_hold(case, hosts))) >= 0 else history
+
+
 def loses_without(case: Case, generation: GenerationView, host_ids: Collection[str]) -> bool:
     """Whether the newest recovery point is on these hosts alone."""
     asked, _ = _involved(case, generation)
@@ -235,7 +270,7 @@ def known_step(case: Case, lineage: Lineage, asked: Collection[str]) -> int:
         for copy in case.round.view.copies
         if copy.job == case.job.spec.job and (copy.tier is Tier.PERSISTENT or copy.host_id in asked)
     ]
-    step = newest_step(copies, lineage, case.job.spec.world_size)
+    step = recovery_point.newest_step(copies, lineage, case.job.spec.world_size)
     return -1 if step is None else step
 
 
@@ -264,5 +299,5 @@ def _master_port(case: Case, hosts: Sequence[HostRanks]) -> int:
 
 def _warm(case: Case, hosts: Sequence[HostRanks]) -> tuple[str, ...]:
     placed = {part.host_id for part in hosts}
-    free = [h.host_id for h in case.round.free_hosts(case.job.spec) if h.host_id not in placed]
+    free = [h.host_id for h in case.free_hosts if h.host_id not in placed]
     return tuple(free[:_WARM_SPARES])

@@ -2,50 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from math import inf
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from flyball.contracts.cluster import HostState, JobSpec, JobState
-from flyball.contracts.decisions import ActionPlan, ActionState, Decision, DecisionKind, Incident, IncidentState
-from services.controller.round import spare_choice
-from services.controller.round.diagnosis import Failure
+from flyball.contracts.decisions import (
+    ActionPlan,
+    ActionState,
+    Decision,
+    DecisionKind,
+    Incident,
+    IncidentState,
+)
+from flyball.contracts.orders import Order, OrderKind, OrderState
+from flyball.contracts.reports.conditions import ConditionKey, HostCondition
+from flyball.contracts.reports.host_checks import HostCheck
+from services.controller.round import job_policy
+from services.controller.round.choices import spare_choice
+from services.controller.round.diagnosis import BESIDE_FAILURES, Failure
+from services.controller.round.verdict import Evidence, Verdict
 from services.controller.round.view import (
     ActionView,
     Adoption,
+    CheckChange,
+    ConditionChange,
+    GenerationView,
     HostChange,
     HostView,
     JobChange,
     JobView,
+    OrderChange,
     Outcome,
     PastFailure,
     PolicySettings,
+    StandingCondition,
     View,
 )
 from services.controller.round.wording import listed
 from services.rules.incident_states import HOST, INCIDENT, HostEvent, IncidentEvent
 
-Evidence = Mapping[str, str | int | float | bool | None]
-
 _BACK_TO_WORK = {HostState.CORDONED: HostEvent.RELEASED, HostState.IN_REPAIR: HostEvent.CLEANED}
-
-
-class Verdict(msgspec.Struct, frozen=True):
-    """What a rule decides. Without a plan it is a hold: it waits for `holding_for`, at most until `hold_until`."""
-
-    kind: DecisionKind
-    reason: str
-    plan: ActionPlan | None = None
-    evidence: Evidence = {}
-    holding_for: str = ""
-    hold_until: float = 0.0
-    job_state: JobState | None = None  # the job's new state
-    gives_up: bool = False  # the incident escalates
-    cordons: tuple[str, ...] = ()  # hosts that get no work until an operator releases them
-    is_patient: bool = False  # does not count against the incident's limit of decisions
-    refuses_drain_of: str = ""  # a host whose drain is refused
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -61,7 +61,32 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def settings(self) -> PolicySettings:
-        return self.round.settings
+        """The job's: its own over the cluster's."""
+        return self.round.settings_of(self.job.spec)
+
+    @property
+    def this_incident(self) -> Incident:
+        assert self.incident is not None, "a rule about incidents is asked about one"
+        return self.incident
+
+    @property
+    def this_generation(self) -> GenerationView:
+        assert self.job.generation is not None, "only a job with a generation has incidents"
+        return self.job.generation
+
+    @property
+    def free_hosts(self) -> list[HostView]:
+        """The hosts that may take ranks of the job now, best first. After a failure, whose ranks all stand, those that
+        another job's ranks have parked for come last; whatever can wait leaves them alone."""
+        others = self.round.claimed_by_others(self.job.spec.job)
+        can_wait = self.incident is None or self.incident.cause in BESIDE_FAILURES
+        found = sorted(self.round.free_hosts(self.job.spec), key=lambda host: host.host_id in others)
+        return [host for host in found if not can_wait or host.host_id not in others]
+
+    @property
+    def well_hosts(self) -> list[HostView]:
+        """Those without a pressing condition: a move for a warning must not end at another."""
+        return [host for host in self.free_hosts if not host.pressing]
 
 
 class Round:
@@ -71,7 +96,15 @@ class Round:
         self.view = view
         self.settings = settings
         self.now = now
-        self.hosts: dict[str, HostView] = {host.host_id: host for host in view.hosts}
+        self.orders: dict[tuple[OrderKind, str], Order] = {
+            order.key: order for order in view.orders if order.state is OrderState.STANDING
+        }
+        silences = {  # target -> the end of its maintenance window
+            order.target: order.until
+            for order in self.orders.values()
+            if order.kind is OrderKind.SILENCE and order.until > now
+        }
+        self.hosts: dict[str, HostView] = {host.host_id: self._counted(host).silenced(silences) for host in view.hosts}
         self.jobs: dict[str, JobView] = {job.spec.job: job for job in view.jobs}
         self.incidents: dict[str, Incident] = {incident.incident_id: incident for incident in view.incidents}
         self.actions: dict[str, ActionView] = {action.action_id: action for action in view.actions}
@@ -85,12 +118,18 @@ class Round:
         self._next_incident = view.next_incident
         self._next_decision = view.next_decision
         self._taken: set[str] = set()
+        self._claims: dict[str, str] = {}  # of this round: free host -> the job whose ranks are to park for it
         self._decisions: list[Decision] = []
         self._superseded: list[str] = []
+        self._acted: set[str] = set()
         self._changed_incidents: set[str] = set()
         self._host_changes: dict[str, HostChange] = {}
+        self._check_changes: dict[str, CheckChange] = {}
+        self._condition_changes: dict[tuple[str, ConditionKey], ConditionChange] = {}
         self._job_changes: list[JobChange] = []
+        self._order_changes: list[OrderChange] = []
         self._wake_at = 0.0
+        self._settings_of: dict[str, PolicySettings] = {}
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -106,27 +145,51 @@ class Round:
             if action.plan.job == job and not action.state.ended and action.plan.kind is not DecisionKind.CORDON
         )
 
+    def well_hosts(self, spec: JobSpec) -> list[HostView]:
+        """The free hosts without a pressing condition, best first: a move for a warning must not end at another."""
+        return [host for host in self.free_hosts(spec) if not host.pressing]
+
     def free_hosts(self, spec: JobSpec) -> list[HostView]:
-        """The hosts that may take ranks of the job now, best first."""
-        busy = {
-            host_id
-            for action in self.actions.values()
-            if not action.state.ended and action.plan.job != spec.job
-            for host_id in (
-                *action.plan.stop_hosts,
-                *((h.host_id for h in action.plan.next.hosts) if action.plan.next else ()),
-            )
-        }
+        """The hosts that may take ranks of the job now, best first. An operator's cordon keeps a host out of them even
+        before it is applied again."""
+        cordoned = {target for kind, target in self.orders if kind is OrderKind.CORDON}
+        busy = spare_choice.busy_hosts(self.actions.values(), spec.job)
         return spare_choice.free_hosts(
-            self.hosts.values(), spec, taken=self._taken | busy, now=self.now, fresh_s=self.settings.spare_fresh_s
+            self.hosts.values(),
+            spec,
+            taken=self._taken | busy | cordoned,
+            now=self.now,
+            fresh_s=self.settings.spare_fresh_s,
         )
+
+    def claimed_by_others(self, job: str) -> set[str]:
+        """The free hosts for which ranks of other jobs save and park, or stand parked."""
+        claims = spare_choice.claims(self.actions.values(), self.incidents) | self._claims
+        return {host_id for host_id, owner in claims.items() if owner != job}
+
+    def settings_of(self, spec: JobSpec) -> PolicySettings:
+        """The settings for a job: its own over the cluster's."""
+        if spec.job not in self._settings_of:
+            self._settings_of[spec.job] = job_policy.settings_of(self.settings, spec.policy)
+        return self._settings_of[spec.job]
 
     def is_silent(self, host_id: str) -> bool:
         """Whether a host cannot receive commands; an unknown host cannot either."""
         host = self.hosts.get(host_id)
         return host is None or host.state in (HostState.SILENT, HostState.SUSPECT)
 
+    def has_acted(self, job: str) -> bool:
+        """Whether an action for the job was decided in this round, beside those that only stop stray workers."""
+        return job in self._acted
+
     # --- changing ----------------------------------------------------------------------------------------------------
+
+    def _counted(self, host: HostView) -> HostView:
+        """The host with those failures that count: recent ones, since an operator last uncordoned it."""
+        cleared = self.orders.get((OrderKind.CLEAR, host.host_id))
+        since = max(self.now - self.settings.host_failure_window_s, cleared.requested_at if cleared else -inf)
+        failed_at = tuple(at for at in host.failed_at if at > since)
+        return host if failed_at == host.failed_at else msgspec.structs.replace(host, failed_at=failed_at)
 
     def wake(self, at: float) -> None:
         """Start the next round at `at` at the latest."""
@@ -158,6 +221,24 @@ class Round:
         if preempt_deadline_at is not None:
             changes["preempt_deadline_at"] = preempt_deadline_at
         self.hosts[host_id] = msgspec.structs.replace(host, **changes)
+
+    def change_condition(
+        self, host_id: str, condition: HostCondition, *, is_overruled: bool = False, has_ended: bool = False
+    ) -> None:
+        """Put a condition on a host, in place of the one with its key, or take it away."""
+        host = self.hosts[host_id]
+        change = ConditionChange(host_id, condition, is_overruled, has_ended)
+        self._condition_changes[host_id, condition.key] = change
+        others = [one for one in host.conditions if one.condition.key != condition.key]
+        if not has_ended:
+            others.append(StandingCondition(condition, is_overruled))
+        conditions = tuple(sorted(others, key=lambda one: one.condition.key))
+        self.hosts[host_id] = msgspec.structs.replace(host, conditions=conditions)
+
+    def change_check(self, host_id: str, check: HostCheck) -> None:
+        """Set the result of a host's check."""
+        self._check_changes[host_id] = CheckChange(host_id, check)
+        self.hosts[host_id] = msgspec.structs.replace(self.hosts[host_id], check=check)
 
     def change_job(self, job: str, state: JobState, message: str, failure: PastFailure | None = None) -> None:
         """Set a job's state and message, or add to its record."""
@@ -196,7 +277,7 @@ class Round:
 
     def apply(self, case: Case, rule: str, verdict: Verdict) -> None:
         """Turn a verdict into a decision, with all its consequences. A hold that is in force already is not news."""
-        if verdict.plan is None and not verdict.gives_up:
+        if verdict.is_hold:
             self._hold(case, rule, verdict)
             return
         decision = self._decide(case, rule, verdict)
@@ -205,9 +286,14 @@ class Round:
         action_id = ""
         if verdict.plan is not None:
             action_id = f"act-{decision.decision_id.removeprefix('dec-')}"
-            self._supersede(verdict.plan)
+            if verdict.plan.kind is not DecisionKind.CORDON:
+                self.supersede_all(verdict.plan.job)
+                self._acted.add(verdict.plan.job)
             self._assign(verdict.plan)
-        if case.incident is not None:
+        if case.incident is not None and verdict.settles is not None:
+            self.change_job(case.job.spec.job, case.job.state, case.job.message, verdict.settles)
+            self.advance(case.incident, IncidentEvent.CLEARED, message=verdict.reason)
+        elif case.incident is not None:
             self.advance(
                 case.incident,
                 IncidentEvent.GAVE_UP if verdict.gives_up else IncidentEvent.ACTED,
@@ -232,6 +318,10 @@ class Round:
         """Record a decision about a job without an open incident."""
         self._record(Decision(self._decision_id(), "", job, kind, reason, rule, self.now, evidence))
 
+    def decide_check(self, plan: ActionPlan, rule: str, reason: str, evidence: Evidence) -> None:
+        """Record a decision to check hosts, for no job."""
+        self._record(Decision(self._decision_id(), "", "", plan.kind, reason, rule, self.now, evidence, plan))
+
     def decide_incident(
         self, incident: Incident, kind: DecisionKind, rule: str, reason: str, evidence: Evidence = MappingProxyType({})
     ) -> str:
@@ -241,6 +331,11 @@ class Round:
             Decision(decision_id, incident.incident_id, incident.job, kind, reason, rule, self.now, dict(evidence))
         )
         return decision_id
+
+    def settle_order(self, order: Order, state: OrderState, message: str = "") -> None:
+        """End an operator's order, or refuse it."""
+        del self.orders[order.key]
+        self._order_changes.append(OrderChange(order, state, message))
 
     def supersede_all(self, job: str) -> None:
         """Supersede all open actions of a job."""
@@ -255,9 +350,12 @@ class Round:
             decisions=tuple(self._decisions),
             superseded_actions=tuple(self._superseded),
             hosts=tuple(self._host_changes.values()),
+            conditions=tuple(self._condition_changes.values()),
             jobs=tuple(self._job_changes),
             wake_at=self._wake_at,
             adoption=self.adoption,
+            orders=tuple(self._order_changes),
+            checks=tuple(self._check_changes.values()),
         )
 
     # --- parts of a decision -----------------------------------------------------------------------------------------
@@ -265,7 +363,7 @@ class Round:
     def _hold(self, case: Case, rule: str, verdict: Verdict) -> None:
         assert case.incident is not None  # a job without an incident waits with a message instead
         self.wake(verdict.hold_until)
-        if case.incident.holding_for == verdict.holding_for:
+        if verdict.is_in_force(case.incident):
             return
         self._decide(case, rule, verdict)
         self.advance(case.incident, None, holding_for=verdict.holding_for, hold_until=verdict.hold_until)
@@ -281,6 +379,7 @@ class Round:
             at=self.now,
             evidence=verdict.evidence,
             action=verdict.plan,
+            alternatives=verdict.alternatives,
         )
         self._record(decision)
         return decision
@@ -291,14 +390,12 @@ class Round:
     def _record(self, decision: Decision) -> None:
         self._next_decision += 1
         self._decisions.append(decision)
-
-    def _supersede(self, plan: ActionPlan) -> None:
-        if plan.kind is DecisionKind.CORDON:
-            return
-        self.supersede_all(plan.job)
+        if decision.action is not None and decision.action.check is not None:
+            self._taken.update(decision.action.stop_hosts)
 
     def _assign(self, plan: ActionPlan) -> None:
         """Take the hosts of a granted generation, and set the job's state and message."""
+        self._claims.update(dict.fromkeys(plan.claimed_hosts, plan.job))
         if plan.next is None:
             return
         where = f"running on {listed([part.host_id for part in plan.next.hosts])}"

@@ -9,6 +9,11 @@ RANGES_NAMED = 16  # ranges of ranks in a sentence
 KEPT = 64  # names or ranks in evidence
 
 
+def counted(number: int, one: str, many: str = "") -> str:
+    """Return "1 host" or "3 hosts"; `many` is an irregular plural."""
+    return f"{number} {one if number == 1 else many or f'{one}s'}"
+
+
 def listed(names: Sequence[str]) -> str:
     """Return the first few names, and how many more there are."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""

@@ -3,8 +3,9 @@ stay, and the drain is refused."""
 
 from __future__ import annotations
 
-from flyball.contracts.decisions import DecisionKind, Incident
-from services.controller.round.round import Case, Verdict
+from flyball.contracts.decisions import DecisionKind
+from services.controller.round.round import Case
+from services.controller.round.verdict import Verdict
 from services.controller.rules import preemption_rules
 from services.controller.rules.step_ahead import is_stepping
 
@@ -13,7 +14,7 @@ _ASK_AGAIN_S = 1.0
 
 def refuse_what_took_too_long(case: Case) -> Verdict | None:
     """Refuse a drain that took too long: half an hour later, the operator may not want it any more."""
-    incident, limit = _incident(case), case.settings.max_decisions_per_incident
+    incident, limit = case.this_incident, case.settings.max_decisions_per_incident
     generation = case.job.generation
     if generation is None or all(part.host_id != incident.host_id for part in generation.hosts):
         return None  # a failure has moved them; if they come back, that decision refuses the drain
@@ -38,7 +39,7 @@ def refuse_what_took_too_long(case: Case) -> Verdict | None:
 def wait_until_all_ranks_step(case: Case) -> Verdict | None:
     """Wait for starting ranks, which cannot save a step yet; not for long, as a script may never report one."""
     generation = case.job.generation
-    if generation is None or _incident(case).action_id or not case.job.spec.checkpoint.saves:
+    if generation is None or case.this_incident.action_id or not case.job.spec.checkpoint.saves:
         return None
     if is_stepping(case, generation):
         return None
@@ -47,9 +48,9 @@ def wait_until_all_ranks_step(case: Case) -> Verdict | None:
         return None
     return Verdict(
         DecisionKind.HOLD,
-        f"{_incident(case).message} The ranks of generation {generation.generation} are starting: "
+        f"{case.this_incident.message} The ranks of generation {generation.generation} are starting: "
         "they are moved when all of them train.",
-        evidence={"host": _incident(case).host_id, "generation": generation.generation},
+        evidence={"host": case.this_incident.host_id, "generation": generation.generation},
         holding_for="all ranks to train",
         hold_until=case.now + _ASK_AGAIN_S,
     )
@@ -62,7 +63,7 @@ def save_before_the_host_is_left(case: Case) -> Verdict | None:
         return None
     if preemption_rules.last_action(case) is not None:
         return None
-    spares = case.round.free_hosts(case.job.spec)
+    spares = case.free_hosts
     if not spares or not is_stepping(case, generation):
         return None
     remaining_s = max(_deadline_at(case) - case.now, case.settings.emergency_reserve_s)
@@ -71,7 +72,7 @@ def save_before_the_host_is_left(case: Case) -> Verdict | None:
 
 def wait_for_a_spare(case: Case) -> Verdict | None:
     """Train on until a host is free."""
-    incident, generation = _incident(case), case.job.generation
+    incident, generation = case.this_incident, case.job.generation
     if generation is None or all(part.host_id != incident.host_id for part in generation.hosts):
         return None
     remaining_s = max(0.0, _deadline_at(case) - case.now)
@@ -87,10 +88,5 @@ def wait_for_a_spare(case: Case) -> Verdict | None:
 
 def _deadline_at(case: Case) -> float:
     """When the operator's time is over; now, if the drain was withdrawn."""
-    host = case.round.hosts.get(_incident(case).host_id)
+    host = case.round.hosts.get(case.this_incident.host_id)
     return host.drain.deadline_at if host is not None and host.drain is not None else case.now
-
-
-def _incident(case: Case) -> Incident:
-    assert case.incident is not None, "a rule about incidents is asked about one"
-    return case.incident

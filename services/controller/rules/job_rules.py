@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from flyball.contracts.cluster import HostState, JobState
+from flyball.contracts.cluster import HostState, JobSpec, JobState
 from flyball.contracts.decisions import DecisionKind
-from services.controller.round import plans, spare_choice
+from services.controller.round import plans
+from services.controller.round.choices import spare_choice
 from services.controller.round.diagnosis import crash_after_done, is_done
-from services.controller.round.round import Case, Round, Verdict
+from services.controller.round.round import Case, Round
+from services.controller.round.verdict import Verdict
 from services.controller.round.view import JobView
-from services.controller.round.wording import kept, listed
+from services.controller.round.wording import counted, kept, listed
+from services.controller.rules import check_rules
 from services.controller.rules.step_ahead import is_stepping, step_ahead
 
 _ASK_AGAIN_S = 1.0
@@ -68,24 +71,34 @@ def complete_when_all_ranks_are_done(case: Case) -> Verdict | None:
 
 def start_when_hosts_suffice(case: Case) -> Verdict | None:
     """Start a submitted job once enough healthy hosts are free, without those that an earlier job waits for, and
-    without spares of running jobs."""
+    without spares of running jobs. If the job may run on fewer than it asks for, start it so when no further host came
+    for some time."""
     job = case.job
     if job.state is not JobState.SUBMITTED:
         return None
     before = job.before.hosts if job.before else ()
     others = {**case.round.kept_for, **case.round.spare_of}
-    free = [host for host in case.round.free_hosts(job.spec) if host.host_id not in others]
-    hosts = spare_choice.place(job.spec, free, before)
+    free = [host for host in case.free_hosts if host.host_id not in others]
+    free = check_rules.fit_hosts(case.round, job, free)
+    nnodes = job.spec.nnodes
+    if len(free) < nnodes and len(free) >= job.spec.fewest_nnodes:
+        due_at = max(job.submitted_at, *(host.since for host in free)) + case.settings.shrink_after_s
+        if case.now >= due_at:
+            nnodes = len(free)
+        else:
+            case.round.wake(due_at)
+    hosts = spare_choice.place(job.spec.on(nnodes), free, before)
     if hosts is None:
         return None
     again = " It goes on from its newest recovery point." if job.before and job.before.lineage else ""
     names = [part.host_id for part in hosts]
+    ranks = sum(len(part.ranks) for part in hosts)
     return Verdict(
         DecisionKind.START_JOB,
-        f"Job {job.spec.job} needs {_hosts(job.spec.nnodes)}, and {listed(names)} {'is' if len(hosts) == 1 else 'are'} "
-        f"free: {job.spec.world_size} rank{'' if job.spec.world_size == 1 else 's'} start there.{again}",
+        f"Job {job.spec.job} needs {_needed(job.spec)}, and {listed(names)} {'is' if len(hosts) == 1 else 'are'} "
+        f"free: {ranks} rank{' starts' if ranks == 1 else 's start'} there.{again}",
         plan=plans.start_plan(case, hosts),
-        evidence={"nnodes": job.spec.nnodes, "nproc_per_node": job.spec.nproc_per_node, "hosts": kept(names)},
+        evidence={"nnodes": len(hosts), "nproc_per_node": job.spec.nproc_per_node, "hosts": kept(names)},
     )
 
 
@@ -93,7 +106,7 @@ def reserve_spares(round_: Round, job: JobView) -> None:
     """Reserve free hosts as spares of a running job, before jobs that wait. In very large clusters a round does not
     cover all hosts, and none is reserved."""
     if job.state is JobState.RUNNING and job.spec.spares and round_.view.is_whole:
-        free = [host.host_id for host in round_.free_hosts(job.spec) if host.host_id not in round_.spare_of]
+        free = [host.host_id for host in round_.well_hosts(job.spec) if host.host_id not in round_.spare_of]
         round_.spare_of.update(dict.fromkeys(free[-job.spec.spares :], job.spec.job))
 
 
@@ -104,17 +117,22 @@ def say_what_is_missing(round_: Round, job: JobView, held: Verdict | None = None
     free = [host.host_id for host in round_.free_hosts(job.spec)]
     kept_for = {host_id: round_.kept_for[host_id] for host_id in free if host_id in round_.kept_for}
     spares = {host_id: round_.spare_of[host_id] for host_id in free if host_id in round_.spare_of}
-    free = [host_id for host_id in free if host_id not in kept_for and host_id not in spares]
+    taken = round_.claimed_by_others(job.spec.job)
+    claimed = [host_id for host_id in free if host_id in taken]
+    free = [h for h in free if h not in kept_for and h not in spares and h not in claimed]
     among = f" of {listed(job.spec.hosts)}" if job.spec.hosts else ""
     first = next(iter(kept_for.values()), "")
     earlier = f" (job {first} came first and waits for {listed(list(kept_for))})" if kept_for else ""
     if spares:
         running = listed(sorted(set(spares.values())))
         earlier += f" ({listed(list(spares))}: spare{'' if len(spares) == 1 else 's'} of {running})"
-    message = f"waits for hosts: it needs {_hosts(job.spec.nnodes)}{among}, free: {listed(free) or 'none'}{earlier}"
+    if claimed:
+        earlier += f" ({listed(claimed)}: another job's ranks are about to move there)"
+    message = f"waits for hosts: it needs {_needed(job.spec)}{among}, free: {listed(free) or 'none'}{earlier}"
     if held is not None:
         message = f"waits for {held.holding_for}"
         round_.wake(held.hold_until)
+    message = check_rules.waits_for_checks(round_, job) or message
     if message != job.message:
         round_.change_job(job.spec.job, job.state, message)
     if _may_start_one_day(round_, job):
@@ -130,9 +148,9 @@ def _may_start_one_day(round_: Round, job: JobView) -> bool:
     well = (
         h
         for h in round_.hosts.values()
-        if h.state in _WELL and not h.left_at and not h.is_leaving and (h.job or h.last_report_at >= fresh_at)
+        if h.state in _WELL and not h.left_at and not h.is_unfit and (h.job or h.last_report_at >= fresh_at)
     )  # a free host that is switched off does not count
-    return sum(not named or host.host_id in named for host in well) >= job.spec.nnodes
+    return sum(not named or host.host_id in named for host in well) >= job.spec.fewest_nnodes
 
 
 def stop_superseded_workers(case: Case) -> Verdict | None:
@@ -158,5 +176,7 @@ def stop_superseded_workers(case: Case) -> Verdict | None:
     )
 
 
-def _hosts(count: int) -> str:
-    return "1 host" if count == 1 else f"{count} hosts"
+def _needed(spec: JobSpec) -> str:
+    """How many hosts the job asks for: "4 hosts (at least 2)"."""
+    asked = counted(spec.asked_nnodes, "host")
+    return asked if spec.fewest_nnodes == spec.asked_nnodes else f"{asked} (at least {spec.fewest_nnodes})"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
 from flyball.contracts.checkpoints import Lineage
 from flyball.contracts.cluster import HostRanks, HostState, JobState
-from flyball.contracts.decisions import ActionState, DecisionKind, Incident
-from services.controller.round import guardrails, plans, spare_choice
+from flyball.contracts.decisions import ActionState, DecisionKind
+from flyball.contracts.error_classes import gpu_memory_in_use
+from services.controller.round import diagnosis, fewer_hosts, guardrails, hang_findings, plans
+from services.controller.round.choices import spare_choice
 from services.controller.round.diagnosis import DRAIN_REQUESTED, RESTORE_FAILED, WORKER_EXCEPTION
-from services.controller.round.round import Case, Evidence, Verdict
-from services.controller.round.view import ActionView, GenerationView, HostView
+from services.controller.round.round import Case
+from services.controller.round.verdict import Evidence, Verdict
+from services.controller.round.view import ActionView, GenerationView, HostView, PastFailure
 from services.controller.round.wording import NAMED, kept, listed, ranks_of
 from services.rules import recovery_point
 
@@ -22,34 +25,48 @@ _LEAVING = (HostState.CORDONED, HostState.IN_REPAIR, HostState.DEGRADED)
 
 def fail_after_too_many_decisions(case: Case) -> Verdict | None:
     """Fail the job if this many actions have not ended the incident: a person must look at it."""
-    incident, limit = _incident(case), case.settings.max_decisions_per_incident
+    incident, limit = case.this_incident, case.settings.max_decisions_per_incident
     if incident.decisions_made < limit:
         return None
     return fail(case, f"{incident.message} {limit} actions have not ended it.", {"decisions": incident.decisions_made})
 
 
+def leave_the_host_of_an_identical_exception(case: Case) -> Verdict | None:
+    """Move away from a host on which the same exception came again and on no other, before the job is blamed."""
+    repeated = _repeated(case)
+    if repeated is None:
+        return None
+    failure, times = repeated
+    hosts = guardrails.hosts_alike(failure, case.job.failures, _records(case.this_generation))
+    placed = {part.host_id for part in case.this_generation.hosts}
+    if len(hosts) != 1 or not hosts <= placed:
+        return None
+    verdict = move(case, tuple(hosts), avoid=hosts)
+    if verdict is None:
+        return None
+    reason = f"{verdict.reason} This failure ended {times} generations on {listed(sorted(hosts))}, and none elsewhere."
+    return msgspec.structs.replace(verdict, reason=reason)
+
+
 def fail_on_identical_exception(case: Case) -> Verdict | None:
     """Fail the job if the same exception comes at the same step again: a bug, not a fault of a machine."""
-    incident, limit = _incident(case), case.settings.identical_exception_limit
-    if incident.cause != WORKER_EXCEPTION:
+    repeated = _repeated(case)
+    if repeated is None:
         return None
-    own = [f for f in case.job.failures if (f.generation, f.cause) == (incident.generation, incident.cause)]
-    if not own or not own[-1].error_kind:
-        return None
-    times = guardrails.times_seen(own[-1], case.job.failures)
-    if times < limit:
-        return None
-    where = f"after step {own[-1].step}" if own[-1].step >= 0 else "before the first step"
+    failure, times = repeated
+    where = f"after step {failure.step}" if failure.step >= 0 else "before the first step"
+    memory = _gpu_memory(case.this_generation)
     return fail(
         case,
-        f"{incident.message} The same failure {where} ended {times} generations: another restart would meet it again.",
-        {"times": times, "error": own[-1].error_kind, "step": own[-1].step},
+        f"{case.this_incident.message} The same failure {where} ended {times} generations: another restart would meet "
+        f"it again.{f' GPU memory in use: {memory}.' if memory else ''}",
+        {"times": times, "error": failure.error_kind, "step": failure.step},
     )
 
 
 def back_off_after_a_failed_action(case: Case) -> Verdict | None:
     """Wait between failed actions, longer each time."""
-    incident, action = _incident(case), _last_action(case)
+    incident, action = case.this_incident, _last_action(case)
     if action is None or not is_retry(case):
         return None
     until = incident.since + guardrails.back_off_s(incident.decisions_made)
@@ -67,7 +84,7 @@ def back_off_after_a_failed_action(case: Case) -> Verdict | None:
 
 def fail_when_restarts_are_used_up(case: Case) -> Verdict | None:
     """Fail the job if its workers failed too often without progress in between (--max-restarts)."""
-    incident, generation, limit = _incident(case), _generation(case), case.job.spec.max_restarts
+    incident, generation, limit = case.this_incident, case.this_generation, case.job.spec.max_restarts
     if incident.cause not in guardrails.WORKER_CAUSES:
         return None
     if guardrails.budget_after(generation, incident, case.settings, case.job.failures).used <= limit:
@@ -85,7 +102,7 @@ def fail_when_restarts_are_used_up(case: Case) -> Verdict | None:
 def restart_from_an_older_recovery_point(case: Case) -> Verdict | None:
     """Skip a step that cannot be restored: at once if there is an older recovery point, otherwise after a second failed
     attempt."""
-    incident, generation = _incident(case), _generation(case)
+    incident, generation = case.this_incident, case.this_generation
     step = generation.restore_step
     if incident.cause != RESTORE_FAILED or step is None or incident.generation != generation.generation:
         return None
@@ -98,7 +115,7 @@ def restart_from_an_older_recovery_point(case: Case) -> Verdict | None:
     if newest is None and failed_before < 2:
         return None
     goal = f"step {newest}" if newest is not None else "the beginning, since no older step is complete"
-    return _restart(
+    return restart(
         case, f"Step {step} is left out: generation {generation.generation + 1} goes back to {goal}.", lineage=older
     )
 
@@ -108,16 +125,28 @@ def migrate_to_spare(case: Case) -> Verdict | None:
     return _migrate(case)
 
 
+def restart_on_a_broken_host(case: Case) -> Verdict | None:
+    """If no spare came within the patience with starts, try again on a host that is reachable, although it has a
+    critical condition: the report may be wrong."""
+    lost, _ = lost_and_leaving(case)
+    waited_s = case.now - case.this_incident.since
+    if not lost or any(case.round.is_silent(host_id) for host_id in lost) or waited_s < case.settings.start_patience_s:
+        return None
+    broken = f"{listed(lost)} {'has a critical condition' if len(lost) == 1 else 'have critical conditions'}"
+    return restart(case, f"{broken}, but no spare came within {waited_s:.0f} s: the job starts there once more.")
+
+
 def wait_for_a_spare(case: Case) -> Verdict | None:
     """Wait for a host if there are too few."""
-    lost, _ = _lost_and_leaving(case)
+    lost, _ = lost_and_leaving(case)
     if not lost:
         return None
-    free = case.round.free_hosts(case.job.spec)
+    free = case.free_hosts
     return Verdict(
         DecisionKind.HOLD,
-        f"{_incident(case).message} No spare: {len(lost)} host{'' if len(lost) == 1 else 's'} must be replaced "
-        f"({listed(lost)}), and {len(free) or 'none'} {'is' if len(free) <= 1 else 'are'} free: waiting for a host.",
+        f"{case.this_incident.message} No spare: {len(lost)} host{'' if len(lost) == 1 else 's'} must be replaced "
+        f"({listed(lost)}), and {len(free) or 'none'} {'is' if len(free) <= 1 else 'are'} free: waiting for a host."
+        f"{fewer_hosts.in_words(case, lost)}",
         evidence={"lost": kept(lost), "free": kept([host.host_id for host in free])},
         holding_for="a spare host",
         hold_until=case.now + _ASK_AGAIN_S,
@@ -126,12 +155,12 @@ def wait_for_a_spare(case: Case) -> Verdict | None:
 
 def take_a_drained_host_back(case: Case) -> Verdict | None:
     """Move ranks back to a drained host if their spare is lost before they train there: the drain is refused."""
-    lost, leaving = _lost_and_leaving(case)
-    present = {part.host_id for part in _generation(case).hosts}
+    lost, leaving = lost_and_leaving(case)
+    present = {part.host_id for part in case.this_generation.hosts}
     drains = (i for i in case.round.open_incidents(case.job.spec.job) if i.cause == DRAIN_REQUESTED)
     hosts = (case.round.hosts.get(incident.host_id) for incident in drains)
     well = (host for host in hosts if host is not None and host.is_drained and host.host_id not in present)
-    free = case.round.free_hosts(case.job.spec)
+    free = case.free_hosts
     for host in well:
         if not lost or case.round.is_silent(host.host_id) or host.preempt_deadline_at or host.job:
             continue
@@ -144,44 +173,61 @@ def take_a_drained_host_back(case: Case) -> Verdict | None:
 
 def restart_in_place(case: Case) -> Verdict:
     """Restart on the same hosts, if they are healthy, from the newest recovery point."""
-    following = _generation(case).generation + 1
-    return _restart(case, f"No host has to be replaced: generation {following} starts in place.")
+    following = case.this_generation.generation + 1
+    return restart(case, f"No host has to be replaced: generation {following} starts in place.")
 
 
 # --- parts of the rules ----------------------------------------------------------------------------------------------
 
 
-def _restart(case: Case, what: str, *, lineage: Lineage | None = None) -> Verdict:
+def _repeated(case: Case) -> tuple[PastFailure, int] | None:
+    """The exception that ended the generation, and how many it ended, if these are too many."""
+    incident = case.this_incident
+    if incident.cause != WORKER_EXCEPTION:
+        return None
+    own = [f for f in case.job.failures if (f.generation, f.cause) == (incident.generation, incident.cause)]
+    if not own or not own[-1].error_kind:
+        return None
+    times = guardrails.times_seen(own[-1], case.job.failures)
+    return (own[-1], times) if times >= case.settings.identical_exception_limit else None
+
+
+def _records(generation: GenerationView) -> list[PastFailure]:
+    found = (diagnosis.exit_failure(rank, generation) for rank in generation.ranks)
+    return [failure.record for failure in found if failure is not None]
+
+
+def restart(case: Case, what: str, *, lineage: Lineage | None = None) -> Verdict:
     """Restart on the current hosts, or on spares where hosts are lost or leaving."""
     moved = _migrate(case, lineage=lineage)
     if moved is not None:
         return moved
-    incident, generation = _incident(case), _generation(case)
+    incident, generation = case.this_incident, case.this_generation
     hosts = spare_choice.replace(generation.hosts, (), (), case.round.hosts) or generation.hosts
     plan = plans.restart_plan(
         case, generation, hosts, kind=DecisionKind.RESTART_IN_PLACE, incident=incident, lineage=lineage
     )
     return Verdict(
         DecisionKind.RESTART_IN_PLACE,
-        f"{incident.message} {_history(case)}{what} {_budget(case, generation)}",
+        f"{incident.message} {last_failure(case)}{what} {_budget(case, generation)}",
         plan=plan,
-        evidence=_evidence(case, generation),
+        evidence=evidence_of(case, generation),
     )
 
 
 def move(case: Case, leave: Sequence[str], *, avoid: Collection[str], given_up: Collection[str] = ()) -> Verdict | None:
     """Move the ranks of all these hosts to spares outside `avoid`; None if there are too few. `given_up`: hosts among
     them that get no commands any more."""
-    lost, leaving = _lost_and_leaving(case)
-    free = [host for host in case.round.free_hosts(case.job.spec) if host.host_id not in avoid]
+    lost, leaving = lost_and_leaving(case)
+    free = [host for host in case.well_hosts if host.host_id not in avoid]
     first = [host_id for host_id in leave if host_id not in lost]
     if len(free) < len(lost) + len(first):
         return None
-    return _move(case, lost, [*first, *(h for h in leaving if h not in first)], free, given_up=given_up)
+    return _move(case, [*lost, *first], [h for h in leaving if h not in first], free, given_up=given_up)
 
 
 def _migrate(case: Case, *, lineage: Lineage | None = None) -> Verdict | None:
-    return _move(case, *_lost_and_leaving(case), case.round.free_hosts(case.job.spec), lineage=lineage)
+    return _move(case, *lost_and_leaving(case), case.free_hosts, lineage=lineage)
 
 
 def _move(
@@ -195,45 +241,87 @@ def _move(
 ) -> Verdict | None:
     if not lost and not leaving:
         return None
-    incident, generation = _incident(case), _generation(case)
-    moving = (lost + leaving)[: max(len(lost), len(free))]  # leaving hosts can wait, lost ones cannot
-    hosts = spare_choice.replace(generation.hosts, moving, free, case.round.hosts) if moving else None
-    if hosts is None:
+    incident, generation = case.this_incident, case.this_generation
+    warned = [host_id for host_id in leaving if has_only_a_warning(case.round.hosts[host_id])]
+    urgent = lost + [host_id for host_id in leaving if host_id not in warned]
+    moving = urgent[: max(len(lost), len(free))]  # leaving hosts can wait, lost ones cannot
+    moving += warned[: max(0, sum(not host.pressing for host in free) - len(moving))]  # to hosts without one only
+    chosen = choose_spares(case, moving, free) if moving else None
+    if chosen is None:
         return None
+    hosts = spare_choice.moved(generation.hosts, chosen, case.round.hosts)
     kind = DecisionKind.MIGRATE_TO_SPARE
     plan = plans.restart_plan(case, generation, hosts, kind=kind, incident=incident, lineage=lineage, given_up=given_up)
     return Verdict(
         DecisionKind.MIGRATE_TO_SPARE,
-        f"{incident.message} {_history(case)}{_moves(generation.hosts, hosts)}",
+        f"{incident.message} {last_failure(case)}{_moves(generation.hosts, hosts, chosen)}",
         plan=plan,
         evidence={
-            **_evidence(case, generation),
+            **evidence_of(case, generation),
             "from": kept(moving),
             "to": kept([new.host_id for _, new in _moved(generation.hosts, hosts)]),
         },
     )
 
 
-def _moves(before: tuple[HostRanks, ...], after: tuple[HostRanks, ...]) -> str:
+def _gpu_memory(generation: GenerationView) -> str:
+    """How much GPU memory each rank had when it found too little, as far as their errors say."""
+    found = [
+        f"rank {rank.rank} {size}"
+        for rank in generation.ranks
+        if rank.exited and rank.exited.error and (size := gpu_memory_in_use(rank.exited.error.message))
+    ]
+    return listed(found)
+
+
+def choose_spares(
+    case: Case, leaving: Collection[str], free: Sequence[HostView]
+) -> dict[str, spare_choice.Chosen] | None:
+    """leaving host -> the best of the free hosts for its ranks; None if there are too few."""
+    generation, claimed = case.this_generation, case.round.claimed_by_others(case.job.spec.job)
+    return spare_choice.choose(
+        generation.hosts, leaving, free, case.round.hosts, peers=generation.peers, claimed=claimed
+    )
+
+
+def _moves(
+    before: tuple[HostRanks, ...], after: tuple[HostRanks, ...], chosen: Mapping[str, spare_choice.Chosen]
+) -> str:
     moved = _moved(before, after)
     more = f" {len(moved) - NAMED} more move likewise." if len(moved) > NAMED else ""
-    return " ".join(f"{new.host_id} takes {ranks_of(new.ranks)} of {old.host_id}." for old, new in moved[:NAMED]) + more
+    takes = (
+        f"{new.host_id} takes {ranks_of(new.ranks)} of {old.host_id}. {chosen[old.host_id].why}"
+        for old, new in moved[:NAMED]
+    )
+    return " ".join(takes) + more
 
 
 def _moved(before: tuple[HostRanks, ...], after: tuple[HostRanks, ...]) -> list[tuple[HostRanks, HostRanks]]:
     return [(old, new) for old, new in zip(before, after, strict=True) if old.host_id != new.host_id]
 
 
-def _lost_and_leaving(case: Case) -> tuple[list[str], list[str]]:
-    """The current generation's hosts that are unreachable, and those to leave while they are reachable."""
+def lost_and_leaving(case: Case) -> tuple[list[str], list[str]]:
+    """The current generation's hosts that are unreachable or broken, and those to leave while ranks can run there."""
     lost, leaving = [], []
-    for part in _generation(case).hosts:
+    for part in case.this_generation.hosts:
         host = case.round.hosts.get(part.host_id)
-        if host is None or case.round.is_silent(part.host_id):
+        if host is None or case.round.is_silent(part.host_id) or host.is_broken:
             lost.append(part.host_id)
         elif host.is_leaving or host.state in _LEAVING:
             leaving.append(part.host_id)
     return lost, leaving
+
+
+def takers(case: Case, host_id: str) -> list[HostView]:
+    """The free hosts to which a host's ranks may move: for no more than a warning, only those without one."""
+    host = case.round.hosts.get(host_id)
+    is_warned = host is not None and has_only_a_warning(host)
+    return case.well_hosts if is_warned else case.free_hosts
+
+
+def has_only_a_warning(host: HostView) -> bool:
+    """Whether a host is left for a warning, and for nothing else."""
+    return bool(host.pressing) and not host.is_unfit and host.state not in _LEAVING
 
 
 def fail(case: Case, reason: str, evidence: Evidence) -> Verdict:
@@ -242,32 +330,37 @@ def fail(case: Case, reason: str, evidence: Evidence) -> Verdict:
         DecisionKind.FAIL_JOB,
         reason,
         plan=plans.end_plan(case, DecisionKind.FAIL_JOB, 0.0),
-        evidence={**_evidence(case, case.job.generation), **evidence},
+        evidence={**evidence_of(case, case.job.generation), **evidence},
         job_state=JobState.FAILED,
         gives_up=True,
     )
 
 
 def _budget(case: Case, generation: GenerationView) -> str:
-    after = guardrails.budget_after(generation, _incident(case), case.settings, case.job.failures)
+    after = guardrails.budget_after(generation, case.this_incident, case.settings, case.job.failures)
     if after.restart_count == generation.restart_count:
         return "This burns no restart."
     why = f": {after.refilled_by} since the last failure refilled the budget" if after.refilled_by else ""
     return f"This is restart {after.used} of {case.job.spec.max_restarts}{why}."
 
 
-def _history(case: Case) -> str:
+def last_failure(case: Case) -> str:
+    """The failure of the incident's last action, as a sentence; '' if it did not fail."""
     action = _last_action(case)
     if action is None or not is_retry(case):
         return ""
     return f"{action.action_id} ended {action.state.value}: {_sentence(action.message)} "
 
 
-def _evidence(case: Case, generation: GenerationView | None) -> Evidence:
+def evidence_of(case: Case, generation: GenerationView | None) -> Evidence:
+    """The numbers of the failure, of the hang if one was looked at, and of the restart budget."""
     failure = case.round.diagnoses.get(case.job.spec.job)
     facts: dict[str, str | int | float | bool | None] = {}
-    if failure is not None and failure.cause == _incident(case).cause:
+    if failure is not None and failure.cause == case.this_incident.cause:
         facts |= failure.evidence
+    looked = _last_action(case)
+    if looked is not None and (seen := hang_findings.find(looked.stands)) is not None:
+        facts |= seen.evidence
     if generation is not None:
         facts |= {
             "generation": generation.generation,
@@ -278,7 +371,7 @@ def _evidence(case: Case, generation: GenerationView | None) -> Evidence:
 
 
 def _last_action(case: Case) -> ActionView | None:
-    return case.round.actions.get(_incident(case).action_id)
+    return case.round.actions.get(case.this_incident.action_id)
 
 
 def is_retry(case: Case) -> bool:
@@ -289,13 +382,3 @@ def is_retry(case: Case) -> bool:
 
 def _sentence(text: str) -> str:
     return f"{text.strip().rstrip('.') or 'no reason given'}."
-
-
-def _incident(case: Case) -> Incident:
-    assert case.incident is not None, "a rule about incidents is asked about one"
-    return case.incident
-
-
-def _generation(case: Case) -> GenerationView:
-    assert case.job.generation is not None, "only a job with a generation has incidents"
-    return case.job.generation

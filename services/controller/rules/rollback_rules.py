@@ -1,8 +1,8 @@
 """Rules for a restart that would go further back than the newest recovery point that hosts reported.
 
-If only unreachable hosts hold newer steps, wait for these hosts first, for as long as it would take to redo the steps.
-Waiting and redoing cost the same, so the loss is at most twice the minimum, whether the hosts come back or not (the ski
-rental problem). With `--never-from-scratch` the wait has no end.
+If only unreachable hosts hold newer steps, wait for these hosts first, for as long as it would take to recompute
+the steps. Waiting and recomputing cost the same, so the loss is at most twice the minimum, whether the hosts come back
+or not (the ski rental problem). With `--never-from-scratch` the wait has no end.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import msgspec
 from flyball.contracts.checkpoints import Tier, newest_point
 from flyball.contracts.decisions import ActionPlan, DecisionKind
 from flyball.contracts.recovery import complete_points
-from services.controller.round import plans
-from services.controller.round.diagnosis import newest_common_step
-from services.controller.round.round import Case, Verdict
+from services.controller.round import expected_cost, plans
+from services.controller.round.round import Case
+from services.controller.round.verdict import Verdict
 from services.controller.round.view import JobView
 from services.controller.round.wording import kept, listed
 
@@ -91,7 +91,7 @@ def never_from_scratch(case: Case, wanted: Verdict) -> Verdict | None:
 
 
 def wait_for_newer_steps(case: Case, wanted: Verdict) -> Verdict | None:
-    """Wait for hosts that hold newer steps, as long as it would take to redo these."""
+    """Wait for hosts that hold newer steps, as long as it would take to recompute these."""
     found = rollback_of(case, wanted.plan)
     if found is None or found.redo_s < case.settings.rollback_free_s:
         return None
@@ -148,7 +148,7 @@ def rollback_of(case: Case, plan: ActionPlan | None) -> Rollback | None:
         reach_step=reach_step,
         holders=tuple(sorted(holders)),
         away_since=max(away, default=0.0),
-        step_s=_step_s(case, reported[0]),
+        step_s=expected_cost.step_duration_s(case, reported[0]),
         ranks=plan.spec.world_size,
     )
 
@@ -162,21 +162,6 @@ def _reach_step(case: Case, plan: ActionPlan) -> int:
 def _begins_anew(case: Case, plan: ActionPlan | None) -> bool:
     """Whether a job restarts without any known copy of a step."""
     return plan is not None and plan.next is not None and case.incident is not None and _reach_step(case, plan) < 0
-
-
-def _step_s(case: Case, reported_step: int) -> float:
-    """The time per step in the current generation, with start-up and pauses, which would come again. Without steps in
-    it, the time per step of the job so far."""
-    job, generation = case.job, case.job.generation or case.job.before
-    ran_before_s = generation.ran_before_s if generation is not None else 0.0  # before its adoption
-    if generation is not None and generation.started_at > 0.0 and generation.ranks:
-        restored = -1 if generation.restore_step is None else generation.restore_step
-        made = newest_common_step(generation) - restored
-        if made > 0:
-            reported_at = max(rank.reported_at for rank in generation.ranks)
-            return max(0.0, reported_at - generation.started_at + ran_before_s) / made
-    since = case.incident.opened_at if case.incident is not None else case.now
-    return max(0.0, since - job.submitted_at + ran_before_s) / (max(reported_step, job.newest_step) + 1)
 
 
 def _has_saved(job: JobView) -> bool:

@@ -7,7 +7,8 @@ from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import DecisionKind, Incident
 from flyball.contracts.reports.signals import SavesFailing, SavesRecovered, Signal
 from services.controller.round.diagnosis import SAVES_FAILING
-from services.controller.round.round import Case, Round, Verdict
+from services.controller.round.round import Case, Round
+from services.controller.round.verdict import Verdict
 from services.controller.round.view import JobView
 from services.controller.round.wording import kept, listed, ranks_of
 from services.rules.incident_states import IncidentEvent

@@ -15,7 +15,8 @@ from flyball.contracts.errors import FlyballError, PortInUse, StaleCommand, Stor
 from flyball.contracts.reports.signals import STORE_ENDED
 from services.controller.round import diagnosis, guardrails, plans
 from services.controller.round.diagnosis import WORKER_START_FAILED
-from services.controller.round.round import Case, Round, Verdict
+from services.controller.round.round import Case, Round
+from services.controller.round.verdict import Verdict
 from services.controller.round.view import GenerationView
 from services.controller.round.wording import listed
 from services.controller.rules import recovery_rules
@@ -36,7 +37,8 @@ def note_failed_starts(round_: Round, incident: Incident, generation: Generation
     the previous one. If several hosts fail alike, no host is to blame: cordoned ones may have work again."""
     known = {(start.host_id, start.code): start for start in incident.failed_starts}
     # Failures belong to one row if no more than the longest pause and the longest attempt lie between them.
-    row_s = max(round_.settings.start_patience_s, _LONG_BACK_OFF_S + round_.settings.action_deadline_s)
+    settings = round_.settings_of(round_.jobs[incident.job].spec)
+    row_s = max(settings.start_patience_s, _LONG_BACK_OFF_S + settings.action_deadline_s)
     for key in _failed(round_, incident, generation):
         before = known.get(key)
         if before is not None and before.generation >= generation.generation:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from flyball.contracts.cluster import HostState
 from flyball.contracts.decisions import DecisionKind, Incident
-from services.controller.round.diagnosis import CONNECTION_LOST, HOST_SILENT
-from services.controller.round.round import Case, Verdict
+from services.controller.round.diagnosis import CONNECTION_LOST, HOST_SILENT, has_failed, shows_steps
+from services.controller.round.round import Case
+from services.controller.round.verdict import Verdict
 from services.controller.round.view import GenerationView, HostView
 from services.controller.round.wording import kept, listed
 from services.controller.rules.recovery_rules import is_retry
@@ -79,7 +80,7 @@ def wait_for_the_others_that_return(case: Case) -> Verdict | None:
     away = [host.host_id for host in hosts if host.state is HostState.SILENT]
     returned = [host for host in hosts if host.state is not HostState.SILENT and host.since > incident.opened_at]
     until = max((host.since for host in returned), default=0.0) + _SILENT_WINDOWS * case.settings.root_cause_window_s
-    if not away or case.now >= until or any(rank.exited for rank in generation.ranks):
+    if not away or case.now >= until or any(has_failed(rank) for rank in generation.ranks):
         return None
     named = listed([host.host_id for host in returned])
     return Verdict(
@@ -93,22 +94,27 @@ def wait_for_the_others_that_return(case: Case) -> Verdict | None:
 
 
 def watch_returned_hosts(case: Case) -> Verdict | None:
-    """Hosts that report again may never have stopped training: wait to see whether steps advance."""
+    """Hosts that report again may never have stopped training: wait to see whether steps advance. Where none can be
+    seen (a script that does not attach, a rank that is done) the workers may run on, or end well: a restart would take
+    from them what they have done."""
     asked = _asked_about(case, HOST_SILENT)
     if asked is None:
         return None
     incident, generation = asked
     hosts = _known_hosts(case, generation)
-    if any(host.state is HostState.SILENT for host in hosts) or any(rank.exited for rank in generation.ranks):
+    if any(host.state is HostState.SILENT for host in hosts) or any(has_failed(rank) for rank in generation.ranks):
         return None
-    until = max(host.since for host in hosts) + case.settings.root_cause_window_s
+    awaits_steps = shows_steps(generation)
+    window_s = case.settings.root_cause_window_s if awaits_steps else case.settings.unwatched_verify_s
+    until = max(host.since for host in hosts) + window_s
     if case.now >= until:
         return None
+    awaited = f"steps advance past {incident.failed_step}" if awaits_steps else "the workers run on, or end well"
     return Verdict(
         DecisionKind.HOLD,
-        f"All hosts of generation {generation.generation} report again, and no worker ended: "
-        f"waiting up to {until - case.now:.1f} s to see whether steps advance past {incident.failed_step}.",
-        holding_for="steps to advance after the return",
+        f"All hosts of generation {generation.generation} report again, and no worker failed: "
+        f"waiting up to {until - case.now:.1f} s to see whether {awaited}.",
+        holding_for="steps to advance after the return" if awaits_steps else "the workers to run on after the return",
         hold_until=until,
     )
 

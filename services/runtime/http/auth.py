@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import secrets
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from http.cookies import CookieError, SimpleCookie
@@ -21,6 +22,7 @@ from flyball.contracts.credentials import (
     reader_token,
 )
 
+CSRF_HEADER = b"x-csrf-token"
 _HOST_PREFIX = HOST_PREFIX.encode()
 _MAX_HOST_ID_LENGTH = 63
 
@@ -44,14 +46,25 @@ _OPERATOR = Principal(Role.OPERATOR)
 _READER = Principal(Role.READER)
 
 
+class PageSession(msgspec.Struct, frozen=True):
+    """What a browser gets when somebody logs in.
+
+    Browsers send the cookie to every port of a host, so other programs there may see it: it grants reading only. An
+    operator's browser sends the CSRF token beside it. That one lies in the storage of the page's origin, which has the
+    port in its name: what gets the cookie, another program or another site's form, does not get the CSRF token. The
+    storage outlives the cookie, so the token is of this session only: the next one may be a reader's.
+    """
+
+    cookie: str
+    csrf_token: str
+
+
 class _Secret:
-    """A cluster secret and the tokens derived from it."""
+    """A cluster secret and the reader's token derived from it."""
 
     def __init__(self, secret: str) -> None:
         self.key = secret.encode()
         self.reader = reader_token(secret).encode()
-        # Browsers send cookies to every port of a host, so other programs there may see it: it grants reading only.
-        self.cookie = mac(self.key, b"flyball page cookie v1").decode()
 
 
 class Authenticator:
@@ -67,9 +80,15 @@ class Authenticator:
         self._host_epochs = {host_id.encode(): epoch for host_id, epoch in host_epochs.items()}
         self._secrets = [_Secret(text) for text in (secret, *former)]
         self.reader_token = reader_token(secret)
-        self.cookie_value = self._secrets[0].cookie
         # Two supervisors on one host must not overwrite each other's cookie.
-        self.cookie_name = f"flyball-{hashlib.sha256(self.cookie_value.encode()).hexdigest()[:8]}"
+        named = mac(self._secrets[0].key, b"flyball page cookie v1")
+        self.cookie_name = f"flyball-{hashlib.sha256(named).hexdigest()[:8]}"
+
+    def new_session(self) -> PageSession:
+        """Return a session of a browser. It ends with the browser, or with the secret."""
+        session = secrets.token_urlsafe(16).encode()
+        cookie = b"%b.%b" % (session, self._session_mac(b"cookie", session))
+        return PageSession(cookie.decode(), self._session_mac(b"operator", session).decode())
 
     def host_credential(self, host_id: str) -> HostCredential:
         """Return the credential with which this host authenticates."""
@@ -80,8 +99,10 @@ class Authenticator:
         return self._host_epochs.get(host_id.encode(), 0)
 
     def principal(self, headers: RawHeaders) -> Principal | None:
-        """Identify the sender by the Authorization header or, without one, the page's cookie. None: unknown."""
+        """Identify the sender by the Authorization header or, without one, the page's cookie: a reader, and with the
+        CSRF token an operator. None: unknown."""
         bearer: bytes | None = None
+        csrf = b""
         cookies: list[bytes] = []
         for name, value in headers:
             if name == b"authorization":
@@ -90,10 +111,15 @@ class Authenticator:
                 bearer = value
             elif name == b"cookie":
                 cookies.append(value)
+            elif name == CSRF_HEADER:
+                csrf = value
         if bearer is not None:
             scheme, _, token = bearer.partition(b" ")
             return self.owner(token.strip()) if scheme.lower() == b"bearer" else None
-        return _READER if any(map(self._is_cookie, cookies)) else None
+        session = next(filter(None, map(self._session_in, cookies)), b"")
+        if not session:
+            return None
+        return _OPERATOR if hmac.compare_digest(self._session_mac(b"operator", session), csrf) else _READER
 
     def owner(self, token: bytes) -> Principal | None:
         """Return the owner of a token, None if it is not valid."""
@@ -114,11 +140,14 @@ class Authenticator:
                 return _READER
         return None
 
-    def _is_cookie(self, header: bytes) -> bool:
+    def _session_in(self, header: bytes) -> bytes:
+        """Return the session that a Cookie header belongs to, b"" if to none."""
         try:
             cookie = SimpleCookie(header.decode("latin-1")).get(self.cookie_name)
         except CookieError:
-            return False
-        return cookie is not None and any(
-            hmac.compare_digest(secret.cookie.encode(), cookie.value.encode()) for secret in self._secrets
-        )
+            return b""
+        session, _, given = (cookie.value if cookie else "").encode().partition(b".")
+        return session if hmac.compare_digest(self._session_mac(b"cookie", session), given) else b""
+
+    def _session_mac(self, what: bytes, session: bytes) -> bytes:
+        return mac(self._secrets[0].key, b"flyball page %b v2:%b" % (what, session))

@@ -63,6 +63,9 @@ class HttpServer:
             )
         )
         self._thread = threading.Thread(target=self._run, name="flyball-http", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._turned = threading.Event()  # the event loop has taken a turn since `turns` was last called
+        self._turned.set()
 
     @property
     def serving(self) -> bool:
@@ -71,6 +74,14 @@ class HttpServer:
     @property
     def ended(self) -> bool:
         return self._thread.ident is not None and not self._thread.is_alive()
+
+    def turns(self) -> bool:
+        """Whether the event loop has taken a turn since the last call: False if it is blocked. Call it now and then."""
+        if self._loop is None or not self.serving or not self._turned.is_set():
+            return False
+        self._turned.clear()
+        self._loop.call_soon_threadsafe(self._turned.set)
+        return True
 
     def start(self) -> None:
         self._thread.start()
@@ -90,6 +101,7 @@ class HttpServer:
 
     async def _serve(self) -> None:
         with ThreadPoolExecutor(DATABASE_THREADS, thread_name_prefix="flyball-io") as pool:
-            asyncio.get_running_loop().set_default_executor(pool)
+            self._loop = asyncio.get_running_loop()
+            self._loop.set_default_executor(pool)
             duplicates = [self._listener.dup() for _ in range(ACCEPTED_PER_TURN - 1)]
             await self._server.serve(sockets=[self._listener, *duplicates])

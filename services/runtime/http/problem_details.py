@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from http import HTTPStatus
 
@@ -39,7 +40,29 @@ class MethodNotAllowed(FlyballError):
         self.allowed = allowed
 
 
-class Problem(msgspec.Struct, frozen=True):
+class FieldError(msgspec.Struct, frozen=True):
+    """What is wrong with one part of a request. `place`: query, path, header or body."""
+
+    place: str
+    field: str  # "limit"; in a body a path, "checkpoint.every_steps"; '': the whole body
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.place} {self.field}: {self.detail}" if self.field else f"{self.place}: {self.detail}"
+
+
+class InvalidFields(InvalidMessage):
+    """Parts of a request are unknown or wrong."""
+
+    code = "invalid_request"
+    status = 422
+
+    def __init__(self, errors: Sequence[FieldError], *, hint: str) -> None:
+        super().__init__(f"{'; '.join(map(str, errors))}.", hint=hint)
+        self.errors = tuple(errors)
+
+
+class ErrorResponse(msgspec.Struct, frozen=True):
     """An error response, without the media type."""
 
     status: int
@@ -55,8 +78,9 @@ def details(
     hint: str = "",
     headers: dict[str, str] | None = None,
     server_time: float | None = None,
-) -> Problem:
-    """Build a problem from its parts."""
+    errors: Sequence[FieldError] = (),
+) -> ErrorResponse:
+    """Build a problem from its parts. `errors`: the parts of the request that are wrong, if they are known."""
     body: dict[str, object] = {
         "type": f"urn:flyball:error:{code}",
         "title": HTTPStatus(status).phrase,
@@ -67,10 +91,12 @@ def details(
     }
     if server_time is not None:
         body["server_time"] = server_time
-    return Problem(status, encode(body), headers or {})
+    if errors:
+        body["errors"] = errors
+    return ErrorResponse(status, encode(body), headers or {})
 
 
-def details_of(error: FlyballError) -> Problem:
+def details_of(error: FlyballError) -> ErrorResponse:
     """Turn an error raised on purpose into a problem."""
     headers: dict[str, str] = {}
     if isinstance(error, TooBusy):
@@ -88,4 +114,25 @@ def details_of(error: FlyballError) -> Problem:
         hint=error.hint,
         headers=headers,
         server_time=error.server_time if isinstance(error, WrongClock) else None,
+        errors=_fields_of(error),
     )
+
+
+def _fields_of(error: FlyballError) -> Sequence[FieldError]:
+    if isinstance(error, InvalidFields):
+        return error.errors
+    cause = error.__cause__
+    return [_field_of(str(cause))] if isinstance(cause, msgspec.ValidationError) else []
+
+
+_AT = re.compile(r"(?P<detail>.*?)(?: - at `\$\.?(?P<at>.*)`)?", re.DOTALL)
+_NAMED = re.compile(r"Object (?:missing required|contains unknown) field `(?P<name>.*)`", re.DOTALL)
+
+
+def _field_of(message: str) -> FieldError:
+    """Find the field that a message of msgspec's is about."""
+    found = _AT.fullmatch(message)
+    assert found is not None, "the pattern matches any text"
+    detail, at = found["detail"], found["at"] or ""
+    named = _NAMED.fullmatch(detail)
+    return FieldError("body", ".".join(filter(None, (at, named["name"] if named else ""))), detail)

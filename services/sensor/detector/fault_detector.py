@@ -7,7 +7,7 @@ afterwards, at most `_RECOVER_S`: hosts try again within that time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
@@ -15,6 +15,7 @@ from flyball.contracts.reports.signals import PeerUnreachable, Report, SignalBod
 from services.sensor.detector.host_silence import SilenceWatch, Suspicion
 from services.sensor.detector.patience import StallSettings
 from services.sensor.detector.rank_stalls import StallWatch
+from services.sensor.detector.shared_stands import JobStand
 from services.sensor.detector.watched_host import SilenceSettings
 from services.sensor.detector.watched_job import LearnedJob
 
@@ -26,11 +27,11 @@ _RECOVER_S = 5.0  # daemons whose sensor did not answer try again within this ti
 
 
 class DetectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What can be set about the detector."""
+    """The detector's settings."""
 
     tick_interval_s: float = 0.1  # the longest time between two calls of tick()
-    silence: SilenceSettings = SilenceSettings()
-    stalls: StallSettings = StallSettings()
+    silence: SilenceSettings = SilenceSettings()  # the table below
+    stalls: StallSettings = StallSettings()  # the table below
 
 
 class FaultDetector:
@@ -42,6 +43,7 @@ class FaultDetector:
         self._stalls = StallWatch(settings.stalls)
         self._silence = SilenceWatch(settings.silence, self._stalls)
         self._peers = PeerRules()
+        self.questions = self._silence.questions  # host -> the hosts to ask it about, in the reply to its report
         self._called_s: float | None = None
         self._forgiven_s = 0.0
 
@@ -63,6 +65,10 @@ class FaultDetector:
         """job -> seconds without progress after which a rank counts as hung, for jobs that set this."""
         self._stalls.set_hang_timeouts(known)
 
+    def set_placed(self, known: Mapping[tuple[str, int], Mapping[str, Collection[int]]]) -> None:
+        """(job, generation) -> host -> its ranks, also of hosts that report to other sensors."""
+        self._stalls.set_placed(known)
+
     def learned(self) -> dict[str, LearnedJob]:
         """job -> what the next sensor need not learn again."""
         return self._stalls.learned()
@@ -71,18 +77,29 @@ class FaultDetector:
         """job -> what an earlier sensor learned."""
         self._stalls.recall(known)
 
-    def questions(self, host_id: str) -> tuple[str, ...]:
-        """The hosts to ask this one about, in the reply to its report."""
-        return self._silence.questions(host_id)
+    def stands(self) -> tuple[JobStand, ...]:
+        """What to tell the other sensors of ranks that stand still, see `shared_stands`."""
+        return self._stalls.stands()
+
+    @property
+    def has_ranks_elsewhere(self) -> bool:
+        """Whether other sensors may have something to tell."""
+        return self._stalls.has_ranks_elsewhere
+
+    def hear(self, told: Mapping[str, Iterable[JobStand]], now_s: float) -> list[SignalBody]:
+        """Take in what all other sensors tell now, by sensor; returns stalled ranks."""
+        return self._stalls.hear(told, self._own_time(now_s))
 
     def observe(self, report: Report, now_s: float) -> list[SignalBody]:
         """Take in a report; returns what it shows: a host that returned, stalled ranks, unreachable peers."""
         time_s = self._own_time(now_s)
         signals, is_newest = self._silence.observe(report, time_s)
         if is_newest:
-            signals += self._peers.observe(report)
+            if report.engine.unreachable_peers or report.facts.host_id in self._peers.unreachable:
+                signals += self._peers.observe(report)
             signals += self._stalls.observe(report, time_s)
-        self._drop_forgotten()
+        if self._silence.has_forgotten:
+            self._drop_forgotten()
         return signals
 
     def note_alive(self, host_id: str, now_s: float) -> list[SignalBody]:
@@ -119,13 +136,15 @@ class FaultDetector:
             self._stalls.forget(host_id)
 
     def _own_time(self, now_s: float) -> float:
-        if self._called_s is not None:
-            late_s = now_s - self._called_s - self._tick_interval_s
+        called_s = self._called_s
+        if called_s is None or now_s > called_s:
+            self._called_s = now_s
+            late_s = now_s - called_s - self._tick_interval_s if called_s is not None else 0.0
             if late_s > self._tolerated_s:
                 self._forgiven_s += late_s
                 self._silence.doubt(now_s - self._forgiven_s + min(late_s, _RECOVER_S))
-        self._called_s = now_s if self._called_s is None else max(now_s, self._called_s)
-        return self._called_s - self._forgiven_s
+            called_s = now_s
+        return called_s - self._forgiven_s
 
 
 # --- unreachable peers -----------------------------------------------------------------------------------------------
@@ -135,28 +154,26 @@ class PeerRules:
     """Turns the unreachable peers, which every report repeats, into one PeerUnreachable per peer and episode."""
 
     def __init__(self) -> None:
-        self._unreachable: dict[str, frozenset[str]] = {}
+        self.unreachable: dict[str, frozenset[str]] = {}  # by host; hosts that reach all their peers are not in it
 
     def observe(self, report: Report) -> list[SignalBody]:
         """Signals for peers that became unreachable, except those for which the report carries a signal itself."""
         host_id = report.facts.host_id
-        if not report.engine.unreachable_peers and host_id not in self._unreachable:
-            return []  # as nearly always
         now = frozenset(report.engine.unreachable_peers) - {host_id}
-        before = self._unreachable.get(host_id, frozenset())
+        before = self.unreachable.get(host_id, frozenset())
         reported = {signal.body.peer for signal in report.signals if isinstance(signal.body, PeerUnreachable)}
         if now:
-            self._unreachable[host_id] = now
+            self.unreachable[host_id] = now
         else:
-            self._unreachable.pop(host_id, None)
+            self.unreachable.pop(host_id, None)
         return [
             PeerUnreachable(peer=peer, message=f"The engine of {host_id} lost {peer} and cannot reconnect.")
             for peer in sorted(now - before - reported)
         ]
 
     def __len__(self) -> int:
-        return len(self._unreachable)
+        return len(self.unreachable)
 
     def forget(self, host_id: str) -> None:
         """Drop a host."""
-        self._unreachable.pop(host_id, None)
+        self.unreachable.pop(host_id, None)

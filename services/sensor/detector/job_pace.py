@@ -1,4 +1,4 @@
-"""What is normal for a job: how long its steps take, which pauses it recovered from, how long other phases last. Pure.
+"""Learns what is normal for a job: the length of its steps and other phases, and pauses it recovered from. Pure.
 
 Until a job is known, patience is long: a false alarm costs a restart. An alarm that comes again at the same step after
 a restart may be false (a long evaluation that the script does not announce), so each repetition makes patience there
@@ -57,7 +57,7 @@ class FalseAlarmPause(NamedTuple):
 
 
 class LearnedPace(msgspec.Struct, frozen=True, gc=False):
-    """What a `JobPace` knows, for the next sensor. Durations in seconds."""
+    """The content of a `JobPace`, for the next sensor. Durations in seconds."""
 
     has_attached: bool = False
     first_step_s: float = 0.0

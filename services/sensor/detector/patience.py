@@ -14,7 +14,7 @@ class PhasePatience(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long a rank may stay in a phase without moving."""
 
     unknown_s: float  # until the job has been through this phase once
-    floor_s: float
+    floor_s: float  # the shortest deadline
     factor: float  # of the longest usual duration
 
 
@@ -44,9 +44,11 @@ class StallSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """When a rank counts as stalled. Given phases and stances change the defaults, and leave the others as they are. A
     phase or stance in neither never stalls: phases parked and done, stance attended."""
 
+    # By phase, its patience, over the defaults.
     phases: Mapping[Phase, PhasePatience] = msgspec.field(default_factory=dict)
     first_step: PhasePatience = PhasePatience(unknown_s=600.0, floor_s=30.0, factor=4.0)  # compiles, warms up
-    stances: Mapping[Stance, float] = msgspec.field(default_factory=dict)  # shortest deadline, s
+    # By stance, the shortest deadline in seconds, over the defaults.
+    stances: Mapping[Stance, float] = msgspec.field(default_factory=dict)
     unsettled_s: float = 60.0  # shortest deadline of a job that is new, except for frozen processes
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ class SilenceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """When a host counts as silent. The factors multiply the host's deadline."""
 
     interval_factor: float = 3.0  # the deadline, in report intervals of the daemon
-    min_deadline_s: float = 0.6
+    min_deadline_s: float = 0.6  # the shortest, for a host that reports often
     max_deadline_s: float = 30.0  # unless the daemon's own interval asks for more
     expected_deadline_s: float = 10.0  # for a host that has not reported to this sensor yet
     suspect_factor: float = 1.5  # reported as suspect, if somebody vouches for it

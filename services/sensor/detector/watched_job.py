@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from math import inf
 from typing import TypeVar
 
@@ -11,10 +11,11 @@ import msgspec
 from flyball.contracts.cluster import Activity, Phase
 from flyball.contracts.reports.rank_columns import CompletedSteps, RankProgress, phases_of
 from flyball.contracts.reports.signals import FalseAlarm, RankStalled, SignalBody
-from services.sensor.detector.host_ranks import APART_FROM_STEPS, HostRanks, RankRow
 from services.sensor.detector.job_pace import Alarm, JobPace, LearnedPace
 from services.sensor.detector.patience import StallSettings
+from services.sensor.detector.shared_stands import STANDING, Elsewhere, JobStand, stand_of
 from services.sensor.detector.stances import Stance, seen_in, stance_of
+from services.sensor.detector.watched_ranks import APART_FROM_STEPS, RankEntries, WatchedRanks
 
 K = TypeVar("K")
 
@@ -23,7 +24,7 @@ _BEHIND_STEPS = 2  # a lone rank that far behind the others waits for nobody
 
 
 class LearnedJob(msgspec.Struct, frozen=True, gc=False):
-    """What is known about a job, for the next sensor."""
+    """Facts about a job that the next sensor takes over."""
 
     pace: LearnedPace
     generation: int = -1
@@ -43,8 +44,8 @@ class WatchedJob:
         self.name = name
         self.pace = JobPace(settings)
         self.generation = -1
-        self.hosts: dict[str, HostRanks] = {}
-        self.homes: dict[int, HostRanks] = {}  # rank -> the columns that it is in
+        self.hosts: dict[str, WatchedRanks] = {}
+        self.homes: dict[int, WatchedRanks] = {}  # rank -> the columns that it is in
         self.newest_step = -1
         self.seen_s = -inf  # when a host last reported it
         self.alarm: Alarm | None = None  # the last of this generation, until one of its ranks moves
@@ -59,6 +60,9 @@ class WatchedJob:
         self._stance_since_s = 0.0
         self._is_stance_old = False
         self._paused: dict[Stance, float] = {}  # the longest pause since the newest step
+        self._unseen: set[str] = set()  # hosts with ranks of this generation that do not report to this sensor
+        self._told: set[str] = set()  # names in `hosts` that stand for what other sensors tell
+        self._covered: Set[str] = frozenset()  # unseen hosts of whose ranks other sensors tell
         self._stepped_before = (-1, -1)  # the generation and its newest step that an earlier sensor saw
 
     # --- across generations and sensors -------------------------------------------------------------------------------
@@ -84,6 +88,7 @@ class WatchedJob:
         """Start afresh with a new generation; the pace of the job stays."""
         self.pace.begin(self.alarm)
         self.generation, self.newest_step = generation, -1
+        self._told.clear()
         for known in (self.hosts, self.homes, self._waiting, self._overdue, self._doing, self._places, self._paused):
             known.clear()
         self._stance, self._standing = Stance.WORKING, frozenset()
@@ -141,15 +146,79 @@ class WatchedJob:
             for number, doing in zip(ranks.numbers, ranks.doing, strict=True):
                 self._forget(number, doing)
 
+    # --- what other sensors tell -------------------------------------------------------------------------------------
+
+    def stand(self) -> JobStand | None:
+        """What to tell other sensors of this one's ranks: None unless some are elsewhere, and none of these works."""
+        standing = sum(len(self._doing.get(activity, ())) for activity in STANDING)
+        if not self._unseen or not self._waiting or standing < len(self._waiting):
+            return None
+        return stand_of(self.name, self.generation, (r for name, r in self.hosts.items() if name not in self._told))
+
+    @property
+    def has_unseen(self) -> bool:
+        """Whether some of its hosts do not report to this sensor."""
+        return bool(self._unseen)
+
+    @property
+    def has_told(self) -> bool:
+        """Whether other sensors told of its ranks the last time."""
+        return bool(self._told)
+
+    def hear(self, told: Mapping[str, Elsewhere], covered: Set[str], now_s: float) -> Sequence[SignalBody]:
+        """Take in the ranks of which other sensors tell, by a name for each sensor: all that stand still elsewhere.
+        `covered`: the unseen hosts whose ranks are among them."""
+        news: list[SignalBody] = []
+        for name in self._told - told.keys():
+            self._leave(name)
+        for name, ranks in told.items():
+            known = self.hosts.get(name)
+            if known is not None and (known.numbers, known.progress.phases) != (ranks.numbers, ranks.progress.phases):
+                self._leave(name)  # begin anew: how long they were in a phase is not known here
+            self._told.add(name)
+            columns = self.hosts.get(name) or self._arrange(name, ranks.numbers, ranks.progress, now_s)
+            columns.note_stepped(ranks.has_stepped)
+            self._is_stance_old |= covered != self._covered
+            self._covered = covered
+            news += self.observe(name, columns.numbers, ranks.progress, (), now_s, 0.0)
+        if not told:
+            self._is_stance_old |= bool(self._covered)
+            self._covered = frozenset()
+        return news
+
+    def _leave(self, name: str) -> None:
+        """Another sensor tells of these ranks no more: some go on."""
+        ranks = self.hosts.get(name)
+        if ranks is not None and not self._alarmed.isdisjoint(ranks.numbers):
+            self._hold(None)
+        self._told.discard(name)
+        self.drop(name)
+
+    # --- where its hosts report --------------------------------------------------------------------------------------
+
+    def miss(self, hosts: set[str]) -> None:
+        """These hosts of the present generation, and no others, do not report to this sensor."""
+        self._unseen, self._is_stance_old = hosts, True
+
+    def miss_too(self, host_id: str) -> None:
+        """This host reports to this sensor no more."""
+        self._unseen.add(host_id)
+        self._is_stance_old = True
+
+    def see(self, host_id: str) -> None:
+        """This host reports to this sensor."""
+        self._is_stance_old |= host_id in self._unseen
+        self._unseen.discard(host_id)
+
     # --- one report ---------------------------------------------------------------------------------------------------
 
-    def _arrange(self, host_id: str, numbers: Sequence[int], progress: RankProgress, now_s: float) -> HostRanks:
+    def _arrange(self, host_id: str, numbers: Sequence[int], progress: RankProgress, now_s: float) -> WatchedRanks:
         """Make the columns of a host that reports other ranks than before. A rank that another host reported until now
         keeps its history."""
         homes = {home.host_id: home for number in numbers if (home := self.homes.get(number)) is not None}
         if (own := self.hosts.get(host_id)) is not None:
             homes[host_id] = own
-        known: dict[int, RankRow] = {}
+        known: dict[int, RankEntries] = {}
         for home in homes.values():
             rows = home.rows()
             known.update(rows)
@@ -158,19 +227,19 @@ class WatchedJob:
                 for number in left:
                     self._forget(number, rows[number].doing)
             elif left:
-                self._put(HostRanks(home.host_id, left, [rows[number] for number in left], home.seen_s))
+                self._put(WatchedRanks(home.host_id, left, [rows[number] for number in left], home.seen_s))
             else:
                 del self.hosts[home.host_id]
         columns = (numbers, phases_of(progress), progress.steps, progress.beacon_ages_s)
         for number, phase, step, age_s in zip(*columns, strict=True):
             if number not in known:
                 moved_s, has_stepped = now_s - age_s, self._stepped_earlier(step)
-                known[number] = RankRow(phase, step, 0.0, moved_s, moved_s, step, has_stepped, 0.0, _UNSEEN)
-        ranks = HostRanks(host_id, numbers, [known[number] for number in numbers], own.seen_s if own else now_s)
+                known[number] = RankEntries(phase, step, 0.0, moved_s, moved_s, step, has_stepped, 0.0, _UNSEEN)
+        ranks = WatchedRanks(host_id, numbers, [known[number] for number in numbers], own.seen_s if own else now_s)
         self._put(ranks)
         return ranks
 
-    def _put(self, ranks: HostRanks) -> None:
+    def _put(self, ranks: WatchedRanks) -> None:
         self.hosts[ranks.host_id] = ranks
         self.homes.update(dict.fromkeys(ranks.numbers, ranks))
 
@@ -187,7 +256,7 @@ class WatchedJob:
         generation, stepped_to = self._stepped_before
         return generation == self.generation and 0 <= stepped_to <= step
 
-    def _note_moves(self, ranks: HostRanks, progress: RankProgress, lagged_s: float) -> None:
+    def _note_moves(self, ranks: WatchedRanks, progress: RankProgress, lagged_s: float) -> None:
         """See whether the job goes on after an alarm, and which ranks need no forgiveness any more."""
         has_moved = ranks.moved(progress)
         if any(moved and number in self._alarmed for number, moved in zip(ranks.numbers, has_moved, strict=True)):
@@ -195,7 +264,7 @@ class WatchedJob:
         ranks.forgive(lagged_s, has_moved)
 
     def _time_first_steps(
-        self, ranks: HostRanks, progress: RankProgress, completed: Sequence[CompletedSteps], now_s: float
+        self, ranks: WatchedRanks, progress: RankProgress, completed: Sequence[CompletedSteps], now_s: float
     ) -> None:
         """Learn how long ranks take until their first step, from those that have completed it since the last report."""
         seen = {
@@ -221,7 +290,7 @@ class WatchedJob:
         ranks.note_stepped(number in seen for number in ranks.numbers)
         ranks.seen_s = now_s
 
-    def _time_phases(self, ranks: HostRanks, progress: RankProgress, now_s: float) -> None:
+    def _time_phases(self, ranks: WatchedRanks, progress: RankProgress, now_s: float) -> None:
         """Learn how long ranks stay in the phases that they have left."""
         phases = zip(phases_of(ranks.progress), phases_of(progress), progress.beacon_ages_s, strict=True)
         for place, (before, phase, age_s) in enumerate(phases):
@@ -233,7 +302,7 @@ class WatchedJob:
                 self.pace.attach()
         ranks.are_apart = not APART_FROM_STEPS.isdisjoint(progress.phases)
 
-    def _count(self, ranks: HostRanks) -> None:
+    def _count(self, ranks: WatchedRanks) -> None:
         """Count these ranks among those that wait, by what each does."""
         progress, numbers = ranks.progress, ranks.numbers
         activities = progress.activities or (Activity.UNKNOWN,) * len(numbers)
@@ -273,12 +342,13 @@ class WatchedJob:
 
     def _look(self, now_s: float) -> None:
         self._is_stance_old = False
-        stance, self._standing = stance_of(self._waiting, self._doing, self._places)
+        sees_all = self._unseen <= self._covered
+        stance, self._standing = stance_of(self._waiting, self._doing, self._places, sees_all=sees_all)
         if stance is not self._stance:
             self._stance, self._stance_since_s = stance, now_s
             self._overdue.clear()
 
-    def _judge(self, ranks: HostRanks, now_s: float) -> None:
+    def _judge(self, ranks: WatchedRanks, now_s: float) -> None:
         """See which of these ranks are overdue."""
         for place, (number, reported_s) in enumerate(zip(ranks.numbers, ranks.progress.beacon_ages_s, strict=True)):
             age_s = reported_s - ranks.forgiven_s[place]
@@ -288,7 +358,7 @@ class WatchedJob:
             else:
                 self._overdue.discard(number)
 
-    def _is_overdue(self, ranks: HostRanks, place: int, age_s: float, now_s: float) -> bool:
+    def _is_overdue(self, ranks: WatchedRanks, place: int, age_s: float, now_s: float) -> bool:
         stance, pace, activities_s = self._stance, self.pace, ranks.progress.activities_s
         activity_s = activities_s[place] if activities_s else 0.0
         stance_s = now_s - self._stance_since_s
@@ -299,16 +369,17 @@ class WatchedJob:
             stood_s = min(age_s, 2.0 * activity_s, 2.0 * stance_s)
         else:
             stood_s = min(age_s, activity_s)
-        paused_s = min(stood_s, now_s - pace.advanced_s)
-        if stance is not Stance.WORKING:
-            paused_s = min(paused_s, stance_s)
-        if paused_s > self._paused.get(stance, 0.0):
-            self._paused[stance] = paused_s
-        phase = phases_of(ranks.progress)[place]
-        return stood_s > pace.deadline_s(stance, phase, has_stepped=ranks.has_stepped[place])
+        phase, has_stepped = phases_of(ranks.progress)[place], ranks.has_stepped[place]
+        if has_stepped:  # a start has deadlines of its own, and says nothing of pauses between steps
+            paused_s = min(stood_s, now_s - pace.advanced_s)
+            if stance is not Stance.WORKING:
+                paused_s = min(paused_s, stance_s)
+            if paused_s > self._paused.get(stance, 0.0):
+                self._paused[stance] = paused_s
+        return stood_s > pace.deadline_s(stance, phase, has_stepped=has_stepped)
 
     def _take_false_alarm(self) -> Sequence[SignalBody]:
-        """What to report about an alarm of an earlier generation that this pause showed to be false, once."""
+        """Return the false alarm of an earlier generation that this pause revealed. Each is returned once."""
         pause, self.pace.disproved = self.pace.disproved, None
         if pause is None:
             return ()
@@ -325,7 +396,7 @@ class WatchedJob:
 
     def _raise_alarm(self) -> Sequence[SignalBody]:
         numbers = self._stalled_ranks()
-        if not numbers:
+        if not numbers or self.homes[numbers[0]].host_id in self._told:  # their own sensor says it
             return ()
         stance, first = self._stance, self.homes[numbers[0]].rows()[numbers[0]]
         deadline_s, limit = max(self.pace.bounds(stance, first.phase, has_stepped=first.has_stepped))

@@ -1,4 +1,4 @@
-"""Which hosts can see whether another one is alive, and what they report about it. Pure.
+"""Finds the hosts that can see whether another one is alive, and reads what they report about it. Pure.
 
 Witnesses are the hosts whose engines have a link with the host's engine: those that hold its replicas, those whose
 replicas it holds, and rank 0's, which is linked with all. They report by themselves that they cannot reach a host, and

@@ -1,4 +1,4 @@
-"""Which signals the controller has committed. Replies say so, and the daemons drop these from their spools."""
+"""Follows which signals the controller has committed. Replies say so, and the daemons drop these from their spools."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.reports.signals import Sender, Signal
-from services.runtime.loops import OUTAGES, Outage
+from services.runtime.outages import OUTAGES, Outage
 from services.runtime.wakeup import AsyncWakeup
 
 MAX_SENDERS = 20_000
@@ -34,7 +34,12 @@ class CommittedPositions:
 
     def known(self, source: str, incarnations: Iterable[str]) -> dict[str, int]:
         """incarnation -> the highest committed seq, as far as it is known."""
-        return {i: self._committed[source, i] for i in incarnations if (source, i) in self._committed}
+        found = {}
+        for incarnation in incarnations:
+            seq = self._committed.get((source, incarnation))
+            if seq is not None:
+                found[incarnation] = seq
+        return found
 
     def is_committed(self, signal: Signal) -> bool:
         return signal.seq <= self._committed.get((signal.source, signal.incarnation), -1)
@@ -47,7 +52,7 @@ class CommittedPositions:
             seen = changed.count
             if outstanding := self.outstanding():
                 try:
-                    self.update(await asyncio.to_thread(self._read, outstanding))
+                    self.update(outstanding, await asyncio.to_thread(self._read, outstanding))
                     outage.ended()
                 except OUTAGES as error:
                     wait_s = outage.pause_s(error)
@@ -57,10 +62,10 @@ class CommittedPositions:
         """The senders with uncommitted signals."""
         return list(self._newest)
 
-    def update(self, fresh: Mapping[Sender, int]) -> None:
-        """Take in what the database knows. If it does not know a sender that it knew before, it was set back."""
-        fresh = {sender: 0 for sender in self._newest if sender in self._committed} | dict(fresh)
-        for sender, seq in fresh.items():
+    def update(self, asked: Iterable[Sender], fresh: Mapping[Sender, int]) -> None:
+        """Take in what the database knows of the senders that it was asked about. A sender without an entry has nothing
+        committed. Its host must be told so: after the loss of a database it may have to skip numbers."""
+        for sender, seq in (dict.fromkeys(asked, 0) | dict(fresh)).items():
             self._committed[sender] = seq
             self._committed.move_to_end(sender)
             if self._newest.get(sender, -1) <= seq:

@@ -15,11 +15,16 @@ from flyball.contracts.checkpoints import StoredPoints
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError, TooBusy
 from flyball.contracts.reports.rank_columns import CompletedSteps, Workers
-from flyball.contracts.reports.signals import RankLoss, RankMarks, Report, ReportReply, Signal, SignalBody
+from flyball.contracts.reports.signals import RankMarks, Report, ReportReply, Signal, SignalBody
+from flyball.contracts.reports.training_health import RankLoss
 from flyball.contracts.wire import encode
-from services.runtime.loops import OUTAGES, Outage
+from services.runtime.outages import OUTAGES, Outage
 from services.runtime.telemetry import Metrics
 from services.sensor.detector.fault_detector import FaultDetector
+from services.sensor.detector.loss_watch import LossWatch
+from services.sensor.detector.shared_stands import JobStand
+from services.sensor.detector.straggler_watch import StragglerWatch
+from services.sensor.detector.suspect_replicas import SuspectReplicas
 from services.sensor.detector.watched_job import LearnedJob
 from services.sensor.reports.committed import CommittedPositions
 from services.sensor.reports.report_queue import Received, ReportQueue
@@ -94,6 +99,9 @@ class Ingest:
         self._voucher = f"sensor.{sensor_id}.{incarnation}"
         self._steps = StepEventLog(sensor_id)
         self._early = EarlySteps()
+        self._losses = LossWatch()
+        self._replicas = SuspectReplicas()
+        self._stragglers = StragglerWatch()
         self._own = OwnSignals(source=f"sensor.{sensor_id}", incarnation=incarnation)
         self._admission = Admission()
         self._stored_points: StoredPoints = {}
@@ -120,9 +128,13 @@ class Ingest:
     def know(self, placed: Placed) -> None:
         """From now on accept from each host only reports of the ranks that it was given."""
         self._placed = placed
+        self._detector.set_placed(placed.given)
         for job in self._with_loss - placed.jobs:  # ended jobs
             self._metrics.job_loss.remove(job)
         self._with_loss &= placed.jobs
+        self._losses.keep(placed.jobs)
+        self._replicas.keep(placed.jobs)
+        self._stragglers.keep(placed.jobs)
         now_s = self._clock.monotonic_s()
         for host_id, completed in self._early.take(placed, now_s):
             self._steps.observe(host_id, completed, now_s)
@@ -136,7 +148,9 @@ class Ingest:
         except FlyballError as error:
             self._metrics.reports_refused.labels(reason=reason_of(error)).inc()
             raise
-        own, report = self._own_part(report)
+        own = report
+        if self._placed is not None and not self._placed.allows(report):  # which nearly never happens
+            own, report = self._own_part(report, self._placed)
         # The host is alive even if there is no room for its report.
         if found := self._detector.observe(own, now_s):
             self._raise_signals(found, now_s)
@@ -154,7 +168,12 @@ class Ingest:
         if own.completed:
             self._steps.observe(host_id, own.completed, now_s)
         if report.losses:
-            self._steps.observe_losses(self._own_losses(host_id, report.losses), report.sent_at, now_s)
+            losses = self._own_losses(host_id, report.losses)
+            self._steps.observe_losses(losses, report.sent_at, now_s)
+            self._raise_signals(self._losses.observe(losses), now_s)
+        if report.computes:
+            computes = report.computes if self._placed is None else self._placed.own_computes(host_id, report.computes)
+            self._raise_signals(self._stragglers.observe(computes, now_s), now_s)
         if report.completed is not own.completed:
             self._take_early(host_id, report.completed, now_s)
         if report.leaves:
@@ -162,14 +181,16 @@ class Ingest:
             self.vouches.leave(host_id)
         self._received.count += 1
         if new:
+            self._replicas.observe(new, own.workers)
             self._admission.spend(host_id, len(new), len(encode(new)), now_s=now_s)
-        for signal in new:
-            self._committed.expect(host_id, signal.incarnation, signal.seq)
+            for signal in new:
+                self._committed.expect(host_id, signal.incarnation, signal.seq)
         incarnations = {report.incarnation, *(s.incarnation for s in report.signals)} if report.signals else None
         known = self._committed.known(host_id, incarnations or (report.incarnation,))
         ask = self._detector.questions(host_id)
         stored = self._stored_points and self._stored_of(own.workers)
-        return ReportReply(known, ask, stored) if known or ask or stored else NOTHING_NEW
+        clean = self._replicas.clean_steps(own.workers, self._losses.clean_steps(of.job for of in own.workers))
+        return ReportReply(known, ask, stored, clean) if known or ask or stored or clean else NOTHING_NEW
 
     def admit_large(self, host_id: str, size_bytes: int) -> None:
         """Call this before decoding a report of more than LARGE_REPORT_BYTES. Raises TooBusy; the host is alive."""
@@ -186,6 +207,20 @@ class Ingest:
         now_s = self._clock.monotonic_s()
         self._raise_signals(self._detector.note_alive(host_id, now_s), now_s)
         self.vouches.note_report(host_id, now_s)
+
+    @property
+    def has_ranks_elsewhere(self) -> bool:
+        """Whether some job has hosts that report to other sensors."""
+        return self._detector.has_ranks_elsewhere
+
+    def stands(self) -> tuple[JobStand, ...]:
+        """What to tell the other sensors of ranks that stand still."""
+        return self._detector.stands()
+
+    def hear(self, told: Mapping[str, Sequence[JobStand]]) -> None:
+        """Take in what the other sensors tell now, by sensor."""
+        now_s = self._clock.monotonic_s()
+        self._raise_signals(self._detector.hear(told, now_s), now_s)
 
     async def run_expectations(self, read: Callable[[], Mapping[str, float]]) -> None:
         """Keep expecting the hosts that `read` returns, see `expect_hosts`."""
@@ -268,7 +303,8 @@ class Ingest:
                 wait_s = outage.pause_s(error)
             await asyncio.sleep(min(wait_s, PLACEMENTS_AT_MOST_EVERY_S))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._is_generation_new.wait(), max(0.0, wait_s - PLACEMENTS_AT_MOST_EVERY_S))
+                async with asyncio.timeout(wait_s - PLACEMENTS_AT_MOST_EVERY_S):
+                    await self._is_generation_new.wait()
 
     async def run_detector(self, tick_s: float) -> None:
         """Let time pass for the detector. The spacing of the ticks shows it how late this loop ran."""
@@ -308,12 +344,10 @@ class Ingest:
                 raise
         return new
 
-    def _own_part(self, report: Report) -> tuple[Report, Report]:
+    def _own_part(self, report: Report, placed: Placed) -> tuple[Report, Report]:
         """As `Placed.split`. The first report of an unknown generation triggers a read of the placements."""
-        if self._placed is None:
-            return report, report
-        own, stored = self._placed.split(report)
-        if own is not report and (unknown := self._placed.unknown(report)) and unknown not in self._asked_for:
+        own, stored = placed.split(report)
+        if own is not report and (unknown := placed.unknown(report)) and unknown not in self._asked_for:
             if len(self._asked_for) >= MAX_ASKED_FOR:
                 self._asked_for.clear()
             self._asked_for.add(unknown)

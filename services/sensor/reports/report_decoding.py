@@ -42,7 +42,7 @@ class _Sender(msgspec.Struct):
 
 
 class _Beginning(msgspec.Struct, frozen=True, gc=False):
-    """What a host's report began with, as bytes and as values."""
+    """The beginning of a host's report, as bytes and as values."""
 
     body: bytes
     part: Any
@@ -84,6 +84,7 @@ class ReportDecoder:
             restores=new.restores,
             leaves=new.leaves,
             losses=new.losses,
+            computes=new.computes,
         )
 
     def _begin(self, body: bytes, host_id: str) -> _Beginning:

@@ -33,7 +33,7 @@ class Received(msgspec.Struct, frozen=True, gc=False):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """What one call of `take` returned."""
+    """The result of one call of `take`."""
 
     signals: tuple[Received, ...] = ()
     reports: tuple[Received, ...] = ()
@@ -105,7 +105,7 @@ class ReportQueue:
                 self._older.setdefault(host_id, []).append(before)
                 self._kept += 1
             self._newest[host_id] = item  # replaces the one before
-            if report.signals or _has_unique(report):
+            if report.signals or report.marks or report.restores:
                 self._urgent[host_id] = None
             self._size_bytes += item.size_bytes - freed_bytes
             if item.signals:

@@ -11,6 +11,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import structlog
@@ -19,7 +21,8 @@ from flyball.contracts.clock import Clock
 from flyball.contracts.fault_points import reach
 from flyball.contracts.reports.signals import Report, Sender, Signal
 from services.rules.stream import SignalBus, Wakeup
-from services.runtime.loops import OUTAGES, LoopThread, Outage
+from services.runtime.loops import LoopThread
+from services.runtime.outages import OUTAGES, Outage
 from services.runtime.telemetry import Metrics
 from services.sensor.reports.report_queue import Batch, Received, ReportQueue
 from services.sensor.rules.step_log import StepSummary
@@ -217,26 +220,38 @@ MAX_SHARE = 1 / 8  # of a core
 MIN_SHARE = 1 / 32  # however busy the others are, so that nothing waits forever
 
 
+def claimed_s() -> float:
+    """How long the threads of this process ran, or waited for a core, in total. Without the waits where the kernel does
+    not count them."""
+    waited_ns = 0
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # the thread has ended, or there is no such file
+            waited_ns += int((thread / "schedstat").read_bytes().split()[1])
+    return time.process_time() + waited_ns / 1e9
+
+
 class SpareTime:
     """Paces one thread with rests between its work. All threads of the process share one core, by the interpreter lock.
-    This thread takes half of what the others leave, between MIN_SHARE and MAX_SHARE."""
+    This thread takes half of what the others leave, between MIN_SHARE and MAX_SHARE. Nothing is left while they wait
+    for a core, because others use the machine."""
 
     def __init__(
         self,
         *,
         monotonic_s: Callable[[], float],
-        process_s: Callable[[], float] = time.process_time,
+        process_s: Callable[[], float] = claimed_s,
         thread_s: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`process_s`, `thread_s`: processor time of the process and of the calling thread."""
+        """`process_s`: processor time that the process used or waited for. `thread_s`: that the calling thread used."""
         self._monotonic_s = monotonic_s
         self._process_s = process_s
         self._thread_s = thread_s
-        self._rested_from = self._began = self._now()
+        self._rested_from = self._now()
+        self.begin()
 
     def begin(self) -> None:
         """The thread starts to work, after a rest or a wait."""
-        self._began = self._now()
+        self._began = self._monotonic_s(), self._thread_s()
 
     def rest_s(self) -> float:
         """How long to rest, after the work is done."""
@@ -245,7 +260,7 @@ class SpareTime:
         others_s = process_s - self._rested_from[1] - (thread_s - self._rested_from[2])
         left = 1.0 - others_s / elapsed_s if elapsed_s > 0.0 else 0.0
         share = min(MAX_SHARE, max(MIN_SHARE, left / 2))
-        next_s = self._began[0] + (thread_s - self._began[2]) / share
+        next_s = self._began[0] + (thread_s - self._began[1]) / share
         self._rested_from = (wall_s, process_s, thread_s)
         return max(0.0, next_s - wall_s)
 

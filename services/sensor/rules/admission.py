@@ -12,6 +12,7 @@ reply, and sends again at once. Each sensor knows only what it has seen itself.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 from flyball.contracts.checkpoints import RestoreReport, ShardCopy
 from flyball.contracts.errors import (
@@ -36,7 +37,6 @@ from flyball.contracts.reports.signals import (
     HostReturned,
     HostSilent,
     HostSuspect,
-    RankLoss,
     RankMarks,
     RankStalled,
     Report,
@@ -44,6 +44,14 @@ from flyball.contracts.reports.signals import (
     SignalUnreadable,
 )
 from flyball.contracts.reports.succession import is_given_up
+from flyball.contracts.reports.training_health import (
+    LossDiverged,
+    LossRecovered,
+    RankCompute,
+    RankLoss,
+    Straggler,
+    StragglerRecovered,
+)
 from flyball.contracts.wire import check_version
 
 MAX_CLOCK_ERROR_S = 60.0  # by which the sender's clock may be wrong, either way
@@ -57,7 +65,18 @@ LARGE_BYTES_PER_S = 2 << 20  # of large reports, which cost time to decode
 BURST_S = 10.0  # so much of each at once
 INCARNATIONS_KEPT = 5  # per host
 MAX_NAMES = 4_096  # of jobs, remembered as valid
-_SUPERVISORS_OWN = (HostSilent, HostSuspect, HostReturned, RankStalled, SignalUnreadable)
+_SUPERVISORS_OWN = (
+    HostSilent,
+    HostSuspect,
+    HostReturned,
+    RankStalled,
+    LossDiverged,
+    LossRecovered,
+    Straggler,
+    StragglerRecovered,
+    SignalUnreadable,
+)
+_OfJob: TypeAlias = CompletedSteps | RankMarks | RestoreReport | RankLoss | RankCompute
 
 
 class _Host:
@@ -132,7 +151,7 @@ class Admission:
                 hint="a daemon reports for its own host only; make a token with `flyball token host HOST_ID`",
             )
         known = self._hosts.get(host_id)
-        if known is not None:
+        if known is not None and not (report.incarnation == known.incarnation and report.seq > known.seq > 0):
             self._check_order(report, known, now_s)
         workers = report.workers
         if workers and (known is None or workers is not known.workers):
@@ -146,6 +165,8 @@ class Admission:
             self._check_names((*report.marks, *report.restores))
         if report.losses:
             self._check_names(report.losses)
+        if report.computes:
+            self._check_names(report.computes)
         self._check_clock(report, now)
         if report.signals:
             self._check_signals(report.signals, host_id)
@@ -218,7 +239,7 @@ class Admission:
             "A newer report of this daemon was accepted before.", hint="send the next one; nothing was changed"
         )
 
-    def _check_names(self, parts: Iterable[CompletedSteps | RankMarks | RestoreReport | RankLoss]) -> None:
+    def _check_names(self, parts: Iterable[_OfJob]) -> None:
         """Check names of type `RepeatedJobName`, which decoding does not."""
         known = self._names
         for part in parts:
@@ -234,12 +255,12 @@ class Admission:
     def _check_clock(self, report: Report, now: float) -> None:
         if abs(report.sent_at - now) > MAX_CLOCK_ERROR_S:
             raise _wrong_clock("The report", report.sent_at - now, now)
+        latest = now
+        for steps in report.completed:
+            for times in steps.completed_at:
+                latest = max(latest, *times)
         if report.signals or report.marks or report.restores:
-            latest = max(_moments(report), default=now)
-        elif report.completed:
-            latest = max([max(times) for steps in report.completed for times in steps.completed_at], default=now)
-        else:
-            return
+            latest = max(latest, *_moments(report))
         if latest - now > MAX_CLOCK_ERROR_S:
             raise _wrong_clock("An event in the report", latest - now, now)
 
@@ -259,11 +280,9 @@ def _wrong_clock(what: str, ahead_s: float, now: float) -> WrongClock:
 
 
 def _moments(report: Report) -> Iterator[float]:
-    """When the events in a report happened."""
+    """When the events in a report happened, except for completed steps."""
     for signal in report.signals:
         yield signal.at
-    for steps in report.completed:
-        yield from map(max, steps.completed_at)
     for marks in report.marks:
         yield from (
             marks.spawned_at,

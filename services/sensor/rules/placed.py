@@ -1,4 +1,4 @@
-"""Which ranks a host may report: those that it was given. Pure.
+"""Limits a host's reports to the ranks that it was given. Pure.
 
 A faulty daemon could claim any generation, and the detector would drop the true one for it; or any step. So reports
 about ranks of other hosts, and about generations that were never granted, do not count.
@@ -17,7 +17,8 @@ import msgspec
 
 from flyball.contracts.decisions import GenerationPlan
 from flyball.contracts.reports.rank_columns import CompletedSteps, RankProgress, Workers, phases_of
-from flyball.contracts.reports.signals import RankLoss, Report
+from flyball.contracts.reports.signals import Report
+from flyball.contracts.reports.training_health import RankCompute, RankLoss
 
 Generation = tuple[str, int]  # job, generation
 GivenRanks = Mapping[str, Collection[int]]  # in one generation: host -> its ranks
@@ -53,21 +54,26 @@ class Placed:
     """The placements at one moment: the newest generation of each running job, and earlier ones that may still run."""
 
     def __init__(self, given: Mapping[Generation, GivenRanks]) -> None:
-        self._given = given
+        self.given = given  # of each generation: host -> its ranks
         self._newest: dict[str, int] = {}
         for job, generation in given:
             self._newest[job] = max(generation, self._newest.get(job, -1))
         self.jobs = frozenset(self._newest)
         self._own_workers: dict[str, tuple[Workers, ...]] = {}  # by host, from its last report, if all are its own
 
-    def split(self, report: Report) -> tuple[Report, Report]:
-        """The part of a report for the detector, and the part to store. Both are the report itself, as nearly always,
-        if its host may report all of it. Workers that should be gone are stored, too."""
-        host_id, workers, completed = report.facts.host_id, report.workers, report.completed
+    def allows(self, report: Report) -> bool:
+        """Whether its host may report all of it, and it has nothing that is reported once but steps: the usual case."""
+        host_id, workers = report.facts.host_id, report.workers
         has_own = self._own_workers.get(host_id) is workers or self._has_own(host_id, workers)
-        is_plain = not (report.marks or report.restores or (completed and not self._completed_own(host_id, report)))
-        if has_own and is_plain:
+        return has_own and self._is_plain(host_id, report)
+
+    def split(self, report: Report) -> tuple[Report, Report]:
+        """The part of a report for the detector, and the part to store. Both are the report itself if its host may
+        report all of it. Workers that should be gone are stored, too."""
+        host_id, workers, completed = report.facts.host_id, report.workers, report.completed
+        if self.allows(report):
             return report, report
+        is_plain = self._is_plain(host_id, report)
         own_steps = self.own_steps(host_id, completed)
         places = [self._places(host_id, of) for of in workers]
         own = msgspec.structs.replace(
@@ -98,6 +104,10 @@ class Placed:
             return losses
         return tuple(loss for loss in losses if loss.rank in self._given_to(host_id, loss))
 
+    def own_computes(self, host_id: str, computes: Iterable[RankCompute]) -> tuple[RankCompute, ...]:
+        """Those of the host's own ranks."""
+        return tuple(compute for compute in computes if compute.rank in self._given_to(host_id, compute))
+
     def early_steps(self, completed: Iterable[CompletedSteps]) -> tuple[CompletedSteps, ...]:
         """The steps of generations that are newer than those known here."""
         return tuple(steps for steps in completed if self.is_early(steps))
@@ -109,6 +119,9 @@ class Placed:
     def unknown(self, report: Report) -> Generation | None:
         """A generation of the report's workers that is newer than those known here."""
         return self._first_unknown(report.workers)
+
+    def _is_plain(self, host_id: str, report: Report) -> bool:
+        return not (report.marks or report.restores or (report.completed and not self._completed_own(host_id, report)))
 
     def _has_own(self, host_id: str, workers: tuple[Workers, ...]) -> bool:
         has_own = all(self._is_own(host_id, of) for of in workers)
@@ -131,7 +144,7 @@ class Placed:
         return True
 
     def _given_to(self, host_id: str, part: OfGeneration) -> Collection[int]:
-        of_generation = self._given.get((part.job, part.generation))
+        of_generation = self.given.get((part.job, part.generation))
         return of_generation.get(host_id, ()) if of_generation is not None else ()
 
     def _is_own(self, host_id: str, columns: Workers | CompletedSteps) -> bool:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import msgspec
 
 from flyball.contracts.reports.rank_columns import CompletedSteps
-from flyball.contracts.reports.signals import LossValue, RankLoss, RankMarks
+from flyball.contracts.reports.signals import RankMarks
+from flyball.contracts.reports.training_health import LossValue, RankLoss
 
 INTERVAL_S = 1.0  # from a step to its summary, at most; without delay once all ranks have completed it
 MAX_STEPS = 10_000  # waiting per generation; the oldest are dropped
@@ -71,7 +72,7 @@ class _HostSteps:
         return len(self.newest) if step is None else sum(newest == step for newest in self.newest.values())
 
 
-class _Generation:
+class _GenerationSteps:
     __slots__ = (
         "at",
         "at_front",
@@ -117,7 +118,7 @@ class StepEventLog:
     def __init__(self, sensor: str, interval_s: float = INTERVAL_S) -> None:
         self._sensor = sensor
         self._interval_s = interval_s
-        self._generations: OrderedDict[tuple[str, int], _Generation] = OrderedDict()
+        self._generations: OrderedDict[tuple[str, int], _GenerationSteps] = OrderedDict()
         self._waiting: set[tuple[str, int]] = set()
         self._on_host: dict[str, tuple[tuple[str, int], ...]] = {}  # generations with steps that came from a host
 
@@ -202,15 +203,15 @@ class StepEventLog:
             generation.ranks -= gone.count()
             generation.at_front -= gone.count(generation.front)
 
-    def _wait(self, generation: _Generation, now_s: float) -> None:
+    def _wait(self, generation: _GenerationSteps, now_s: float) -> None:
         if generation.waiting_since_s is None:
             generation.waiting_since_s = now_s
             self._waiting.add(generation.key)
 
-    def _generation(self, key: tuple[str, int]) -> _Generation:
+    def _generation(self, key: tuple[str, int]) -> _GenerationSteps:
         found = self._generations.get(key)
         if found is None:
-            found = self._generations[key] = _Generation(key)
+            found = self._generations[key] = _GenerationSteps(key)
             if len(self._generations) > MAX_GENERATIONS:
                 key, oldest = self._generations.popitem(last=False)
                 self._waiting.discard(key)
@@ -222,7 +223,7 @@ class StepEventLog:
             self._generations.move_to_end(key)
         return found
 
-    def _add(self, generation: _Generation, host_id: str, steps: CompletedSteps) -> None:
+    def _add(self, generation: _GenerationSteps, host_id: str, steps: CompletedSteps) -> None:
         times, step, at = generation.times, steps.first_step, 0.0
         for row in steps.completed_at:
             at = max(row)
@@ -254,7 +255,7 @@ class StepEventLog:
                     generation.ranks += before is None
             host.join(ranks, last)
 
-    def _summaries(self, generation: _Generation) -> list[StepSummary]:
+    def _summaries(self, generation: _GenerationSteps) -> list[StepSummary]:
         runs: list[tuple[int, list[float]]] = []
         for step in sorted(generation.times):
             if runs and step == runs[-1][0] + len(runs[-1][1]):

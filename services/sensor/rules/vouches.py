@@ -1,4 +1,4 @@
-"""Which hosts report to this sensor, and when each last did. Pure."""
+"""Tracks which hosts report to this sensor, and when each last did. Pure."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Vouches:
         return now_s - self._reported_s.get(host_id, -_NEVER_S)
 
     def take(self, now_s: float) -> Vouch:
-        """What to store now. The order of the hosts stays while they are the same."""
+        """Return the vouches to store now. The order of the hosts stays while they are the same."""
         gone = [host_id for host_id, at_s in self._reported_s.items() if now_s - at_s > FORGET_AFTER_S]
         for host_id in gone:
             del self._reported_s[host_id]
@@ -51,5 +51,5 @@ class Vouches:
         return Vouch(ages_ms, hosts)
 
     def not_stored(self) -> None:
-        """What was taken last could not be stored."""
+        """Call this if the vouch taken last could not be stored: the next one names its hosts again."""
         self._are_hosts_stored = False

@@ -83,8 +83,9 @@ class AnswerCache:
         answers = {number: known.get(number, {}) for number in numbers}
         for action, number, answer in fresh:
             update = load(answer, CommandUpdate)
-            positions = CommandResult(positions=update.result.positions)
-            answers[action][number] = msgspec.structs.replace(update, result=positions)
+            result = update.result
+            kept = CommandResult(positions=result.positions, stands=result.stands, check=result.check)
+            answers[action][number] = msgspec.structs.replace(update, result=kept)
         changed = {action for action, _, _ in fresh} | (answers.keys() - known.keys())
         newest = {number: known for number, known in self._newest.items() if number in answers}
         newest |= {action: sum_up(answers[action][number] for number in sorted(answers[action])) for action in changed}

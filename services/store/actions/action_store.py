@@ -26,6 +26,8 @@ from services.store.sql import events, lease
 from services.store.sql.database import Database
 from services.store.sql.tables import actions, commands, host_reports, hosts, log_head
 
+_OPEN = select(*COLUMNS).where(~actions.c.ended).order_by(actions.c.number)  # made once: it is asked all the time
+
 _log = structlog.get_logger(__name__)
 
 
@@ -43,8 +45,7 @@ class SqlActionStore:
         """Return every action that has not ended, with all its commands, oldest first. Includes engine addresses and
         persistent copies for those whose next move may need them."""
         with self._one_looks, self._db.read() as connection:
-            query = select(*COLUMNS).where(~actions.c.ended).order_by(actions.c.number)
-            rows = connection.execute(query).all()
+            rows = connection.execute(_OPEN).all()
             if not rows:
                 return []
             known = self._known.read(connection, rows)

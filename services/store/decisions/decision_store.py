@@ -19,7 +19,15 @@ from services.controller.round.view import Outcome, View
 from services.record import signal_events
 from services.record.signal_events import SignalKey
 from services.rules.stream import Cursor, LeaseGrant
-from services.store.decisions import outcome_writer, rounds, signal_writer, standing_store
+from services.store.decisions import (
+    check_store,
+    condition_store,
+    order_store,
+    outcome_writer,
+    rounds,
+    signal_writer,
+    standing_store,
+)
 from services.store.decisions.view_loader import ViewLoader
 from services.store.sql import events, lease
 from services.store.sql.database import Database
@@ -134,6 +142,7 @@ class SqlDecisionStore:
                 raise StaleEpoch("The database is older than the view of this round.", hint="nothing to do")
             news: list[Event] = []
             news += outcome_writer.store_hosts(connection, outcome.hosts, now)
+            news += condition_store.store(connection, outcome.conditions, now)
             news += signal_writer.store(connection, signals, now)
             signal_writer.store_exits(connection, signals)
             if cursor is not None:
@@ -142,15 +151,22 @@ class SqlDecisionStore:
             news += outcome_writer.store_incidents(connection, outcome.incidents, outcome.decisions)
             news += outcome_writer.supersede(connection, outcome.superseded_actions, now)
             news += outcome_writer.store_decisions(connection, outcome.decisions, epoch)
+            check_store.store(connection, outcome.checks)
+            check_store.begin(connection, outcome.decisions)
             news += outcome_writer.store_actions(connection, outcome.decisions, first_steps, issuer=issuer, now=now)
             news += outcome_writer.store_jobs(connection, outcome.jobs, now)
             if outcome.adoption is not None:
                 news += standing_store.adopt(connection, outcome.adoption, now)
+            order_store.store(connection, outcome.orders, now)
             if packed is not None:
                 rounds.store(connection, packed, signals, epoch=epoch, now=now)
             events.append(connection, [*news, *outcome.events])
+            if outcome.conditions:
+                condition_store.mark_changed(connection)
 
         self._views.expire_hosts(change.host_id for change in outcome.hosts)
+        if outcome.checks or any(decision.action and decision.action.check for decision in outcome.decisions):
+            self._views.expire_checks()
         self._db.transact(work)
 
     def keep_round(self, inputs: RoundInputs, signals: Sequence[Signal], *, epoch: int, now: float) -> None:

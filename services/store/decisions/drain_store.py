@@ -6,12 +6,13 @@ from sqlalchemy import Connection, delete, select, update
 
 from flyball.contracts.cluster import HostState
 from flyball.contracts.errors import Conflict, NotFound
+from flyball.contracts.orders import OrderKind
 from flyball.contracts.reports.drains import DrainRequest, DrainState
 from services.controller.round.view import DrainView, HostChange
 from services.store.sql import events
 from services.store.sql.database import Database
 from services.store.sql.rows import upsert
-from services.store.sql.tables import drains, hosts
+from services.store.sql.tables import drains, host_conditions, hosts, orders
 
 _GONE = (HostState.SILENT, HostState.IN_REPAIR)
 
@@ -46,12 +47,19 @@ class SqlDrainStore:
         self._db.transact(work)
 
     def undrain(self, host_id: str, now: float) -> None:
-        """Give a host work again, even if it was cordoned for another reason. Raises NotFound."""
+        """Give a host work again, even if it was cordoned for another reason, whatever stands against it. Raises
+        NotFound."""
 
         def work(connection: Connection) -> None:
             state = _state(connection, host_id)
+            kinds = (OrderKind.CORDON.value, OrderKind.CHECK.value)  # a check that would release it is not needed
+            ordered = (orders.c.kind.in_(kinds), orders.c.target == host_id)
+            connection.execute(delete(orders).where(*ordered))
             known = connection.scalar(select(drains.c.state).where(drains.c.host_id == host_id).with_for_update())
-            if known is None and state is not HostState.CORDONED:
+            has_conditions = connection.scalar(
+                select(host_conditions.c.host_id).where(host_conditions.c.host_id == host_id).limit(1)
+            )
+            if known is None and state is not HostState.CORDONED and has_conditions is None:
                 return
             row = {
                 "host_id": host_id,

@@ -137,6 +137,8 @@ _FACTS = select(
     hosts.c.free_port,
     hosts.c.left_at,
     hosts.c.copies,
+    hosts.c.fabric,
+    hosts.c.memory_bytes,
 )
 _REPORTS = select(
     host_reports.c.host_id,
@@ -164,6 +166,8 @@ def _take_facts(host: CachedHost, row: Any) -> None:  # noqa: ANN401 - a row's c
     host.engine_address = row.engine_address
     host.free_port = row.free_port
     host.left_at = row.left_at
+    host.fabric = row.fabric
+    host.memory_bytes = row.memory_bytes
     host.copies = load(row.copies, tuple[ShardCopy, ...])
     host.copies_of = frozenset(copy.job for copy in host.copies)
 

@@ -8,7 +8,7 @@ import msgspec
 from sqlalchemy import Connection, Row, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from flyball.contracts.checkpoints import Lineage
+from flyball.contracts.checkpoints import Lineage, with_world_sizes
 from flyball.contracts.cluster import Again, JobSpec, JobState
 from flyball.contracts.decisions import GenerationPlan, Incident, IncidentState
 from flyball.contracts.errors import Conflict, NotFound
@@ -17,10 +17,10 @@ from flyball.contracts.identity import run_id
 from services.controller.round.view import JobChange
 from services.record.codec import dump, load
 from services.store.decisions import outcome_writer
-from services.store.reports.shared_reads import HAS_ENDED, plan_of
 from services.store.sql import events
 from services.store.sql.database import Database
 from services.store.sql.lease import leader
+from services.store.sql.shared_reads import HAS_ENDED, plan_of
 from services.store.sql.tables import actions, generations, incidents, job_failures, jobs
 
 
@@ -78,7 +78,7 @@ class SqlJobStore:
                 known = connection.execute(select(jobs).where(mine).with_for_update()).one()
                 is_over = JobState(known.state).ended and ended_at in (None, known.ended_at)
                 if not is_over or again is Again.NO:
-                    if _without_user(load(known.spec, JobSpec)) != _without_user(spec):
+                    if _without_user(load(known.spec, JobSpec).as_asked) != _without_user(spec):
                         raise Conflict(
                             f"A job {spec.job!r} with another specification exists.",
                             hint="choose another name with --job, or wait until it ends",
@@ -148,11 +148,8 @@ def _begin_again(
     """Restart a job that ended. Its generation numbers continue, so that nothing stale acts. Its failures, and the
     restarts that they used up, are forgotten."""
     before: JobSpec = load(known.spec, JobSpec)
-    if again is Again.RESUME and known.newest_step >= 0 and before.world_size != spec.world_size:
-        raise Conflict(
-            f"Job {spec.job} was saved by {before.world_size} ranks; {spec.world_size} ranks cannot resume from that.",
-            hint="run it with as many ranks as before, start afresh with --fresh, or choose another name with --job",
-        )
+    if before.world_size != spec.world_size:
+        _fill_in_world_sizes(connection, known, before.world_size)
     values: dict[str, Any] = {
         "spec": dump(spec),
         "state": JobState.SUBMITTED.value,
@@ -165,11 +162,25 @@ def _begin_again(
         values["run"] = run
     elif again is Again.RESUME and not _has_begun(connection, known):
         del values["adopted"]  # it ended before it used that lineage
+        if known.adopted and before.world_size != spec.world_size:
+            values["adopted"] = dump(with_world_sizes(load(known.adopted, Lineage), before.world_size))
     if again is Again.FRESH:
         values |= {"submitted_at": now, "run": "", "newest_step": -1, "loss": "", "loss_step": -1}
     connection.execute(update(jobs).where(jobs.c.job == spec.job).values(values))
     connection.execute(delete(job_failures).where(job_failures.c.job == spec.job))
     events.append(connection, _close(connection, spec.job, now))
+
+
+def _fill_in_world_sizes(connection: Connection, known: Row[Any], ranks: int) -> None:
+    """The job gets another number of ranks: `ranks` is what unknown ones in its history meant so far."""
+    mine = (generations.c.job == known.job, generations.c.generation == known.generation)
+    row = connection.execute(select(generations.c.plan, generations.c.lineage).where(*mine)).first()
+    if row is None:
+        return
+    plan: GenerationPlan = load(row.plan, GenerationPlan)
+    plan = msgspec.structs.replace(plan, parent_lineage=with_world_sizes(plan.parent_lineage, ranks))
+    lineage = dump(with_world_sizes(load(row.lineage, Lineage), ranks)) if row.lineage else row.lineage
+    connection.execute(update(generations).where(*mine).values(plan=dump(plan), lineage=lineage))
 
 
 def _has_begun(connection: Connection, known: Row[Any]) -> bool:

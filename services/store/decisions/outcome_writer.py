@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy import Connection, insert, select, update
 
-from flyball.contracts.cluster import HostState, JobState
+from flyball.contracts.cluster import HostState, JobSpec, JobState
 from flyball.contracts.decisions import ActionPlan, ActionState, Decision, GenerationPlan, Incident
 from flyball.contracts.events import Event
 from services.actuator.ports import PlaybookStep
@@ -64,6 +64,9 @@ def store_incidents(connection: Connection, changed: Sequence[Incident], decided
             "job": incident.job,
             "state": incident.state.value,
             "closed": incident.state.closed,
+            "host_id": incident.host_id,
+            "cause": incident.cause,
+            "opened_at": incident.opened_at,
             "document": dump(incident),
         }
         if before is None:
@@ -97,7 +100,7 @@ def store_decisions(connection: Connection, decided: Sequence[Decision], epoch: 
     for decision in decided:
         insert_decision(connection, decision, epoch)
         if decision.action is not None and decision.action.next is not None:
-            _grant(connection, decision, decision.action.next)
+            _grant(connection, decision, decision.action.next, decision.action.spec.nnodes)
         events += outcome_events.of_decision(decision)
     return events
 
@@ -224,12 +227,14 @@ def store_jobs(connection: Connection, changes: Sequence[JobChange], now: float)
                     error_kind=failure.error_kind,
                     error_message=failure.error_message,
                     step=failure.step,
+                    host_id=failure.host_id,
                 )
             )
     return events
 
 
-def _grant(connection: Connection, decision: Decision, plan: GenerationPlan) -> None:
+def _grant(connection: Connection, decision: Decision, plan: GenerationPlan, nnodes: int) -> None:
+    """Insert a generation. The job's specification follows it to another number of hosts."""
     connection.execute(
         insert(generations).values(
             job=plan.job,
@@ -243,8 +248,9 @@ def _grant(connection: Connection, decision: Decision, plan: GenerationPlan) -> 
             placement=None,
         )
     )
-    connection.execute(
-        update(jobs)
-        .where(jobs.c.job == plan.job, jobs.c.generation < plan.generation)
-        .values(generation=plan.generation)
-    )
+    mine = (jobs.c.job == plan.job, jobs.c.generation < plan.generation)
+    values: dict[str, Any] = {"generation": plan.generation}
+    stored = connection.scalar(select(jobs.c.spec).where(*mine))
+    if stored is not None and (spec := load(stored, JobSpec)).nnodes != nnodes:
+        values["spec"] = dump(spec.on(nnodes))
+    connection.execute(update(jobs).where(*mine).values(values))

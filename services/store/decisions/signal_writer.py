@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import msgspec
 from sqlalchemy import Connection, and_, insert, or_, select, tuple_
 
 from flyball.contracts.decisions import GenerationPlan
@@ -98,7 +99,7 @@ def store_exits(connection: Connection, fresh: Sequence[Signal]) -> None:
                 "rank": body.rank,
                 "host_id": signal.source,
                 "exited_at": signal.at,
-                "exited": dump(body),
+                "exited": dump(msgspec.structs.replace(body, log_tail="")),  # the signal has it; views are read often
                 "marks": None,
                 "restored_at": 0.0,
                 "restored": None,

@@ -21,10 +21,20 @@ from flyball.contracts.cluster import JobSpec, JobState, Phase
 from flyball.contracts.decisions import ActionPlan, ActionState, GenerationPlan, Incident
 from flyball.contracts.errors import NotFound
 from flyball.contracts.identity import run_id
-from services.controller.round.focus import Focus, asks, named_hosts, named_jobs, open_hosts, open_jobs, placed_hosts
-from services.controller.round.spare_choice import FLAP_WINDOW_S, recent_losses
+from services.controller.round.focus import (
+    Focus,
+    asks,
+    clean_steps,
+    named_hosts,
+    named_jobs,
+    open_hosts,
+    open_jobs,
+    ordered_jobs,
+    placed_hosts,
+)
 from services.controller.round.view import (
     ActionView,
+    Fleet,
     GenerationView,
     JobView,
     PastFailure,
@@ -35,26 +45,31 @@ from services.record.answers import ActionAnswers, failed_in
 from services.record.codec import load, number_of
 from services.record.host_views import CachedHost, Newest, OtherHosts, host_views, newest_ranks
 from services.store.actions.action_cache import COLUMNS, AnswerCache, incident_id, load_plans
-from services.store.decisions import standing_store
+from services.store.decisions import check_store, standing_store
+from services.store.decisions.condition_store import ConditionCache
 from services.store.decisions.drain_store import load_drains
 from services.store.decisions.host_cache import HostCache
+from services.store.decisions.host_failures import HostFailures
+from services.store.decisions.order_store import load_orders
+from services.store.decisions.past_actions import JobPast, PastActions
 from services.store.reports import vouching
 from services.store.reports.persistent_steps import PersistentCopies, Wanted
 from services.store.reports.rank_rows import RecordedRank, recorded_ranks
-from services.store.reports.shared_reads import HAS_ENDED, open_incidents, plan_of
+from services.store.sql.shared_reads import HAS_ENDED, open_incidents, plan_of
 from services.store.sql.tables import actions, decisions, generations, incidents, job_failures, jobs
 
 TURN_PAGES = 2  # pages of hosts read in a round for jobs whose turn it is: all hosts come up before all jobs
-LOSSES_KEPT = 1000  # incidents that a new leader reads
 HOST_RANKS = 8  # the least that a host adds to the size of a job
 
 _HOST_ID: Any = attrgetter("host_id")
+_NO_PAST = JobPast()
 _SUBMITTED = JobState.SUBMITTED.value  # also after a job was submitted again: it has no ranks yet
 _FAILED = (ActionState.FAILED, ActionState.TIMED_OUT)
 _Rows = Mapping[Any, Sequence[Row[Any]]]
 
 
-class _Plan(msgspec.Struct, frozen=True):
+class _KnownPlan(msgspec.Struct, frozen=True):
+    spec: str  # the job's document then: a plan changes only with it
     plan: GenerationPlan
     given: Mapping[str, frozenset[int]]  # host -> its ranks
 
@@ -63,53 +78,36 @@ class _Plan(msgspec.Struct, frozen=True):
         return sum(map(len, self.given.values()))
 
 
-class RecentLosses:
-    """Counts recent losses of hosts. Reads the newest incidents once, and follows them while they are open."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._incidents: dict[str, Incident] | None = None
-
-    def forget(self) -> None:
-        """Read the incidents again: another controller may have led."""
-        self._incidents = None
-
-    def read(self, connection: Connection, open_incidents: Sequence[Incident]) -> Mapping[str, int]:
-        """Return host -> number of losses; omits hosts that were not lost."""
-        if self._incidents is None:
-            query = select(incidents.c.document).order_by(incidents.c.number.desc()).limit(LOSSES_KEPT)
-            newest: list[Incident] = [load(document, Incident) for document in connection.scalars(query)]
-            self._incidents = {incident.incident_id: incident for incident in newest}
-        self._incidents |= {incident.incident_id: incident for incident in open_incidents}
-        now = self._clock.wall_s()
-        self._incidents = {
-            name: incident for name, incident in self._incidents.items() if now - incident.opened_at <= FLAP_WINDOW_S
-        }
-        return recent_losses(self._incidents.values(), now)
-
-
 class ViewLoader:
-    """Caches plans, which never change, and hosts until they change. Belongs to one thread."""
+    """Caches plans and hosts until they change. Belongs to one thread."""
 
     def __init__(self, clock: Clock) -> None:
         self._hosts = HostCache(clock)
-        self._plans: dict[tuple[str, int], _Plan] = {}
+        self._plans: dict[tuple[str, int], _KnownPlan] = {}
         self._actions: dict[int, ActionPlan] = {}
         self._answers = AnswerCache()
         self._copies = PersistentCopies()
         self._failed: set[str] = set()  # actions, as of the last view
         self._vouched = vouching.VouchedHosts()
         self._others = OtherHosts()
-        self._losses = RecentLosses(clock)
+        self._failures = HostFailures(clock)
+        self._checks = check_store.CheckCache()
+        self._past = PastActions(clock)
+        self._conditions = ConditionCache()
 
     def expire_hosts(self, host_ids: Iterable[str]) -> None:
         """Read these hosts again: they changed."""
         self._hosts.expire(host_ids)
 
+    def expire_checks(self) -> None:
+        """Read the checks of hosts again: some changed."""
+        self._checks.expire()
+
     def expire_all_hosts(self) -> None:
         """Read all hosts again: another controller may have changed them."""
         self._hosts.expire_all()
-        self._losses.forget()
+        self._checks.expire()
+        self._failures.forget()
 
     def running_jobs(self) -> list[tuple[str, int]]:
         """Return the jobs that have ranks, each with its number of ranks, as of the last view."""
@@ -122,8 +120,10 @@ class ViewLoader:
         self._hosts.expire(incident.host_id for incident in unresolved if incident.host_id)
         if focus is not None:
             self._hosts.expire(named_hosts(focus.signals))
-        action_rows = _action_rows(connection, unresolved)
-        numbers = {row.number for row in action_rows}
+        checks = self._checks.read(connection)
+        action_rows = _action_rows(connection, unresolved, check_store.running(checks))
+        action_jobs = {row.number: row.job for row in action_rows}
+        numbers = action_jobs.keys()
         self._actions = {number: plan for number, plan in self._actions.items() if number in numbers}
         self._actions.update(load_plans(connection, numbers - self._actions.keys()))
         answers = self._answers.read(connection, numbers)
@@ -136,41 +136,58 @@ class ViewLoader:
         ahead = standing_store.unsettled(connection)
         named = open_jobs(unresolved, action_views) | {held.spec.job for one in ahead for held in one.standing.jobs}
         named.update(job for one in ahead for job in one.standing.ended)
+        orders = load_orders(connection)
+        named |= ordered_jobs(orders)
         rows = _job_rows(connection, named.union(*(host.workers for host in cached.values())))
-        running = self._generations(connection, [row.job for row in rows])
+        running = self._generations(connection, {row.job: row.spec for row in rows})
         placed, newest = self._placed(rows, running)
-        drains = load_drains(connection)
+        drains, conditions = load_drains(connection), self._conditions.read(connection)
+        pressing = (name for name, standing in conditions.items() if any(one.is_pressing for one in standing))
+        noted = {*drains, *pressing}  # hosts that every round covers
         shown = list(cached.values())
         self._others.note(cached, self._hosts.changed(), placed, newest)
         signalled = named_hosts(focus.signals) if focus is not None else set()
         if focus is not None:
             named |= focus.jobs | named_jobs(focus.signals)
             named.update(row.job for row in rows if asks(JobState(row.state), stop_requested=bool(row.stop_requested)))
-            named.update(placed[name] for name in (*signalled, *drains) if name in cached and name in placed)
+            named.update(placed[name] for name in (*signalled, *noted) if name in cached and name in placed)
             rows = [row for row in rows if row.job in named]
-        job_views = self._jobs(connection, rows, running, cached)
+        job_views = self._jobs(connection, rows, running, cached, self._past.read(connection, unresolved, action_jobs))
         if focus is not None:
-            involved = {*signalled, *drains, *open_hosts(unresolved, action_views), *placed_hosts(job_views)}
+            involved = {*signalled, *noted, *open_hosts(unresolved, action_views), *placed_hosts(job_views)}
             involved.update(self._others.of(named))
             shown = [cached[name] for name in involved if name in cached]
         shown.sort(key=_HOST_ID)
         vouched = self._vouched.read(connection)
-        losses = self._losses.read(connection, unresolved)
+        losses, failed_at = self._failures.read(connection, unresolved)
         self._copies.forget_others(newest)
+        marks = clean_steps(focus.signals if focus is not None else (), unresolved)
         return View(
             jobs=job_views,
-            hosts=host_views(shown, placed, newest, drains, vouched.received_at, losses=losses),
+            hosts=host_views(
+                shown,
+                placed,
+                newest,
+                drains,
+                vouched.received_at,
+                losses=losses,
+                failed_at=failed_at,
+                conditions=conditions,
+                checks=checks,
+            ),
             incidents=unresolved,
             actions=action_views,
             copies=(
                 *(copy for host in shown for copy in host.copies if focus is None or copy.job in named),
-                *self._copies.read(connection, _wanted(job_views)),
+                *self._copies.read(connection, _wanted(job_views, marks)),
             ),
             next_incident=_next(connection, incidents),
             next_decision=max(_next(connection, decisions), standing_store.decision_floor(connection) + 1),
             is_whole=focus is None,
+            fleet=Fleet() if focus is None else Fleet.of(host.failure_domain for host in cached.values()),
             cluster=standing_store.cluster_id(connection),
             standings=ahead,
+            orders=orders,
         )
 
     def _placed(self, rows: Sequence[Row[Any]], running: Mapping[str, Any]) -> tuple[Mapping[str, str], Newest]:
@@ -190,6 +207,7 @@ class ViewLoader:
         rows: Sequence[Row[Any]],
         running: Mapping[str, Any],
         cached: Mapping[str, CachedHost],
+        past: Mapping[str, JobPast],
     ) -> tuple[JobView, ...]:
         names = [row.job for row in rows]
         if not names:
@@ -231,28 +249,34 @@ class ViewLoader:
                 before=_before(row, granted.get(row.job)) if row.state == _SUBMITTED else None,
                 stored_run=row.run,
                 failures=tuple(
-                    PastFailure(f.generation, f.cause, f.error_kind, f.error_message, f.step) for f in failures[row.job]
+                    PastFailure(f.generation, f.cause, f.error_kind, f.error_message, f.step, f.host_id)
+                    for f in failures[row.job]
                 ),
                 newest_step=row.newest_step,
                 message=row.message,
                 ended_at=row.ended_at,
+                recoveries=past.get(row.job, _NO_PAST).recoveries,
+                acted_at=past.get(row.job, _NO_PAST).acted_at,
             )
             for row in rows
         )
 
-    def _generations(self, connection: Connection, names: Sequence[str]) -> Mapping[str, Any]:
-        """Return the newest generation of each job. Reads each plan, which may be long, only once."""
-        if not names:
+    def _generations(self, connection: Connection, specs: Mapping[str, str]) -> Mapping[str, Any]:
+        """Return the newest generation of each job. Reads each plan, which may be long, once for each specification.
+        `specs`: the jobs' documents."""
+        if not specs:
             return {}
         columns = generations.c
         of_jobs = (
             select(columns.job, columns.generation, columns.started_at, columns.restore_step, columns.lineage)
             .join(jobs, (jobs.c.job == columns.job) & (jobs.c.generation == columns.generation))
-            .where(columns.job.in_(names))
+            .where(columns.job.in_(list(specs)))
         )
         running = {row.job: row for row in connection.execute(of_jobs)}
         present = {(row.job, row.generation) for row in running.values()}
-        self._plans = {key: plan for key, plan in self._plans.items() if key in present}
+        self._plans = {
+            key: known for key, known in self._plans.items() if key in present and known.spec == specs[key[0]]
+        }
         for job, generation in sorted(present - self._plans.keys()):
             plan = plan_of(connection, job, generation)
             if plan is None:
@@ -261,7 +285,7 @@ class ViewLoader:
                     hint="somebody else deleted rows: if this repeats, stop the services and restore a backup",
                 )
             given = {host.host_id: frozenset(host.ranks) for host in plan.hosts}
-            self._plans[job, generation] = _Plan(plan, given)
+            self._plans[job, generation] = _KnownPlan(specs[job], plan, given)
         return running
 
 
@@ -304,6 +328,7 @@ def _generation(row: Any, plan: GenerationPlan, seen: Mapping[int, RankView]) ->
         run=plan.run,
         parent_lineage=plan.parent_lineage,
         ran_before_s=plan.ran_before_s,
+        too_few_hosts=plan.too_few_hosts,
         ranks=tuple(seen[number] for number in sorted(seen)),
     )
 
@@ -319,9 +344,9 @@ def _before(row: Any, granted: GenerationView | None) -> GenerationView | None: 
     return msgspec.structs.replace(granted, lineage=())
 
 
-def _wanted(job_views: Sequence[JobView]) -> dict[str, Wanted]:
+def _wanted(job_views: Sequence[JobView], marks: Mapping[str, Iterable[int]]) -> dict[str, Wanted]:
     return {
-        view.spec.job: Wanted.of(view.spec, generation.lineage)
+        view.spec.job: Wanted.of(view.spec, generation.lineage, marks.get(view.spec.job, ()))
         for view in job_views
         if (generation := view.generation or view.before) is not None
     }
@@ -332,8 +357,8 @@ def _job_rows(connection: Connection, named: Collection[str]) -> Sequence[Row[An
     return connection.execute(select(jobs).where(wanted).order_by(jobs.c.submitted_at, jobs.c.job)).all()
 
 
-def _action_rows(connection: Connection, open_incidents: Sequence[Incident]) -> Sequence[Row[Any]]:
-    newest = [number_of(incident.action_id) for incident in open_incidents if incident.action_id]
+def _action_rows(connection: Connection, open_incidents: Sequence[Incident], checks: set[int]) -> Sequence[Row[Any]]:
+    newest = [*checks, *(number_of(incident.action_id) for incident in open_incidents if incident.action_id)]
     granted = (jobs.c.job == generations.c.job) & (jobs.c.generation == generations.c.generation)
     running = select(generations.c.decision).join(jobs, granted).where(jobs.c.state == JobState.RUNNING.value)
     is_failed_start = (actions.c.phase == "start") & actions.c.state.in_([state.value for state in _FAILED])
@@ -372,6 +397,9 @@ def _actions(
             started_at=row.started_at,
             message=row.message,
             positions=answers[row.number].positions,
+            stands=answers[row.number].stands,
+            checks=answers[row.number].checks,
+            unmeasured=answers[row.number].unmeasured,
             failed=failed_in(answers[row.number], row.phase),
             restore_step=fixed.get(row.number),
             restore_fixed=row.number in fixed,

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import Column, Connection, Row, Select, Table, or_, select
+from sqlalchemy import Column, Connection, Row, Select, Table, and_, bindparam, func, select
 
 from flyball.contracts.checkpoints import RestoreReport
 from flyball.contracts.decisions import ActionPlan, Command, CommandUpdate, Decision, DecisionKind, Incident
 from flyball.contracts.reports.signals import Signal
+from services.actuator.rules.playbook import STACKS
 from services.record.codec import load, number_of, plain, shown
+from services.runtime.list_filters import DecisionFilter, IncidentFilter
 from services.runtime.paging import Page
 from services.store.read.read_state import moment
 from services.store.sql import tables
+from services.store.sql.shared_reads import DISORDER_S, last_before
 
 Json = dict[str, Any]
 
 _FIRST = Page()
+_ALL_INCIDENTS, _ALL_DECISIONS = IncidentFilter(), DecisionFilter()
 MAX_SIGNALS = 2000
+LATEST = 1e11  # wall clock: later than any
 BEFORE_S = 5.0  # observers' clocks differ: a signal may seem this much older than its incident's first
 
 
 def incidents(
-    connection: Connection, job: str | None, numbers: Sequence[int] | None = None, page: Page = _FIRST
+    connection: Connection,
+    job: str | None,
+    numbers: Sequence[int] | None = None,
+    page: Page = _FIRST,
+    wanted: IncidentFilter = _ALL_INCIDENTS,
 ) -> list[Json]:
     """Return a page of the incidents of one job or of all, or those with these numbers, oldest first."""
     query = select(tables.incidents)
@@ -33,13 +42,20 @@ def incidents(
         query = query.where(tables.incidents.c.job == job)
     if numbers is not None:
         query = query.where(tables.incidents.c.number.in_(numbers))
-    rows = _page(connection, query, tables.incidents.c.number, page)
+    columns = tables.incidents.c
+    if wanted.states:
+        query = query.where(columns.state.in_([state.value for state in wanted.states]))
+    if wanted.host_id:
+        query = query.where(columns.host_id == wanted.host_id)
+    if wanted.cause:
+        query = query.where(columns.cause == wanted.cause)
+    query = since(connection, query, columns.number, columns.opened_at, wanted.since)
+    rows = page_of(connection, query, columns.number, page)
     if not rows:
         return []
     found = {row.number: load(row.document, Incident) for row in rows}
     timelines = _grouped(connection, tables.incident_changes, "incident", list(found))
     decided = _grouped(connection, tables.decisions, "incident", list(found))
-    seen = _signals(connection, list(found.values()))
     restored = _restored(connection, [row for rows_ in decided.values() for row in rows_])
     return [
         _incident(
@@ -47,14 +63,25 @@ def incidents(
             incident=found[row.number],
             timeline=timelines[row.number],
             decided=decided[row.number],
-            seen=seen,
+            kinds=_kinds(connection, found[row.number]),
             restored=restored,
         )
         for row in rows
     ]
 
 
-def _page(connection: Connection, query: Select[Any], number: Column[int], page: Page) -> list[Row[Any]]:
+def since(
+    connection: Connection, query: Select[Any], number: Column[int], at: Column[float], moment_s: float
+) -> Select[Any]:
+    """Restrict a query to rows from a moment on (0.0: all). Their numbers are restricted as well, so that a page does
+    not read the older rows to find that there are no more."""
+    if not moment_s:
+        return query
+    return query.where(at >= moment_s, number > last_before(connection, number, at, moment_s - DISORDER_S))
+
+
+def page_of(connection: Connection, query: Select[Any], number: Column[int], page: Page) -> list[Row[Any]]:
+    """Return a page of a list in the order of its numbers."""
     if page.before:
         query = query.where(number < number_of(page.before))
     if page.after:
@@ -68,10 +95,9 @@ def _incident(
     incident: Incident,
     timeline: Sequence[Row[Any]],
     decided: Sequence[Row[Any]],
-    seen: Sequence[tuple[Row[Any], Signal]],
+    kinds: Sequence[str],
     restored: dict[int, list[Json]],
 ) -> Json:
-    kinds = list(dict.fromkeys(signal.kind for signal, _ in seen if _belongs(signal, incident)))
     acting = [decision for decision in decided if decision.kind != DecisionKind.HOLD.value]
     document: Json = plain(incident)
     return document | {
@@ -97,20 +123,30 @@ def _cause_signal(cause: str, kinds: Sequence[str]) -> str:
     return kind if kind in kinds else next(iter(kinds), "")
 
 
-def decisions(connection: Connection, job: str | None, page: Page = _FIRST) -> list[Json]:
+def decisions(
+    connection: Connection, job: str | None, page: Page = _FIRST, wanted: DecisionFilter = _ALL_DECISIONS
+) -> list[Json]:
     """Return a page of the decisions of one job or of all, oldest first, each with the state of its action."""
-    query = select(tables.decisions.c.document, tables.actions.c.state, tables.actions.c.phase).join(
+    query: Select[Any] = select(tables.decisions.c.document, tables.actions.c.state, tables.actions.c.phase).join(
         tables.actions, tables.actions.c.number == tables.decisions.c.number, isouter=True
     )
     if job is not None:
         query = query.where(tables.decisions.c.job == job)
-    rows = _page(connection, query, tables.decisions.c.number, page)
+    columns = tables.decisions.c
+    if wanted.kinds:
+        query = query.where(columns.kind.in_([kind.value for kind in wanted.kinds]))
+    if wanted.incident_id:
+        query = query.where(columns.incident == number_of(wanted.incident_id))
+    query = since(connection, query, columns.number, columns.at, wanted.since)
+    rows = page_of(connection, query, columns.number, page)
     return [
-        _decision(load(row.document, Decision)) | {"action_state": row.state, "action_phase": row.phase} for row in rows
+        decision_basis(load(row.document, Decision)) | {"action_state": row.state, "action_phase": row.phase}
+        for row in rows
     ]
 
 
-def _decision(decision: Decision) -> Json:
+def decision_basis(decision: Decision) -> Json:
+    """Return a decision with its reason."""
     plan = decision.action
     return {
         "decision_id": decision.decision_id,
@@ -121,6 +157,7 @@ def _decision(decision: Decision) -> Json:
         "rule": decision.rule,
         "at": decision.at,
         "evidence": dict(decision.evidence),
+        "alternatives": plain(decision.alternatives),
         "generation": plan.generation if plan else -1,
         "next_generation": plan.next.generation if plan and plan.next else -1,
     }
@@ -134,17 +171,19 @@ def decision(connection: Connection, number: int) -> list[Json]:
     found: Decision = load(row.document, Decision)
     incident = incidents(connection, None, [row.incident]) if row.incident is not None else []
     return [
-        _decision(found)
+        decision_basis(found)
         | {
             "epoch": row.epoch,
             "incident": incident[0] if incident else None,
-            "signals": _signals_before(connection, row.incident, found.at) if incident else [],
-            "action": _action(connection, number),
+            "signals": signals_before(connection, row.incident, found.at) if incident else [],
+            "action": action(connection, number),
+            "stands": stands(connection, row.incident, number),
         }
     ]
 
 
-def _signals_before(connection: Connection, incident_number: int, at: float) -> list[Json]:
+def signals_before(connection: Connection, incident_number: int, at: float) -> list[Json]:
+    """Return the signals of an incident that were stored up to a moment, in the order of storing."""
     document = connection.execute(
         select(tables.incidents.c.document).where(tables.incidents.c.number == incident_number)
     ).scalar_one()
@@ -157,12 +196,34 @@ def _signals_before(connection: Connection, incident_number: int, at: float) -> 
             "kind": row.kind,
             "body": plain(signal.body),
         }
-        for row, signal in _signals(connection, [incident])
-        if row.stored_at <= at and _belongs(row, incident)
+        for row in _signals(connection, incident, min(at, LATEST))
+        for signal in [load(row.document, Signal)]
     ]
 
 
-def _action(connection: Connection, number: int) -> Json | None:
+def stands(connection: Connection, incident_number: int | None, number: int) -> list[Json]:
+    """Return where the ranks stood, with their stacks, when a hang of the incident was last looked at until then."""
+    if incident_number is None:
+        return []
+    query = (
+        select(tables.commands.c.action, tables.commands.c.answer)
+        .join(tables.actions, tables.actions.c.number == tables.commands.c.action)
+        .where(
+            tables.actions.c.incident == incident_number,
+            tables.actions.c.number <= number,
+            tables.commands.c.phase == STACKS,
+            tables.commands.c.answer.is_not(None),
+        )
+        .order_by(tables.commands.c.action.desc())
+    )
+    rows = connection.execute(query).all()
+    newest = [load(row.answer, CommandUpdate) for row in rows if row.action == rows[0].action]
+    found = [plain(stand) | {"host_id": update.host_id} for update in newest for stand in update.result.stands]
+    return sorted(found, key=lambda stand: stand["rank"])
+
+
+def action(connection: Connection, number: int) -> Json | None:
+    """Return the action of a decision with its steps and commands; None for a hold."""
     row = connection.execute(select(tables.actions).where(tables.actions.c.number == number)).first()
     if row is None:
         return None
@@ -217,28 +278,51 @@ def _grouped(
     return groups
 
 
-def _signals(connection: Connection, about: Sequence[Incident]) -> list[tuple[Row[Any], Signal]]:
-    """Return the newest signals about the jobs and hosts of these incidents, in the order of storing."""
-    columns = tables.signals.c
-    jobs = sorted({incident.job for incident in about if incident.job})
-    hosts = sorted({incident.host_id for incident in about if incident.host_id})
-    since = min(incident.observed_at or incident.opened_at for incident in about) - BEFORE_S
-    query = (
-        select(tables.signals)
-        .where(or_(columns.job.in_(jobs), columns.host_id.in_(hosts)), columns.observed_at >= since)
-        .order_by(columns.number.desc())
-        .limit(MAX_SIGNALS)
-    )
-    return [(row, load(row.document, Signal)) for row in connection.execute(query).all()[::-1]]
+# Of an incident: those about its job and generation, and those about its host and no job, each by an index. Built once,
+# because a list runs them for each of its incidents, and building them takes longer than running them.
+_THEN = tables.signals.c.observed_at.between(bindparam("begin"), bindparam("end"))
+_OF_JOB = and_(tables.signals.c.job == bindparam("job"), tables.signals.c.generation == bindparam("generation"), _THEN)
+_OF_HOST = and_(tables.signals.c.host_id == bindparam("host_id"), tables.signals.c.job == "", _THEN)
+_KINDS_OF_JOB, _KINDS_OF_HOST = (
+    select(tables.signals.c.kind, func.min(tables.signals.c.number)).where(condition).group_by(tables.signals.c.kind)
+    for condition in (_OF_JOB, _OF_HOST)
+)
+_SIGNALS_OF_JOB, _SIGNALS_OF_HOST = (
+    select(tables.signals)
+    .where(condition, tables.signals.c.stored_at <= bindparam("stored_until"))
+    .order_by(tables.signals.c.number.desc())
+    .limit(MAX_SIGNALS)
+    for condition in (_OF_JOB, _OF_HOST)
+)
 
 
-def _belongs(row: Row[Any], incident: Incident) -> bool:
-    """Return whether a signal is about the incident's job and generation, or about its host at about that time."""
-    if row.job and row.job == incident.job and row.generation == incident.generation:
-        return True
+def _wanted(incident: Incident, of_job: Select[Any], of_host: Select[Any]) -> Iterator[tuple[Select[Any], Json]]:
+    """Yield the queries of an incident's signals, with their parameters."""
     began = (incident.observed_at or incident.opened_at) - BEFORE_S
-    ended = incident.resolved_at or float("inf")
-    return bool(row.host_id == incident.host_id and not row.job and began <= row.observed_at <= ended)
+    then = {"begin": began, "end": incident.resolved_at or LATEST}
+    if incident.job:
+        yield of_job, {"job": incident.job, "generation": incident.generation, **then}
+    if incident.host_id:
+        yield of_host, {"host_id": incident.host_id, **then}
+
+
+def _kinds(connection: Connection, incident: Incident) -> list[str]:
+    """Return the kinds of an incident's signals, each once, in the order of storing."""
+    firsts: dict[str, int] = {}
+    for query, about in _wanted(incident, _KINDS_OF_JOB, _KINDS_OF_HOST):
+        for kind, number in connection.execute(query, about):
+            firsts[kind] = min(number, firsts.get(kind, number))
+    return sorted(firsts, key=lambda kind: firsts[kind])
+
+
+def _signals(connection: Connection, incident: Incident, stored_until: float) -> list[Row[Any]]:
+    """Return an incident's newest signals that were stored up to a moment, in the order of storing."""
+    found = {
+        row.number: row
+        for query, about in _wanted(incident, _SIGNALS_OF_JOB, _SIGNALS_OF_HOST)
+        for row in connection.execute(query, about | {"stored_until": stored_until})
+    }
+    return [found[number] for number in sorted(found)[-MAX_SIGNALS:]]
 
 
 def _restored(connection: Connection, rows: Sequence[Row[Any]]) -> dict[int, list[Json]]:
@@ -265,6 +349,8 @@ def _restored(connection: Connection, rows: Sequence[Row[Any]]) -> dict[int, lis
                 "source_host": str(report.source_host),
                 "size_bytes": report.size_bytes,
                 "socket_bytes": report.socket_bytes,
+                "transport": report.transport,
+                "tier_bytes": {tier.value: size_bytes for tier, size_bytes in report.tier_bytes.items()},
                 "seconds": report.seconds,
                 "at": report.at,
             }

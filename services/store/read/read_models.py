@@ -6,19 +6,44 @@ Times are wall-clock seconds, null if not reached. Steps are -1 if there is none
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import Connection
 
 from flyball.contracts.errors import NotFound
-from services.record.codec import number_of
+from services.record.codec import number_of, plain
+from services.runtime.list_filters import (
+    ActionFilter,
+    DecisionFilter,
+    HostFilter,
+    IncidentFilter,
+    JobFilter,
+    OrderFilter,
+    SignalFilter,
+)
 from services.runtime.paging import Page
-from services.store.read import read_history, read_state
+from services.store.decisions.order_store import load_orders
+from services.store.read import incident_story, read_copies, read_history, read_lists, read_state
+from services.store.read.read_host_map import host_map
 from services.store.sql.database import Database
+from services.store.sql.shared_reads import GivenPlans
 
 Json = dict[str, Any]
 T = TypeVar("T")
 _FIRST = Page()
+
+
+class _Filters(NamedTuple):
+    """Filters that let everything pass."""
+
+    jobs: JobFilter = JobFilter()
+    hosts: HostFilter = HostFilter()
+    incidents: IncidentFilter = IncidentFilter()
+    decisions: DecisionFilter = DecisionFilter()
+    orders: OrderFilter = OrderFilter()
+
+
+_FILTERS = _Filters()
 
 
 class SqlReadModels:
@@ -26,40 +51,102 @@ class SqlReadModels:
 
     def __init__(self, db: Database) -> None:
         self._db = db
+        self._given = GivenPlans()
+        self._plans = read_state.job_plans()
 
-    def jobs(self, page: Page = _FIRST, *, open_only: bool = False) -> list[Json]:
+    def jobs(self, page: Page = _FIRST, *, open_only: bool = False, wanted: JobFilter = _FILTERS.jobs) -> list[Json]:
         """Return a page of all jobs, or of those that have not ended, oldest first."""
-        return self._read(lambda c: read_state.jobs(c, page=page, open_only=open_only))
+        return self._read(
+            lambda c: read_state.jobs(c, page=page, open_only=open_only, wanted=wanted, plans=self._plans)
+        )
+
+    def job_counts(self) -> dict[str, int]:
+        """Return how many jobs are open, and how many have ended."""
+        return self._read(read_state.job_counts)
 
     def job(self, name: str) -> Json:
         """Return one job: spec, state, generation, and each rank with host, step and phase. Raises NotFound."""
-        return _only(self._read(lambda c: read_state.jobs(c, name)), f"job {name!r}", "`flyball status` lists the jobs")
+        return _only(
+            self._read(lambda c: read_state.jobs(c, name, plans=self._plans)),
+            f"job {name!r}",
+            "`flyball status` lists the jobs",
+        )
 
-    def hosts(self, page: Page = _FIRST, *, also_left: bool = False) -> list[Json]:
+    def hosts(self, page: Page = _FIRST, *, also_left: bool = False, wanted: HostFilter = _FILTERS.hosts) -> list[Json]:
         """Return a page of the hosts that have reported, by name; the first page has the last of them. `also_left`:
         includes those that left in an orderly way."""
-        return self._read(lambda c: read_state.hosts(c, page=page, also_left=also_left))
+        return self._read(
+            lambda c: read_state.hosts(c, page=page, also_left=also_left, wanted=wanted, given=self._given)
+        )
 
     def host(self, host_id: str) -> Json:
         """Return one host. Raises NotFound."""
         return _only(
-            self._read(lambda c: read_state.hosts(c, host_id)), f"host {host_id!r}", "`flyball status` lists the hosts"
+            self._read(lambda c: read_state.hosts(c, host_id, given=self._given)),
+            f"host {host_id!r}",
+            "`flyball status` lists the hosts",
         )
+
+    def host_states(self) -> dict[str, int]:
+        """Return how many hosts that have not left are in each state, those with none included."""
+        return self._read(read_state.host_states)
 
     def checkpoints(self, job: str) -> Json:
         """Return the verified copies by tier, and the recovery point. Raises NotFound."""
         return _only(
-            self._read(lambda c: read_state.checkpoints(c, job)), f"job {job!r}", "`flyball status` lists the jobs"
+            self._read(lambda c: read_copies.checkpoints(c, job)), f"job {job!r}", "`flyball status` lists the jobs"
         )
 
-    def incidents(self, job: str | None, page: Page = _FIRST) -> list[Json]:
+    def recoverability(self, job: str) -> Json:
+        """Return the newest step in each tier, and what a loss of hosts would cost. Raises NotFound."""
+        return _only(
+            self._read(lambda c: read_copies.recoverability(c, job)), f"job {job!r}", "`flyball status` lists the jobs"
+        )
+
+    def host_map(self) -> Json:
+        """Return all hosts in short, by failure domain."""
+        return self._read(lambda c: host_map(c, self._given))
+
+    def incidents(
+        self, job: str | None, page: Page = _FIRST, wanted: IncidentFilter = _FILTERS.incidents
+    ) -> list[Json]:
         """Return a page of incidents, oldest first: cause, times, signals, decisions, lost steps, sources of restores,
         and the timeline."""
-        return self._read(lambda c: read_history.incidents(c, job, page=page))
+        return self._read(lambda c: read_history.incidents(c, job, page=page, wanted=wanted))
 
-    def decisions(self, job: str | None, page: Page = _FIRST) -> list[Json]:
+    def incident(self, incident_id: str) -> Json:
+        """Return one incident as a story: signals, decisions with actions and commands, and all of it in the order of
+        time. Raises NotFound."""
+        number = number_of(incident_id)
+        return _only(
+            self._read(lambda c: incident_story.incident(c, number)),
+            f"incident {incident_id!r}",
+            "`flyball status` lists the newest incidents",
+        )
+
+    def signals(self, page: Page, wanted: SignalFilter) -> list[Json]:
+        """Return a page of signals, in the order of storing."""
+        return self._read(lambda c: read_lists.signals(c, page, wanted))
+
+    def actions(self, page: Page, wanted: ActionFilter) -> list[Json]:
+        """Return a page of actions, in the order of their decisions."""
+        return self._read(lambda c: read_lists.actions(c, page, wanted))
+
+    def action(self, action_id: str) -> Json:
+        """Return one action with its plan, phases, commands and answers. Raises NotFound."""
+        number = number_of(action_id)
+
+        def read(connection: Connection) -> list[Json]:
+            found = read_lists.action(connection, number)
+            return [one | (read_history.action(connection, number) or {}) for one in found]
+
+        return _only(self._read(read), f"action {action_id!r}", "`flyball status` lists the newest decisions")
+
+    def decisions(
+        self, job: str | None, page: Page = _FIRST, wanted: DecisionFilter = _FILTERS.decisions
+    ) -> list[Json]:
         """Return a page of decisions with their reasons, oldest first."""
-        return self._read(lambda c: read_history.decisions(c, job, page))
+        return self._read(lambda c: read_history.decisions(c, job, page, wanted))
 
     def decision(self, decision_id: str) -> Json:
         """Return one decision: the incident, the signals before it, its action with phases, commands and answers.
@@ -70,6 +157,20 @@ class SqlReadModels:
             f"decision {decision_id!r}",
             "`flyball status` lists the newest decisions",
         )
+
+    def orders(self, page: Page = _FIRST, wanted: OrderFilter = _FILTERS.orders) -> list[Json]:
+        """Return a page of operators' orders that stand or were refused, by kind and target; the first page has the
+        last of them. `before` of the page: "KIND:TARGET"."""
+        kind, _, target = page.before.partition(":")
+        found = [
+            order
+            for order in self._read(load_orders)
+            if (not wanted.kinds or order.kind in wanted.kinds)
+            and (not wanted.states or order.state in wanted.states)
+            and (not wanted.targets or order.target in wanted.targets)
+            and (not page.before or (order.kind.value, order.target) < (kind, target))
+        ]
+        return [plain(order) for order in found[-page.limit :]]
 
     def _read(self, work: Callable[[Connection], T]) -> T:
         with self._db.read() as connection:

@@ -1,33 +1,37 @@
-"""The present state for users: jobs with their ranks, hosts, verified copies."""
+"""The present state for users: jobs with their ranks, and hosts."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import msgspec
 from sqlalchemy import Connection, Row, func, select
 
-from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier
+from flyball.contracts.checkpoints import ShardCopy
 from flyball.contracts.cluster import HostState, JobSpec
 from flyball.contracts.decisions import GenerationPlan
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.reports.drains import DrainState
-from flyball.contracts.reports.signals import EngineStatus, loss_value
+from flyball.contracts.reports.signals import EngineStatus
+from flyball.contracts.reports.training_health import loss_value
+from services.controller.round.view import StandingCondition
 from services.record.codec import load, plain, shown
-from services.rules.recovery_point import newest_step
+from services.runtime.list_filters import HostFilter, JobFilter
 from services.runtime.paging import Page
-from services.store.reports import persistent_steps, vouching
+from services.store.decisions.check_store import load_checks
+from services.store.decisions.condition_store import load_conditions
+from services.store.reports import vouching
 from services.store.reports.rank_rows import KnownRank, known_ranks
-from services.store.reports.shared_reads import HAS_ENDED, newest_lineage, open_incidents
 from services.store.sql import tables
+from services.store.sql.shared_reads import HAS_ENDED, GivenPlans, KeptPlans, open_incidents, plan_of
 
 Json = dict[str, Any]
 _OF = tables.drains.c.host_id == tables.hosts.c.host_id
 _FIRST = Page()
-_LOST = {HostState.SILENT.value, HostState.IN_REPAIR.value}
+_ALL_JOBS, _ALL_HOSTS = JobFilter(), HostFilter()
 
 
 def moment(at: float) -> float | None:
@@ -36,45 +40,79 @@ def moment(at: float) -> float | None:
 
 
 def jobs(
-    connection: Connection, name: str | None = None, page: Page = _FIRST, *, open_only: bool = False
+    connection: Connection,
+    name: str | None = None,
+    page: Page = _FIRST,
+    *,
+    open_only: bool = False,
+    wanted: JobFilter = _ALL_JOBS,
+    plans: KeptPlans[PlanOutline] | None = None,
 ) -> list[Json]:
-    """Return a page of all jobs (or of those that have not ended), oldest first, or the one with that name. Each has
-    the newest granted generation."""
+    """Return a page of all jobs (or of those that have not ended), oldest first, or the one with that name, which has
+    the ranks of its newest granted generation too: a list of them would be long."""
     columns = tables.jobs.c
     query = select(tables.jobs).order_by(columns.submitted_at.desc(), columns.job.desc()).limit(page.limit)
     if name is not None:
         query = query.where(columns.job == name)
     if open_only:
         query = query.where(~HAS_ENDED)
+    if wanted.states:
+        query = query.where(columns.state.in_([state.value for state in wanted.states]))
+    if wanted.since:
+        query = query.where(columns.submitted_at >= wanted.since)
     if page.before:
         at = select(columns.submitted_at).where(columns.job == page.before).scalar_subquery()
         query = query.where((columns.submitted_at < at) | ((columns.submitted_at == at) & (columns.job < page.before)))
     rows = connection.execute(query).all()[::-1]
-    plans = _plans(connection, [row.job for row in rows])
-    newest = {row.job: row.generation for row in rows}
-    given = {job: {host.host_id: host.ranks for host in plan.hosts} for job, plan in plans.items()}
-    known = known_ranks(connection, newest, given)
+    kept = plans or job_plans()
+    outlines = {row.job: kept.read(connection, row.job, row.generation) for row in rows}
     times = progress(connection, [row.job for row in rows])
-    apart = _save_intervals(connection, plans)
+    apart = _save_intervals(connection, rows, outlines)
     return [
-        _job(row, plans.get(row.job), known.get(row.job, {}), times.get(row.job, JobProgress()))
+        _job(row, outlines[row.job], times.get(row.job, JobProgress()))
         | {"save_interval": apart.get(row.job)}
+        | ({} if name is None else _ranks(connection, row))
         for row in rows
     ]
 
 
-def _plans(connection: Connection, names: Collection[str]) -> dict[str, GenerationPlan]:
-    of_jobs = (tables.jobs.c.job == tables.generations.c.job) & (
-        tables.jobs.c.generation == tables.generations.c.generation
-    )
-    query = select(tables.generations.c.plan).join(tables.jobs, of_jobs).where(tables.jobs.c.job.in_(sorted(names)))
-    plans: list[GenerationPlan] = [load(document, GenerationPlan) for document in connection.scalars(query)]
-    return {plan.job: plan for plan in plans}
+class PlanOutline(msgspec.Struct, frozen=True):
+    """What a list shows of a generation's plan."""
+
+    restart_count: int = 0
+    used_restarts: int = 0
+    hosts: int = 0
+    leader: str = ""  # the host of rank 0
 
 
-def _save_intervals(connection: Connection, plans: Mapping[str, GenerationPlan]) -> dict[str, Json]:
+def job_plans() -> KeptPlans[PlanOutline]:
+    """Return a cache: decoding the plans of thousands of hosts takes long, and they never change."""
+    return KeptPlans(_outline, PlanOutline())
+
+
+def _outline(plan: GenerationPlan) -> PlanOutline:
+    leader = next((host.host_id for host in plan.hosts if 0 in host.ranks), "")
+    return PlanOutline(plan.restart_count, plan.used_restarts, len(plan.hosts), leader)
+
+
+def _ranks(connection: Connection, job: Row[Any]) -> Json:
+    """Return a job's ranks, and when the last of them reported."""
+    plan = plan_of(connection, job.job, job.generation)
+    given = {host.host_id: host.ranks for host in plan.hosts} if plan else {}
+    known = known_ranks(connection, {job.job: job.generation}, {job.job: given}).get(job.job, {})
+    placed = sorted((rank, host_id) for host_id, ranks in given.items() for rank in ranks)
+    return {
+        "last_report_at": max((rank.reported_at for rank in known.values()), default=0.0) or None,
+        "ranks": [_rank(rank, host_id, known.get(rank)) for rank, host_id in placed],
+    }
+
+
+def _save_intervals(
+    connection: Connection, rows: Sequence[Row[Any]], outlines: Mapping[str, PlanOutline]
+) -> dict[str, Json]:
     """Return each job's interval of saved steps, as reported by the engine that decides it: rank 0's."""
-    leaders = {plan.job: host.host_id for plan in plans.values() for host in plan.hosts if 0 in host.ranks}
+    leaders = {job: outline.leader for job, outline in outlines.items() if outline.leader}
+    generations = {row.job: row.generation for row in rows}
     hosts = tables.hosts.c
     query = select(hosts.host_id, hosts.engine).where(hosts.host_id.in_(sorted(set(leaders.values()))))
     engines: dict[str, EngineStatus] = {
@@ -85,22 +123,23 @@ def _save_intervals(connection: Connection, plans: Mapping[str, GenerationPlan])
         | {"save_s": reported.save_s, "step_s": reported.step_s}
         for job, host_id in leaders.items()
         for reported in (engines[host_id].intervals if host_id in engines else ())
-        if (reported.job, reported.generation) == (job, plans[job].generation)
+        if (reported.job, reported.generation) == (job, generations[job])
     }
 
 
-def _job(row: Row[Any], plan: GenerationPlan | None, known: Mapping[int, KnownRank], times: JobProgress) -> Json:
+def _job(row: Row[Any], outline: PlanOutline, times: JobProgress) -> Json:
     spec: JobSpec = load(row.spec, JobSpec)
-    placed = [(rank, host.host_id) for host in plan.hosts for rank in host.ranks] if plan else []
     return {
         "job": row.job,
         "spec": plain(shown(spec)),
         "state": row.state,
         "message": row.message,
         "world_size": spec.world_size,
+        "asked_world_size": spec.as_asked.world_size,
         "generation": row.generation,
-        "restart_count": plan.restart_count if plan else 0,
-        "restarts_used": plan.used_restarts if plan else 0,
+        "hosts": outline.hosts,
+        "restart_count": outline.restart_count,
+        "restarts_used": outline.used_restarts,
         "newest_step": row.newest_step,
         "loss": {"value": loss_value(float(row.loss)), "step": row.loss_step} if row.loss else None,
         "submitted_at": row.submitted_at,
@@ -109,10 +148,8 @@ def _job(row: Row[Any], plan: GenerationPlan | None, known: Mapping[int, KnownRa
         "started_at": times.started_at,
         "generation_started_at": times.generation_started_at,
         "last_step_at": times.last_step_at,
-        "last_report_at": max((rank.reported_at for rank in known.values()), default=0.0) or None,
         "step_s": times.step_s,
         "stop_requested": bool(row.stop_requested),
-        "ranks": [_rank(rank, host_id, known.get(rank)) for rank, host_id in sorted(placed)],
     }
 
 
@@ -136,13 +173,22 @@ _NOTHING: Json = {"reported_at": None, "exit_code": None, "signal_number": None}
 
 
 def hosts(
-    connection: Connection, host_id: str | None = None, page: Page = _FIRST, *, also_left: bool = False
+    connection: Connection,
+    host_id: str | None = None,
+    page: Page = _FIRST,
+    *,
+    also_left: bool = False,
+    wanted: HostFilter = _ALL_HOSTS,
+    given: GivenPlans | None = None,
 ) -> list[Json]:
     """Return a page of the hosts by name, or the one with that name, each with the job that has ranks on it. Omits
     hosts that left in an orderly way, unless `also_left`."""
-    names = set(connection.scalars(select(tables.jobs.c.job).where(~HAS_ENDED)))
+    plans = given or GivenPlans()  # decoding the plans of thousands of hosts takes long, and they never change
+    open_jobs = connection.execute(select(tables.jobs.c.job, tables.jobs.c.generation).where(~HAS_ENDED)).all()
     placed = {
-        host.host_id: (plan.job, list(host.ranks)) for plan in _plans(connection, names).values() for host in plan.hosts
+        placed_on: (row.job, ranks)
+        for row in open_jobs
+        for placed_on, ranks in plans.read(connection, row.job, row.generation).items()
     }
     query = (
         select(tables.hosts, tables.host_reports.c.received_at)
@@ -155,14 +201,46 @@ def hosts(
         query = query.where(tables.hosts.c.host_id == host_id)
     elif not also_left:
         query = query.where((tables.hosts.c.left_at == 0.0) | tables.hosts.c.host_id.in_(sorted(placed)))
+    if wanted.states:
+        query = query.where(tables.hosts.c.state.in_([state.value for state in wanted.states]))
+    if wanted.failure_domain:
+        query = query.where(tables.hosts.c.failure_domain == wanted.failure_domain)
+    if wanted.host_ids:
+        query = query.where(tables.hosts.c.host_id.in_(wanted.host_ids))
+    if wanted.job:
+        mine = sorted(name for name, (job, _) in placed.items() if job == wanted.job)
+        query = query.where(tables.hosts.c.host_id.in_(mine))
     if page.before:
         query = query.where(tables.hosts.c.host_id < page.before)
-    drains = _drains(connection)
+    rows = connection.execute(query).all()[::-1]
+    drains, conditions = _drains(connection), load_conditions(connection, [row.host_id for row in rows])
+    checks = load_checks(connection, [row.host_id for row in rows])
     return [
-        _host(row, *placed.get(row.host_id, ("", [])), received_at.get(row.host_id, 0.0))
-        | {"drain": drains.get(row.host_id)}
-        for row in connection.execute(query).all()[::-1]
+        _host(row, *placed.get(row.host_id, ("", ())), received_at.get(row.host_id, 0.0))
+        | {"drain": drains.get(row.host_id), "conditions": [*map(_condition, conditions.get(row.host_id, ()))]}
+        | {"check": plain(checks[row.host_id]) if row.host_id in checks else None}
+        for row in rows
     ]
+
+
+def job_counts(connection: Connection) -> dict[str, int]:
+    """Return how many jobs are open, and how many have ended."""
+    total, ended = (select(func.count()).select_from(tables.jobs), select(func.count()).where(HAS_ENDED))
+    counted = connection.execute(total).scalar_one(), connection.execute(ended).scalar_one()
+    return {"open": counted[0] - counted[1], "ended": counted[1]}
+
+
+def host_states(connection: Connection) -> dict[str, int]:
+    """Return how many hosts that have not left are in each state."""
+    columns = tables.hosts.c
+    query = select(columns.state, func.count()).where(columns.left_at == 0.0).group_by(columns.state)
+    found = {str(state): int(count) for state, count in connection.execute(query)}
+    return {state.value: found.get(state, 0) for state in HostState}
+
+
+def _condition(standing: StandingCondition) -> Json:
+    shown: Json = plain(standing.condition)
+    return {**shown, "until": moment(standing.condition.until), "is_overruled": standing.is_overruled}
 
 
 def _drains(connection: Connection) -> dict[str, Json]:
@@ -186,7 +264,7 @@ def _drains(connection: Connection) -> dict[str, Json]:
     }
 
 
-def _host(row: Row[Any], job: str, ranks: list[int], received_at: float) -> Json:
+def _host(row: Row[Any], job: str, ranks: Collection[int], received_at: float) -> Json:
     engine: EngineStatus = load(row.engine, EngineStatus)
     copies: list[ShardCopy] = load(row.copies, list[ShardCopy])
     return {
@@ -195,9 +273,11 @@ def _host(row: Row[Any], job: str, ranks: list[int], received_at: float) -> Json
         "since": row.since,
         "reason": row.reason,
         "job": job,
-        "ranks": ranks,
+        "ranks": sorted(ranks),
         "address": row.address,
         "failure_domain": row.failure_domain,
+        "fabric": row.fabric,
+        "memory_bytes": row.memory_bytes,
         "daemon_version": row.daemon_version,
         "daemon_pid": row.pid,
         "joined_at": row.joined_at,
@@ -208,51 +288,10 @@ def _host(row: Row[Any], job: str, ranks: list[int], received_at: float) -> Json
         "engine_address": row.engine_address,
         "engine_alive": engine.alive,
         "unreachable_peers": list(engine.unreachable_peers),
+        "transports": plain(engine.transports),
         "counters": dict(engine.counters),
         "copies": len(copies),
         "copies_size_bytes": sum(copy.size_bytes for copy in copies),
-    }
-
-
-def checkpoints(connection: Connection, job: str) -> list[Json]:
-    """Return the job's copies (an empty list if there is no such job). Copies on lost hosts are listed, but do not
-    count."""
-    row = connection.execute(select(tables.jobs).where(tables.jobs.c.job == job)).first()
-    if row is None:
-        return []
-    spec: JobSpec = load(row.spec, JobSpec)
-    lost: set[str] = set()
-    copies: list[ShardCopy] = list(persistent_steps.read(connection, [job]))
-    for host in connection.execute(select(tables.hosts).order_by(tables.hosts.c.host_id)):
-        copies += [copy for copy in load(host.copies, list[ShardCopy]) if copy.job == job]
-        if host.state in _LOST or host.left_at:
-            lost.add(host.host_id)
-    lineage = newest_lineage(connection, job) or ()
-    reachable = [copy for copy in copies if copy.host_id not in lost]
-    point = newest_step(reachable, lineage, spec.world_size)
-    return [
-        {
-            "job": job,
-            "world_size": spec.world_size,
-            "newest_step": row.newest_step,
-            "recovery_point": point if point is not None else -1,
-            "lineage": plain(lineage),
-            "tiers": {tier.value: _tier([c for c in reachable if c.tier is tier], lineage, spec) for tier in Tier},
-            "copies": [
-                plain(copy) | {"reachable": copy.host_id not in lost}
-                for copy in sorted(copies, key=lambda c: (-c.step, c.rank, c.tier.value, c.host_id))
-            ],
-        }
-    ]
-
-
-def _tier(copies: list[ShardCopy], lineage: Lineage, spec: JobSpec) -> Json:
-    point = newest_step(copies, lineage, spec.world_size)
-    return {
-        "copies": len(copies),
-        "size_bytes": sum(copy.size_bytes for copy in copies),
-        "newest_step": max((copy.step for copy in copies), default=-1),
-        "newest_complete_step": point if point is not None else -1,
     }
 
 
@@ -260,7 +299,6 @@ def _tier(copies: list[ShardCopy], lineage: Lineage, spec: JobSpec) -> Json:
 
 MAX_JOBS = 50  # of a page; for each of them the end of its event log is read
 NEWEST_EVENTS = 4  # a sensor summarizes steps about once a second
-LEAST_STEPS = 3  # in one summary, to measure the duration of a step
 
 
 class JobProgress(msgspec.Struct, frozen=True):
@@ -296,11 +334,17 @@ def _steps(connection: Connection, job: str) -> tuple[float | None, float | None
         .order_by(events.number.desc())
         .limit(NEWEST_EVENTS)
     )
-    times = [_completed(load(document, Event)) for document in connection.scalars(query)]
-    gaps = [later - earlier for found in times if len(found) >= LEAST_STEPS for earlier, later in pairwise(found)]
-    return max((at for found in times for at in found), default=None), median(gaps) if gaps else None
+    times: defaultdict[tuple[int, int], dict[int, float]] = defaultdict(dict)  # (generation, rank) -> step -> when
+    for document in connection.scalars(query):
+        event = load(document, Event)
+        times[event.generation, event.rank] |= _completed(event)
+    gaps = [at - found[step - 1] for found in times.values() for step, at in found.items() if step - 1 in found]
+    return max((at for found in times.values() for at in found.values()), default=None), median(gaps) if gaps else None
 
 
-def _completed(event: Event) -> list[float]:
-    times = event.data.get("completed_at")
-    return [float(at) for at in times if isinstance(at, int | float)] if isinstance(times, list) else []
+def _completed(event: Event) -> dict[int, float]:
+    """Return when each step of a summary was completed. One that takes seconds has a summary of its own."""
+    first, times = event.data.get("first_step"), event.data.get("completed_at")
+    if not isinstance(first, int) or not isinstance(times, list):
+        return {}
+    return {first + i: float(at) for i, at in enumerate(times) if isinstance(at, int | float)}

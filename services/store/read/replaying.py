@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 from sqlalchemy import Connection, delete, inspect, select
 
+from flyball.contracts.cluster import PolicyValue
 from flyball.contracts.decisions import Decision, Incident
 from flyball.contracts.errors import NotFound
-from services.controller.replay import Replay, compared, differences
+from services.controller.replay import OtherDecision, Replay, compared, decide_otherwise, differences
 from services.record.codec import load
 from services.store.decisions import outcome_writer
 from services.store.decisions import rounds as round_store
@@ -52,6 +54,42 @@ def replay_database(db: Database, folder: Path, *, job: str = "") -> ReplayResul
         copy.close()
 
 
+class OtherPolicyResult(msgspec.Struct, frozen=True):
+    """`decisions`: one per situation and subject, in order."""
+
+    rounds: int
+    decisions: tuple[OtherDecision, ...]
+    versions: tuple[str, ...]  # of the releases that decided
+
+
+def replay_with(db: Database, folder: Path, given: Mapping[str, PolicyValue], *, job: str = "") -> OtherPolicyResult:
+    """Decide every stored round by another policy, each in the situation that there was. Writes nothing to `db`.
+
+    `job`: only decisions about it. Raises NotFound if no round is kept.
+    """
+    copy = Database(f"sqlite:///{folder / 'replay.sqlite'}")
+    try:
+        _copy(db, copy)
+        with copy.read() as connection:
+            by_moment: dict[tuple[float, int], list[Decision]] = {}
+            for decision, epoch in _decisions(connection).values():
+                by_moment.setdefault((decision.at, epoch), []).append(decision)
+            count, versions = 0, dict[str, None]()
+            found: list[OtherDecision] = []
+            for stored in round_store.read(connection):
+                count, versions[stored.version] = count + 1, None
+                found += decide_otherwise(stored, given, by_moment.get((stored.at, stored.epoch), ()))
+        if not count:
+            raise _no_round(db)
+        return OtherPolicyResult(count, tuple(d for d in found if d.job == (job or d.job)), tuple(versions))
+    finally:
+        copy.close()
+
+
+def _no_round(db: Database) -> NotFound:
+    return NotFound(f"{db.name} keeps no round.", hint="replay a database of a supervisor of this release or newer")
+
+
 def _copy(db: Database, copy: Database) -> None:
     with copy.write() as target, db.read() as source:
         metadata.create_all(target, tables=list(_COPIED))
@@ -73,7 +111,7 @@ def _replay(db: Database, copy: Database, job: str) -> ReplayResult:
             decided += [(decision, stored.epoch) for decision in run.run(stored).decisions]
             count, n_signals, versions[stored.version] = count + 1, n_signals + len(stored.signals), None
     if not count:
-        raise NotFound(f"{db.name} keeps no round.", hint="replay a database of a supervisor of this release or newer")
+        raise _no_round(db)
     with copy.write() as connection:
         for decision, epoch in decided:
             outcome_writer.insert_decision(connection, decision, epoch)

@@ -10,13 +10,22 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
-from sqlalchemy import Connection, delete, func, select
+from sqlalchemy import Connection, case, delete, func, select
 
-from flyball.contracts.checkpoints import Lineage, ShardCopy, StoredPoint, StoredPoints, Tier, is_alive
+from flyball.contracts.checkpoints import (
+    Lineage,
+    ShardCopy,
+    StoredPoint,
+    StoredPoints,
+    Tier,
+    is_alive,
+    world_size_of,
+)
 from flyball.contracts.cluster import JobSpec
 from services.record.codec import load
-from services.store.reports.shared_reads import newest_lineage
+from services.rules import recovery_point
 from services.store.sql.rows import new_version, upsert
+from services.store.sql.shared_reads import newest_lineage
 from services.store.sql.tables import jobs, persistent_copies, persistent_steps
 
 StepKey: TypeAlias = tuple[str, int, int]  # job, generation, step
@@ -30,21 +39,29 @@ _CHUNK = 1000  # values in one query
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """Decides which steps of a job a restore may want."""
+    """Decides which steps of a job a restore may want. `world_size` is the job's: an older generation may have had
+    other ranks. `clean_steps`: the newest steps before known harms, to which a restart may go back."""
 
     lineage: Lineage
     world_size: int
     keep_latest: int
     keep_every: int
+    clean_steps: tuple[int, ...] = ()
 
     @staticmethod
-    def of(spec: JobSpec, lineage: Lineage) -> Wanted:
+    def of(spec: JobSpec, lineage: Lineage, clean_steps: Iterable[int] = ()) -> Wanted:
         policy = spec.checkpoint.policy(Tier.PERSISTENT)
-        return Wanted(lineage, spec.world_size, policy.keep_latest, policy.keep_every)
+        marks = tuple(sorted(clean_steps))
+        return Wanted(lineage, spec.world_size, policy.keep_latest, policy.keep_every, marks)
 
-    def is_complete(self, copies: Iterable[ShardCopy]) -> bool:
-        """Return whether the copies of one step and generation cover all ranks."""
-        return len({copy.rank for copy in copies if copy.rank < self.world_size}) == self.world_size
+    def saved_by(self, generation: int) -> int:
+        """Return how many ranks saved the steps of a generation."""
+        return world_size_of(generation, self.lineage, of_job=self.world_size)
+
+    def is_complete(self, generation: int, copies: Iterable[ShardCopy]) -> bool:
+        """Return whether the copies of one step of this generation cover all ranks that saved it."""
+        ranks = self.saved_by(generation)
+        return len({copy.rank for copy in copies if copy.rank < ranks}) == ranks
 
 
 def restorable(
@@ -52,21 +69,33 @@ def restorable(
 ) -> list[tuple[int, int]]:
     """Return the (generation, step) of a job that a restore may want.
 
-    These are the newest complete ones of its lineage that retention leaves in the store, and all newer ones.
-    `copies_of` is called for no others.
+    These are the newest complete ones of its lineage that retention leaves in the store, and all newer ones; the same
+    of the lineage up to each clean step. `copies_of` is called for no others.
 
     After failed restores some may be steps that retention removed while there were newer ones. Nobody reports which:
     steps that it could not remove, or that somebody pinned, still exist. Naming one that is gone costs a generation;
     not naming one that exists may cost all progress."""
+    marks = sorted(marks, key=_newest_first)
+    found = dict.fromkeys(_newest_complete(marks, wanted, copies_of))
+    for step in wanted.clean_steps:
+        clean = msgspec.structs.replace(wanted, lineage=recovery_point.before(wanted.lineage, step + 1))
+        found.update(dict.fromkeys(_newest_complete(marks, clean, copies_of)))
+    return list(found)
+
+
+def _newest_complete(
+    marks: Iterable[tuple[int, int]], wanted: Wanted, copies_of: Callable[[int, int], Sequence[ShardCopy]]
+) -> list[tuple[int, int]]:
+    """`marks`: newest first."""
     found: list[tuple[int, int]] = []
     complete = 0
-    for generation, step in sorted(marks, key=_newest_first):
+    for generation, step in marks:
         if not is_alive(generation, step, wanted.lineage):
             continue
         if complete >= wanted.keep_latest and (wanted.keep_every == 0 or step % wanted.keep_every):
             continue  # retention has removed it, or is about to
         found.append((generation, step))
-        complete += wanted.is_complete(copies_of(generation, step))
+        complete += wanted.is_complete(generation, copies_of(generation, step))
         if complete == wanted.keep_latest + (MULTIPLES if wanted.keep_every else 0):
             break
     return found
@@ -84,7 +113,7 @@ def forgettable(
     complete = multiples = 0
     gone = [mark for mark in marks if not is_alive(*mark, wanted.lineage)]
     for mark in sorted(set(marks).difference(gone), key=_newest_first):
-        is_complete = ranks.get(mark, 0) == wanted.world_size
+        is_complete = ranks.get(mark, 0) == wanted.saved_by(mark[0])
         is_multiple = wanted.keep_every > 0 and mark[1] % wanted.keep_every == 0
         if complete < newest:
             complete += is_complete
@@ -162,9 +191,12 @@ def _make_room(connection: Connection, job: str, marks: Collection[tuple[int, in
         return
     columns = persistent_copies.c
     query = select(columns.generation, columns.step, func.count()).group_by(columns.generation, columns.step)
-    rows = connection.execute(query.where(columns.job == job, columns.rank < wanted.world_size))
+    saved_by = {entry.generation: wanted.saved_by(entry.generation) for entry in wanted.lineage}
+    limit = case(saved_by, value=columns.generation, else_=wanted.world_size)
+    rows = connection.execute(query.where(columns.job == job, columns.rank < limit))
     ranks = {(generation, step): count for generation, step, count in rows}
-    at_once = max(1, min(FORGET_AT_ONCE, FORGET_ROWS_AT_ONCE // wanted.world_size))
+    most = max(wanted.world_size, *saved_by.values())
+    at_once = max(1, min(FORGET_AT_ONCE, FORGET_ROWS_AT_ONCE // most))
     for generation, step in forgettable(marks, wanted, ranks)[:at_once]:
         for table in (persistent_copies, persistent_steps):
             mine = (table.c.job == job, table.c.generation == generation, table.c.step == step)
@@ -203,8 +235,9 @@ class NewestStored:
             for generation, step in sorted(versions, key=_newest_first):
                 if wanted is None or not is_alive(generation, step, wanted.lineage):
                     continue
+                ranks = wanted.saved_by(generation)
                 if (wanted == before and known == StoredPoint(step, generation)) or (
-                    _ranks_of(connection, job, generation, step, wanted.world_size) == wanted.world_size
+                    _ranks_of(connection, job, generation, step, ranks) == ranks
                 ):
                     self._points[job] = StoredPoint(step, generation)
                     break

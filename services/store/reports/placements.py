@@ -15,8 +15,8 @@ from services.sensor.detector.watched_job import LearnedJob
 from services.sensor.detector.witnesses import neighbours
 from services.sensor.rules.placed import GivenRanks, Placed, given_in
 from services.store.reports.persistent_steps import NewestStored
-from services.store.reports.shared_reads import RunningPlans
 from services.store.sql.database import Database
+from services.store.sql.shared_reads import RunningPlans
 from services.store.sql.tables import jobs, learned_jobs
 
 Neighbours = Mapping[str, tuple[str, ...]]

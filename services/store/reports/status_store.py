@@ -21,10 +21,10 @@ from services.record.report_events import Before, RankKey, RankRow, Received
 from services.sensor.detector.watched_job import LearnedJob
 from services.sensor.rules.step_log import StepSummary
 from services.store.reports import persistent_steps, vouching
-from services.store.reports.shared_reads import GivenPlans, RunningPlans, hosts_of
 from services.store.sql import events
 from services.store.sql.database import Database
 from services.store.sql.rows import new_version, upsert
+from services.store.sql.shared_reads import GivenPlans, RunningPlans, hosts_of
 from services.store.sql.tables import generations, host_reports, hosts, jobs, learned_jobs, ranks, watermarks
 
 FEW_HOSTS = 500
@@ -41,6 +41,8 @@ _FACTS = (
     "engine",
     "copies",
     "version",
+    "fabric",
+    "memory_bytes",
 )
 
 
@@ -251,6 +253,8 @@ def _store_hosts(
                 "engine": dump(report.engine),
                 "copies": dump([copy for copy in report.copies if copy.tier is not Tier.PERSISTENT]),
                 "version": new_version(),
+                "fabric": facts.fabric,
+                "memory_bytes": facts.memory_bytes,
             }
         )
     upsert(connection, hosts, rows, replace=_FACTS)

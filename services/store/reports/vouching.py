@@ -1,5 +1,5 @@
-"""Which hosts each sensor received reports of, and when: one small document per sensor and interval, instead of a row
-per host and report."""
+"""Stores which hosts each sensor received reports of, and when: one small document per sensor and interval, instead of
+a row per host and report."""
 
 from __future__ import annotations
 

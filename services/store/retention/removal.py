@@ -8,17 +8,19 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Select, Table, delete, exists, func, select
 
-from services.store.reports.shared_reads import HAS_ENDED
 from services.store.sql.database import Database
+from services.store.sql.shared_reads import HAS_ENDED
 from services.store.sql.tables import (
     action_changes,
     actions,
+    audit_entries,
     commands,
     decisions,
     events,
     generations,
     host_reports,
     hosts,
+    idempotency_keys,
     incident_changes,
     incidents,
     job_failures,
@@ -88,6 +90,12 @@ def _remove_watermarks(connection: Connection) -> int:
         signals.c.source == watermarks.c.source, signals.c.incarnation == watermarks.c.incarnation
     )
     return int(connection.execute(delete(watermarks).where(followed, ~has_signals)).rowcount)
+
+
+def remove_audit(db: Database, before: float, keys_before: float) -> Iterator[int]:
+    """Remove records of operators' requests from before a moment, and the answers to keys from before another."""
+    yield from _remove_where(db, audit_entries, audit_entries.c.at < before)
+    yield from _remove_where(db, idempotency_keys, idempotency_keys.c.created_at < keys_before)
 
 
 # --- jobs ------------------------------------------------------------------------------------------------------------

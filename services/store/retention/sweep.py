@@ -11,10 +11,11 @@ from functools import partial
 from itertools import groupby
 
 import structlog
-from sqlalchemy import Connection, func, select, update
+from sqlalchemy import Connection, select, update
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.events import Event, EventKind
+from services.record.audit_records import KEY_KEPT_S
 from services.record.codec import dump, load
 from services.record.retention_rules import (
     DAY_S,
@@ -25,12 +26,14 @@ from services.record.retention_rules import (
     merge_steps,
     span_of,
 )
-from services.runtime.loops import OUTAGES, Outage
+from services.runtime.outages import OUTAGES, Outage
+from services.store.decisions import order_store
 from services.store.retention import removal
-from services.store.retention.hosts import SqlHostRemoval
+from services.store.retention.host_removal import SqlHostRemoval
 from services.store.sql.database import Database
 from services.store.sql.lease import leader
 from services.store.sql.rows import upsert
+from services.store.sql.shared_reads import last_before
 from services.store.sql.tables import cursors, events
 
 SWEEP_INTERVAL_S = SPAN_S
@@ -72,6 +75,8 @@ class Sweeper:
         yield from _merge_step_events(self._db, (now - ages.steps_in_full_s) // SPAN_S * SPAN_S)
         yield from _clear_signal_events(self._db, detail_before)
         yield from removal.remove_details(self._db, detail_before, ages.max_signals)
+        yield self._db.transact(partial(order_store.remove_refused, now=now), durable=False)
+        yield from removal.remove_audit(self._db, now - ages.audit_days * DAY_S, now - KEY_KEPT_S)
         yield self._hosts.remove_dead(now - ages.dead_host_days * DAY_S)
         yield from removal.remove_jobs(self._db, history_before)
         yield from removal.remove_events_of_no_job(self._db, history_before)
@@ -136,21 +141,9 @@ def _windows(db: Database, cursor: str, before: float) -> Iterator[tuple[int, in
     """Yield ranges (first, last) of the numbers of events written before a moment that are not done yet."""
     with db.read() as connection:
         done = connection.scalar(select(cursors.c.position).where(cursors.c.name == cursor)) or 0
-        last = _last_before(connection, before)
+        last = last_before(connection, events.c.number, events.c.at, before)
     for first in range(done + 1, last + 1, EVENTS_AT_ONCE):
         yield first, min(first + EVENTS_AT_ONCE - 1, last)
-
-
-def _last_before(connection: Connection, before: float) -> int:
-    """Return the number of the last event written before a moment, 0 for none. Bisects: times grow with the numbers,
-    except for a few seconds around the moment, which do not matter."""
-    low, high = 0, connection.scalar(select(func.max(events.c.number))) or 0
-    while low < high:
-        middle = (low + high + 1) // 2
-        query = select(events.c.number, events.c.at).where(events.c.number >= middle).order_by(events.c.number)
-        number, at = connection.execute(query.limit(1)).one()
-        low, high = (number, high) if at < before else (low, middle - 1)
-    return low
 
 
 def _done(db: Database, cursor: str, position: int) -> None:

@@ -9,6 +9,7 @@ from sqlalchemy import Connection, Select, insert, select, update
 from flyball.contracts.events import Event, EventKind
 from services.record.codec import dump, load
 from services.store.sql.database import Database
+from services.store.sql.shared_reads import DISORDER_S, last_before
 from services.store.sql.tables import events, log_head
 
 
@@ -49,19 +50,23 @@ class SqlEventLog:
             self._db.transact(lambda connection: append(connection, fresh))
 
     def read(
-        self, job: str | None, after: int, limit: int, kinds: Collection[EventKind] = ()
+        self, job: str | None, after: int, limit: int, kinds: Collection[EventKind] = (), since: float = 0.0
     ) -> list[tuple[int, Event]]:
         """Return up to `limit` (number, event) pairs with number > `after`, oldest first. With a job: its own events
         and those of no job, such as a joined host or an elected controller. Empty `kinds`: every kind."""
         query = _of(job, kinds).where(events.c.number > after).order_by(events.c.number).limit(limit)
         with self._db.read() as connection:
+            query = _since(connection, query, since)
             rows = connection.execute(query).all()
         return [(row.number, load(row.document, Event)) for row in rows]
 
-    def newest(self, job: str | None, limit: int, kinds: Collection[EventKind] = ()) -> list[tuple[int, Event]]:
+    def newest(
+        self, job: str | None, limit: int, kinds: Collection[EventKind] = (), since: float = 0.0
+    ) -> list[tuple[int, Event]]:
         """Return the newest `limit` pairs of what `read` selects, oldest first."""
         query = _of(job, kinds).order_by(events.c.number.desc()).limit(limit)
         with self._db.read() as connection:
+            query = _since(connection, query, since)
             rows = connection.execute(query).all()
         return [(row.number, load(row.document, Event)) for row in reversed(rows)]
 
@@ -69,6 +74,13 @@ class SqlEventLog:
         """Return the number of the newest event, 0 if there is none."""
         with self._db.read() as connection:
             return int(connection.execute(select(log_head.c.last_event)).scalar_one())
+
+
+def _since(connection: Connection, query: Select[tuple[int, str]], since: float) -> Select[tuple[int, str]]:
+    if not since:
+        return query
+    first = last_before(connection, events.c.number, events.c.at, since - DISORDER_S)
+    return query.where(events.c.number > first, events.c.at >= since)
 
 
 def _of(job: str | None, kinds: Collection[EventKind]) -> Select[tuple[int, str]]:

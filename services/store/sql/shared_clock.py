@@ -12,7 +12,7 @@ import structlog
 from sqlalchemy import Connection
 
 from flyball.contracts.clock import Clock
-from services.runtime.loops import OUTAGES, Outage
+from services.runtime.outages import OUTAGES, Outage
 from services.store.sql.database import Database
 from services.store.sql.lease import database_now
 
@@ -31,14 +31,11 @@ class SharedClock:
         self._clock = clock
         self._db = db
         self._ahead_s = 0.0  # the database's time minus the machine's
+        self.monotonic_s = clock.monotonic_s  # the machine's; read for every report
 
     def wall_s(self) -> float:
         """Return seconds since the Unix epoch by the database's clock."""
         return self._clock.wall_s() + self._ahead_s
-
-    def monotonic_s(self) -> float:
-        """Return the machine's monotonic time."""
-        return self._clock.monotonic_s()
 
     def measure(self) -> None:
         """Compare clocks with the database. If it raises what `Database.read` raises, the last result stays valid."""

@@ -108,8 +108,10 @@ signals = _table(
     Column("stored_at", Seconds, nullable=False),
     Column("document", Document, nullable=False),
     UniqueConstraint("source", "incarnation", "seq"),
-    Index(None, "job", "generation"),
+    Index(None, "job", "generation", "observed_at"),
+    Index(None, "job"),  # in the order of numbers, for lists
     Index(None, "host_id"),
+    Index(None, "kind"),
 )
 
 watermarks = _table(
@@ -138,6 +140,8 @@ hosts = _table(
     Column("engine", Document, nullable=False),
     Column("copies", Document, nullable=False),  # every verified copy on it
     Column("version", BigInteger, nullable=False),  # new with every write, see `rows`
+    Column("fabric", String(128), nullable=False, server_default=""),
+    Column("memory_bytes", BigInteger, nullable=False, server_default="0"),
 )
 
 host_reports = _table(
@@ -160,6 +164,13 @@ vouches = _table(
     Column("ages_ms", Document, nullable=False),  # in the order of `hosts`
 )
 
+stands = _table(
+    "stands",  # what a sensor tells the others of ranks that stand still, while it has some
+    Column("sensor", String(128), primary_key=True),
+    Column("at", Seconds, nullable=False),
+    Column("document", Document, nullable=False),
+)
+
 learned_jobs = _table(
     "learned_jobs",  # what sensors learned about jobs: durations of steps, pauses that were no faults
     Column("job", Name, primary_key=True),
@@ -175,6 +186,68 @@ drains = _table(
     Column("deadline_at", Seconds, nullable=False),
     Column("reason", Document, nullable=False),
     Column("message", Document, nullable=False),  # why it was refused
+)
+
+host_conditions = _table(
+    "host_conditions",  # that stand
+    Column("host_id", Name, primary_key=True),
+    Column("source", String(100), primary_key=True),
+    Column("kind", Name, primary_key=True),
+    Column("subject", String(100), primary_key=True),
+    Column("until", Seconds, nullable=False),  # 0.0: until it is ended
+    Column("is_overruled", Boolean, nullable=False),  # an operator gave the host work all the same
+    Column("document", Document, nullable=False),
+)
+
+host_checks = _table(
+    "host_checks",  # the newest of each host
+    Column("host_id", Name, primary_key=True),
+    Column("state", Word, nullable=False),
+    Column("action", BigInteger, nullable=False),
+    Column("document", Document, nullable=False),
+)
+
+orders = _table(
+    "orders",  # operators' orders to the controller; one that is over has no row
+    Column("kind", Word, primary_key=True),
+    Column("target", String(140), primary_key=True),  # a host, "domain:NAME", an incident, or a job
+    Column("requested_at", Seconds, nullable=False),
+    Column("until", Seconds, nullable=False),
+    Column("state", Word, nullable=False),
+    Column("awaited", Word, nullable=False),  # the kind of action that an approval is about
+    Column("action_id", Word, nullable=False, server_default=""),  # of an approval's incident when it was given
+    Column("reason", Document, nullable=False),
+    Column("message", Document, nullable=False),  # why it was refused
+)
+
+audit_entries = _table(
+    "audit_entries",  # requests of operators that change something
+    Column("number", Number, primary_key=True),
+    Column("at", Seconds, nullable=False),
+    Column("ended_at", Seconds, nullable=False),  # 0.0: it is in progress, or its process died
+    Column("role", Word, nullable=False),
+    Column("token", Word, nullable=False),  # fingerprint
+    Column("client", Name, nullable=False),
+    Column("operation", Name, nullable=False),
+    Column("target", String(200), nullable=False),
+    Column("status", Integer, nullable=False),
+    Column("code", Word, nullable=False),
+    Column("idempotency_key", String(255), nullable=False),
+    Column("claim", BigInteger, nullable=False),  # of the key; 0: none
+    Column("detail", Document, nullable=False),
+    Index(None, "operation"),
+    Index(None, "target"),
+    Index(None, "at"),
+)
+
+idempotency_keys = _table(
+    "idempotency_keys",  # of operators' requests, with the answers; kept for a day
+    Column("idempotency_key", String(255), primary_key=True),
+    Column("digest", Word, nullable=False),  # of the request
+    Column("claim", BigInteger, nullable=False, index=True),  # of the request that is carried out
+    Column("created_at", Seconds, nullable=False, index=True),
+    Column("status", Integer, nullable=False),  # of the answer; 0: none yet
+    Column("answer", Document, nullable=False),
 )
 
 ranks = _table(
@@ -236,6 +309,7 @@ job_failures = _table(
     Column("error_kind", Document, nullable=False),
     Column("error_message", Document, nullable=False),
     Column("step", BigInteger, nullable=False),
+    Column("host_id", Name, nullable=False, server_default=""),
 )
 
 generations = _table(
@@ -258,8 +332,14 @@ incidents = _table(
     Column("state", Word, nullable=False),
     Column("closed", Boolean, nullable=False, index=True),
     Column("decided_at", Seconds, nullable=False),  # first decision; 0.0: none yet
+    Column("host_id", Name, nullable=False, server_default=""),
+    Column("cause", Name, nullable=False, server_default=""),
+    Column("opened_at", Seconds, nullable=False, server_default="0"),
     Column("document", Document, nullable=False),
     Index(None, "job"),
+    Index(None, "host_id"),
+    Index(None, "cause"),
+    Index(None, "state"),
 )
 
 incident_changes = _table(
@@ -282,6 +362,7 @@ decisions = _table(
     Column("epoch", BigInteger, nullable=False),
     Column("document", Document, nullable=False),
     Index(None, "job"),
+    Index(None, "kind"),
 )
 
 rounds = _table(
@@ -318,6 +399,8 @@ actions = _table(
     Column("message", Document, nullable=False),
     Column("started_at", Seconds, nullable=False),
     Column("ended_at", Seconds, nullable=False),
+    Index(None, "job"),
+    Index(None, "state"),
 )
 
 action_changes = _table(
@@ -357,6 +440,7 @@ log_head = _table(
     Column("id", Integer, primary_key=True, autoincrement=False),
     Column("last_event", BigInteger, nullable=False),
     Column("revision", BigInteger, nullable=False),  # grows with every change that a view may show
+    Column("conditions_revision", BigInteger, nullable=False, server_default="0"),  # at their last change
 )
 
 events = _table(

@@ -1,0 +1,397 @@
+"""Updates incidents with the events since the last round, and diagnoses new failures. Decides nothing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from flyball.contracts.cluster import HostState, JobState, Phase
+from flyball.contracts.decisions import ActionState, DecisionKind, Incident, IncidentState
+from services.controller.round import diagnosis
+from services.controller.round.diagnosis import (
+    CHECKPOINT_REQUESTED,
+    DEPARTURES,
+    DRAIN_REQUESTED,
+    HOST_SILENT,
+    PREEMPTION_NOTICE,
+    RANKS_PARKED,
+    ROOM_TO_GROW,
+    SAVES_FAILING,
+    START_OVERDUE,
+    STRAGGLER,
+    SUPERSEDED_WORKERS,
+    Failure,
+    newest_common_step,
+)
+from services.controller.round.guardrails import progress_of
+from services.controller.round.round import Round
+from services.controller.round.view import ActionView, GenerationView, HostView, JobView, PastFailure, RankView
+from services.controller.round.wording import ranks_kept, ranks_of
+from services.controller.rules import (
+    check_rules,
+    checkpoint_rules,
+    grow_rules,
+    hang_rules,
+    health_rules,
+    preemption_rules,
+    save_rules,
+    start_rules,
+    straggler_rules,
+)
+from services.controller.updates import host_conditions
+from services.rules.incident_states import IncidentEvent
+
+_STALE_AFTER_S = 2.0  # older workers in a report this long after the start are strays
+_CLEAN_WITHIN_S = 15.0
+_REPORTED_WITHIN_S = 10.0  # after a successful start; a host that reports no worker by then has none
+_ASK_AGAIN_S = 1.0
+_ENDED_AFTER_S = 20.0  # as `_STALE_AFTER_S`, after a job's end: leaves time for its commands and its workers' grace
+
+
+def follow(round_: Round, job: JobView) -> None:
+    """Update the job's incidents from their actions, ranks and hosts."""
+    for incident in round_.open_incidents(job.spec.job):
+        if incident.cause == SUPERSEDED_WORKERS:
+            _follow_stale_workers(round_, incident)
+        elif incident.cause == SAVES_FAILING:
+            save_rules.follow(round_, job, incident)
+        elif incident.cause == STRAGGLER and incident.state is IncidentState.DECIDING:
+            straggler_rules.follow(round_, job, incident)
+        elif incident.cause == ROOM_TO_GROW and incident.state is IncidentState.DECIDING:
+            grow_rules.follow(round_, job, incident)
+        elif incident.cause == CHECKPOINT_REQUESTED and incident.state is IncidentState.DECIDING:
+            checkpoint_rules.follow(round_, job, incident)
+        elif incident.state is IncidentState.ACTING:
+            _follow_action(round_, job, incident)
+        elif incident.state is IncidentState.VERIFYING:
+            _verify(round_, job, incident)
+    for incident in round_.open_incidents(job.spec.job):
+        if incident.state is IncidentState.DECIDING:
+            _clear(round_, job, incident)
+
+
+def diagnose(round_: Round, job: JobView) -> None:
+    """Diagnose the job's current generation, and open its incident or update the cause."""
+    generation = job.generation
+    if generation is None or job.state is not JobState.RUNNING:
+        return
+    failure = _find_failure(round_, job, generation)
+    if failure is not None:
+        round_.diagnoses[job.spec.job] = failure
+        _record(round_, job, generation, failure)
+    incident = health_rules.failure_of(round_, job.spec.job)
+    if incident is not None:
+        start_rules.note_failed_starts(round_, incident, generation)
+    _find_notices(round_, job, generation)
+    _find_drains(round_, job, generation)
+    host_conditions.find(round_, job, generation)
+    grow_rules.find(round_, job, generation)
+    _find_stale_workers(round_, job, generation)
+
+
+def find_left_behind(round_: Round, job: JobView) -> None:
+    """For an ended job, find workers on hosts that did not get the command to stop."""
+    for incident in round_.open_incidents(job.spec.job):
+        if incident.cause == SUPERSEDED_WORKERS:
+            _follow_stale_workers(round_, incident)
+    if job.generation is not None:
+        _find_stale_workers(round_, job, job.generation)
+
+
+# --- following -------------------------------------------------------------------------------------------------------
+
+
+def _follow_action(round_: Round, job: JobView, incident: Incident) -> None:
+    action = round_.actions.get(incident.action_id)
+    if action is None or action.state in (ActionState.FAILED, ActionState.TIMED_OUT):
+        round_.advance(incident, IncidentEvent.ACTION_FAILED, failed_step=_failed_step(incident, action))
+    elif action.state is ActionState.SUPERSEDED:
+        round_.advance(incident, IncidentEvent.SUPERSEDED, failed_step=_failed_step(incident, action))
+    elif action.state is ActionState.SUCCEEDED and action.plan.kind is DecisionKind.EMERGENCY_CHECKPOINT:
+        round_.advance(incident, IncidentEvent.SAVED)
+    elif action.state is ActionState.SUCCEEDED and action.plan.kind is DecisionKind.TAKE_STACKS:
+        hang_rules.take_in_stands(round_, job, incident, action)
+    elif action.state is ActionState.SUCCEEDED and action.plan.kind is DecisionKind.CHECK_HOSTS:
+        check_rules.take_in_check(round_, incident, action)
+    elif action.state is ActionState.SUCCEEDED and action.plan.kind is DecisionKind.RESUME:
+        stood_at = max(incident.failed_step, action.plan.emergency_step)
+        round_.advance(incident, IncidentEvent.ACTION_SUCCEEDED, failed_step=stood_at, lost_steps=0)
+    elif action.state is ActionState.SUCCEEDED:
+        failed = _failed_step(incident, action)
+        restored = -1 if action.restore_step is None else action.restore_step
+        event, lost = IncidentEvent.ACTION_SUCCEEDED, max(0, failed - restored)
+        round_.advance(incident, event, failed_step=failed, restored_step=restored, lost_steps=lost)
+    elif _waits_for_the_silent(round_, job, action):
+        round_.advance(incident, IncidentEvent.FAILED_AGAIN, failed_step=_failed_step(incident, action))
+
+
+def _waits_for_the_silent(round_: Round, job: JobView, action: ActionView) -> bool:
+    """Whether a host that must stop its workers fell silent. The present generation's hosts are diagnosed with it."""
+    if action.plan.next is None or action.phase not in ("", "stop"):
+        return False
+    present = {part.host_id for part in job.generation.hosts} if job.generation else set()
+    return any(round_.is_silent(host_id) for host_id in action.plan.stop_hosts if host_id not in present)
+
+
+def _failed_step(incident: Incident, action: ActionView | None) -> int:
+    """Return the newest step that all ranks completed before the failure, from the answers of an action's hosts.
+
+    The last steps of a lost host's ranks are unknown. They count like the slowest other rank, since ranks that train
+    together wait for each other. So the number of lost steps is never too low.
+    """
+    if action is None or not action.positions or action.plan.next is None:
+        return incident.failed_step
+    return max(incident.failed_step, min(action.positions.values()))
+
+
+def _verify(round_: Round, job: JobView, incident: Incident) -> None:
+    """Resolve an incident once every rank has completed a step past the failed one. Live processes do not suffice."""
+    generation = job.generation
+    if generation is None or generation.started_at == 0.0:
+        return
+    threshold = max(incident.failed_step, incident.restored_step)
+    is_whole = len(generation.ranks) == job.spec.world_size
+    ranks = generation.ranks if is_whole else ()
+    stands = any(rank.phase is Phase.PARKED for rank in ranks)  # the detector does not watch parked ranks
+    patience_s = round_.settings_of(job.spec).verify_deadline_s if is_whole and not stands else _REPORTED_WITHIN_S
+    if ranks and all(rank.step > threshold for rank in ranks):
+        round_.advance(incident, IncidentEvent.STEPS_ADVANCED)
+    elif threshold < 0 and ranks and all(diagnosis.shows_no_steps(rank) for rank in ranks):
+        _watch_life(round_, job, incident, ranks)
+    elif not _is_known_since(round_, generation, due := incident.since + patience_s):
+        round_.wake(max(due, round_.now + _ASK_AGAIN_S))
+    elif ranks and all(rank.phase not in (Phase.STARTING, Phase.RESTORING, Phase.PARKED) for rank in ranks):
+        # Long steps: the detector reports it if they stop.
+        round_.wake(round_.now + round_.settings_of(job.spec).verify_deadline_s)
+    elif (failure := _pending_failure(round_, job)) is None or failure == incident:  # else that one starts another
+        round_.advance(incident, IncidentEvent.VERIFY_OVERDUE)
+
+
+def _pending_failure(round_: Round, job: JobView) -> Incident | None:
+    return health_rules.unless_held(health_rules.failure_of(round_, job.spec.job))
+
+
+def _is_known_since(round_: Round, generation: GenerationView, at: float) -> bool:
+    """Whether `at` has passed, and every host of the generation has reported since. After an outage of the control
+    plane or the database, old reports prove nothing: the workers may have recovered long ago."""
+    hosts = (round_.hosts.get(part.host_id) for part in generation.hosts)
+    return round_.now >= at and all(host is None or host.known_at > at for host in hosts)
+
+
+def _watch_life(round_: Round, job: JobView, incident: Incident, ranks: Sequence[RankView]) -> None:
+    """Resolve the incident of a script that does not attach, or has not yet, once its workers have run for a while."""
+    due = incident.since + round_.settings_of(job.spec).unwatched_verify_s
+    if round_.now >= due and all(rank.reported_at >= incident.since for rank in ranks):
+        round_.advance(incident, IncidentEvent.STEPS_ADVANCED)
+    else:
+        round_.wake(max(due, round_.now + _ASK_AGAIN_S))
+
+
+def _clear(round_: Round, job: JobView, incident: Incident) -> None:
+    """Close an incident whose cause went away by itself."""
+    generation = job.generation
+    if generation is None:
+        return
+    if incident.cause in DEPARTURES:
+        action = round_.actions.get(incident.action_id)
+        stands = (
+            action is not None
+            and action.state is not ActionState.SUPERSEDED
+            and action.of_generation == generation.generation
+        )  # its last action still holds
+        migrates = stands and action is not None and action.plan.next is not None  # that action will end it
+        is_left = all(part.host_id != incident.host_id for part in generation.hosts)
+        # A drained host may have to take its ranks back until they train elsewhere.
+        may_return = incident.cause == DRAIN_REQUESTED and _pending_failure(round_, job) is not None
+        is_over = is_left and not migrates and not (may_return and preemption_rules.is_wanted(round_, incident))
+        if is_over or (not stands and not preemption_rules.is_wanted(round_, incident)):
+            round_.advance(incident, IncidentEvent.CLEARED)
+    elif health_rules.is_left_behind(incident, generation):
+        round_.advance(incident, IncidentEvent.CLEARED)
+    elif incident.cause == HOST_SILENT and incident.generation == generation.generation:
+        is_whole = len(generation.ranks) == job.spec.world_size
+        if is_whole and not _silent_hosts(round_, generation) and _trains_on(round_, job, incident, generation):
+            round_.advance(incident, IncidentEvent.CLEARED, lost_steps=0)
+
+
+def _trains_on(round_: Round, job: JobView, incident: Incident, generation: GenerationView) -> bool:
+    """Whether the ranks of hosts that were silent have trained on, or, where no steps can show it, have run on."""
+    ranks = generation.ranks
+    if diagnosis.shows_steps(generation):
+        return all(
+            rank.step > incident.failed_step and rank.exited is None and rank.reported_at > incident.since
+            for rank in ranks
+        )
+    hosts = [round_.hosts[part.host_id] for part in generation.hosts if part.host_id in round_.hosts]
+    returned_at = max((host.since for host in hosts), default=round_.now)
+    runs_on = all(diagnosis.is_done(rank) or (rank.exited is None and rank.reported_at > returned_at) for rank in ranks)
+    return runs_on and round_.now >= returned_at + round_.settings_of(job.spec).unwatched_verify_s
+
+
+def _follow_stale_workers(round_: Round, incident: Incident) -> None:
+    host = round_.hosts.get(incident.host_id)
+    if host is None or host.state is HostState.SILENT or incident.job not in host.stale_jobs:
+        round_.advance(incident, IncidentEvent.CLEARED)
+        return
+    action = round_.actions.get(incident.action_id)
+    if incident.state is IncidentState.VERIFYING:
+        round_.wake(incident.since + _CLEAN_WITHIN_S)
+        if round_.now >= incident.since + _CLEAN_WITHIN_S:
+            round_.advance(incident, IncidentEvent.VERIFY_OVERDUE)
+    elif incident.state is IncidentState.ACTING and (action is None or action.state.ended):
+        succeeded = action is not None and action.state is ActionState.SUCCEEDED
+        round_.advance(incident, IncidentEvent.ACTION_SUCCEEDED if succeeded else IncidentEvent.ACTION_FAILED)
+
+
+# --- diagnosing ------------------------------------------------------------------------------------------------------
+
+
+def _find_failure(round_: Round, job: JobView, generation: GenerationView) -> Failure | None:
+    failures = [diagnosis.exit_failure(rank, generation) for rank in generation.ranks]
+    failures.append(diagnosis.silence_failure(_silent_hosts(round_, generation), generation))
+    failures.append(diagnosis.restart_failure(generation, round_.now))
+    failures += diagnosis.failed_starts(round_.actions.values(), job.spec.job, generation, round_.now)
+    failures += round_.reported.get(job.spec.job, [])
+    found = diagnosis.root_cause(failure for failure in failures if failure is not None)
+    return found or _never_started(round_, job, generation) or _parked_for_nothing(round_, job, generation)
+
+
+def _silent_hosts(round_: Round, generation: GenerationView) -> list[HostView]:
+    hosts = [round_.hosts[part.host_id] for part in generation.hosts if part.host_id in round_.hosts]
+    return [host for host in hosts if host.state is HostState.SILENT and not host.silenced_until]
+
+
+def _never_started(round_: Round, job: JobView, generation: GenerationView) -> Failure | None:
+    """Return the failure of a generation with missing ranks, if no action or incident is open."""
+    if any(round_.open_actions(job.spec.job)) or _pending_failure(round_, job) is not None:
+        return None
+    present = {rank.rank for rank in generation.ranks}
+    missing = [rank for part in generation.hosts for rank in part.ranks if rank not in present]
+    due = generation.started_at + _REPORTED_WITHIN_S
+    if generation.started_at > 0.0 and not (missing and _is_known_since(round_, generation, due)):
+        if missing:
+            round_.wake(max(due, round_.now + _ASK_AGAIN_S))
+        return None
+    return Failure(
+        cause=START_OVERDUE,
+        message=f"Generation {generation.generation} did not start: {ranks_of(missing)} did not report.",
+        generation=generation.generation,
+        at=round_.now,
+        rank=missing[0] if missing else -1,
+        evidence={"ranks": ranks_kept(missing)},
+    )
+
+
+def _parked_for_nothing(round_: Round, job: JobView, generation: GenerationView) -> Failure | None:
+    """Return the failure of ranks parked at an emergency step that the database does not know: it was set back or lost.
+    Without this, they would wait forever."""
+    parked = [rank.rank for rank in generation.ranks if rank.phase is Phase.PARKED and rank.exited is None]
+    if not parked or any(round_.open_actions(job.spec.job)) or round_.open_incidents(job.spec.job):
+        return None
+    return Failure(
+        cause=RANKS_PARKED,
+        message=f"{ranks_of(parked).capitalize()} saved a step and wait, but no action will release them.",
+        generation=generation.generation,
+        at=round_.now,
+        rank=parked[0],
+        evidence={"ranks": ranks_kept(parked)},
+    )
+
+
+def _record(round_: Round, job: JobView, generation: GenerationView, failure: Failure) -> None:
+    """Open the job's incident, reopen it for a newer generation, or update its cause."""
+    incident = health_rules.failure_of(round_, job.spec.job)
+    facts: dict[str, Any] = {
+        "cause": failure.cause,
+        "message": failure.message,
+        "host_id": failure.host_id,
+        "generation": generation.generation,
+    }
+    if failure.harm is not None or incident is None or incident.generation < generation.generation:
+        facts["harm"] = failure.harm  # a later failure of the same generation does not undo a harm
+    if incident is None:
+        round_.open_incident(
+            job=job.spec.job, observed_at=failure.at, failed_step=newest_common_step(generation), **facts
+        )
+    elif incident.generation < generation.generation:
+        failed = max(incident.failed_step, newest_common_step(generation))
+        facts["failed_step"] = failed
+        if progress_of(generation, round_.settings_of(job.spec)):  # the last decision worked
+            facts |= {"decisions_made": 0, "failed_starts": ()}
+        round_.advance(incident, IncidentEvent.FAILED_AGAIN, **facts)
+    elif incident.state is IncidentState.DECIDING and health_rules.replaces(failure, incident):
+        round_.advance(incident, None, **facts)
+    else:
+        return
+    record = failure.record
+    if not failure.is_step_known:  # it cannot be compared by step
+        record = PastFailure(record.generation, record.cause, "", "", record.step, record.host_id)
+    round_.change_job(job.spec.job, job.state, job.message, record)
+
+
+def _find_notices(round_: Round, job: JobView, generation: GenerationView) -> None:
+    known = {i.host_id for i in round_.open_incidents(job.spec.job) if i.cause == PREEMPTION_NOTICE}
+    common = functools.cache(lambda: newest_common_step(generation))  # once for all hosts
+    for part in generation.hosts:
+        host = round_.hosts.get(part.host_id)
+        if host is None or host.preempt_deadline_at == 0.0 or host.host_id in known:
+            continue
+        if host.state in (HostState.SILENT, HostState.CORDONED):
+            continue  # already lost, or given up by an earlier incident
+        round_.open_incident(
+            job=job.spec.job,
+            host_id=host.host_id,
+            cause=PREEMPTION_NOTICE,
+            message=f"{host.host_id} will be taken away: {host.reason}",
+            generation=generation.generation,
+            failed_step=common(),
+            observed_at=round_.noticed.get(host.host_id, round_.now),
+        )
+
+
+def _find_drains(round_: Round, job: JobView, generation: GenerationView) -> None:
+    known = {i.host_id for i in round_.open_incidents(job.spec.job) if i.cause in DEPARTURES}
+    common = functools.cache(lambda: newest_common_step(generation))  # once for all hosts
+    for part in generation.hosts:
+        host = round_.hosts.get(part.host_id)
+        if host is None or host.drain is None or not host.is_drained or host.host_id in known:
+            continue
+        if host.state is HostState.SILENT:
+            continue  # already lost
+        why = f" ({host.drain.reason})" if host.drain.reason else ""
+        round_.open_incident(
+            job=job.spec.job,
+            host_id=host.host_id,
+            cause=DRAIN_REQUESTED,
+            message=f"An operator drains {host.host_id}{why}.",
+            generation=generation.generation,
+            failed_step=common(),
+            observed_at=host.drain.requested_at,
+        )
+
+
+def _find_stale_workers(round_: Round, job: JobView, generation: GenerationView) -> None:
+    name, has_ended = job.spec.job, job.state.ended
+    since = job.ended_at if has_ended else generation.started_at
+    if since == 0.0 or any(round_.open_actions(name)):
+        return
+    present = set() if has_ended else {part.host_id for part in generation.hosts}
+    known = {i.host_id for i in round_.open_incidents(name) if i.cause == SUPERSEDED_WORKERS}
+    for host in round_.hosts.values():
+        if name not in host.stale_jobs or host.host_id in present or host.host_id in known:
+            continue
+        if host.state in (HostState.SILENT, HostState.CORDONED):
+            continue
+        if host.known_at <= since + (_ENDED_AFTER_S if has_ended else _STALE_AFTER_S):
+            continue  # that report may be older than the stop
+        stale = host.stale_jobs[name]
+        why = f"which has {job.state.value}" if has_ended else f"superseded by {generation.generation}"
+        round_.open_incident(
+            job=name,
+            host_id=host.host_id,
+            cause=SUPERSEDED_WORKERS,
+            message=f"{host.host_id} still runs workers of generation {stale} of job {name}, {why}.",
+            generation=stale,
+            observed_at=round_.now,
+        )

@@ -1,0 +1,100 @@
+"""The pages of what went wrong. /incidents: what is wrong? /incidents/ID: what happened, and why was this done?"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import RedirectResponse, Response
+
+from flyball.contracts.decisions import IncidentState
+from flyball.contracts.errors import FlyballError, NotFound
+from goodput.account.options import AccountOptions
+from services.dashboard import story
+from services.dashboard.site import HEADERS, Json, Site
+from services.runtime.list_filters import OPEN_INCIDENTS, IncidentFilter
+from services.runtime.paging import Page
+
+PAGE_SIZE = 50
+_INCIDENT = re.compile(r"inc-[0-9]{1,18}")
+_DECISION = re.compile(r"dec-[0-9]{1,18}")
+# The choices of the filter, each with its states.
+FILTERS: dict[str, tuple[IncidentState, ...]] = {
+    "all": (),
+    "open": OPEN_INCIDENTS,
+    "escalated": (IncidentState.ESCALATED,),
+    "resolved": (IncidentState.RESOLVED,),
+}
+
+
+def router(site: Site) -> APIRouter:
+    routes = APIRouter(include_in_schema=False)
+
+    @routes.get("/incidents")
+    def list_incidents(
+        request: Request, state: str = "all", before: Annotated[str, Query(max_length=32)] = ""
+    ) -> Response:
+        return site.page(request, "incidents.html", lambda: _incidents(site, state, before))
+
+    @routes.get("/incidents/{incident_id}")
+    def show_incident(request: Request, incident_id: str) -> Response:
+        return site.page(request, "incident.html", lambda: _incident(site, incident_id))
+
+    @routes.get("/incidents/{incident_id}/cost")
+    def show_cost(request: Request, incident_id: str) -> Response:
+        """A part of the page: what the supervisor may have to calculate for longer."""
+        return site.part(request, "incident_cost.html", lambda: _cost(site, incident_id))
+
+    @routes.get("/decisions/{decision_id}")
+    def find_decision(request: Request, decision_id: str) -> Response:
+        """Lead to the decision in the story of its incident."""
+        if not site.may_look(request):
+            return site.login(request)
+        try:
+            found = site.reads.decision(_checked(decision_id, _DECISION))
+        except FlyballError as error:
+            return site.failed(request, error)
+        if found["incident_id"]:
+            return RedirectResponse(f"/incidents/{found['incident_id']}#{decision_id}", 303, HEADERS)
+        return RedirectResponse(f"/jobs/{found['job']}#{decision_id}", 303, HEADERS)
+
+    return routes
+
+
+def _incidents(site: Site, state: str, before: str) -> Json:
+    chosen = state if state in FILTERS else "all"
+    start = before if _INCIDENT.fullmatch(before) else ""
+    found = site.reads.incidents(None, Page(PAGE_SIZE, start), IncidentFilter(FILTERS[chosen]))
+    return {
+        "incidents": found[::-1],
+        "chosen": chosen,
+        "filters": list(FILTERS),
+        "earlier": found[0]["incident_id"] if len(found) == PAGE_SIZE else "",
+        "is_first": not start,
+    }
+
+
+def _incident(site: Site, incident_id: str) -> Json:
+    incident = site.reads.incident(_checked(incident_id, _INCIDENT))
+    job = site.reads.job(incident["job"]) if incident["job"] else None
+    return {
+        "incident": incident,
+        "phases": story.phases(incident, site.clock.wall_s()),
+        "lines": story.told(incident),
+        "logs": story.log_choices(incident, job["ranks"]) if job else [],
+        "restored_from": story.restored_from(incident["restored_from"]),
+    }
+
+
+def _cost(site: Site, incident_id: str) -> Json:
+    incident = site.reads.incident(_checked(incident_id, _INCIDENT))
+    report = site.goodput(incident["job"], AccountOptions())
+    costs = (cost for cost in report["incidents"] if cost["incident_id"] == incident_id)
+    return {"cost": next(costs, None)}
+
+
+def _checked(name: str, pattern: re.Pattern[str]) -> str:
+    if not pattern.fullmatch(name):
+        raise NotFound(f"There is no {name[:80]!r}.", hint="look for it in the list of incidents")
+    return name

@@ -1,0 +1,134 @@
+"""What every page has: the login, the headers, the position of the event log from which it goes on live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, Protocol
+
+from fastapi import Request
+from starlette.responses import HTMLResponse, Response
+
+from flyball.contracts.clock import Clock
+from flyball.contracts.errors import FlyballError
+from goodput.account.options import AccountOptions
+from services.dashboard.rendering import templates
+from services.runtime.http.auth import Authenticator, Role
+from services.runtime.list_filters import DecisionFilter, HostFilter, IncidentFilter, JobFilter, OrderFilter
+from services.runtime.paging import EventLogReader, Page
+
+Json = dict[str, Any]
+MAY_LOOK = (Role.READER, Role.OPERATOR)
+
+CONTENT_SECURITY_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        "img-src 'self' data:",
+        "base-uri 'none'",
+        "form-action 'self'",
+        "frame-ancestors 'none'",
+    )
+)
+HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "Referrer-Policy": "same-origin",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+
+
+class PageReads(Protocol):
+    """What pages show, as the API replies it. Raises NotFound."""
+
+    def jobs(self, page: Page, *, open_only: bool, wanted: JobFilter) -> list[Json]: ...
+
+    def job_counts(self) -> dict[str, int]: ...
+
+    def job(self, name: str) -> Json: ...
+
+    def host(self, host_id: str) -> Json: ...
+
+    def hosts(self, page: Page, *, also_left: bool, wanted: HostFilter) -> list[Json]: ...
+
+    def host_states(self) -> dict[str, int]: ...
+
+    def incidents(self, job: str | None, page: Page, wanted: IncidentFilter) -> list[Json]: ...
+
+    def incident(self, incident_id: str) -> Json: ...
+
+    def decisions(self, job: str | None, page: Page, wanted: DecisionFilter) -> list[Json]: ...
+
+    def decision(self, decision_id: str) -> Json: ...
+
+    def checkpoints(self, job: str) -> Json: ...
+
+    def recoverability(self, job: str) -> Json: ...
+
+    def host_map(self) -> Json: ...
+
+    def orders(self, page: Page, wanted: OrderFilter) -> list[Json]: ...
+
+
+GoodputOf = Callable[[str, AccountOptions], Json]  # raises NotFound, TooBusy
+
+
+class Site:
+    """Renders pages for those who may look, and the login for others."""
+
+    def __init__(
+        self, authenticator: Authenticator, reads: PageReads, events: EventLogReader, goodput: GoodputOf, clock: Clock
+    ) -> None:
+        self.reads = reads
+        self.goodput = goodput
+        self.clock = clock
+        self._authenticator = authenticator
+        self._events = events
+
+    def page(self, request: Request, template: str, content: Callable[[], Json]) -> Response:
+        """Respond with a page about `content()`. Blocks: call it in a thread."""
+        if not self.may_look(request):
+            return self.login(request)
+        position = self._events.last()  # read first: what happens meanwhile is shown again, and nothing is missed
+        try:
+            page = (
+                templates().get_template(template).render(content() | {"here": request.url.path, "position": position})
+            )
+        except FlyballError as error:
+            return self.failed(request, error)
+        return HTMLResponse(page, headers=HEADERS)
+
+    def failed(self, request: Request, error: FlyballError) -> Response:
+        """Respond with an error as a page: its cause and the next step."""
+        page = templates().get_template("error.html").render(here=request.url.path, position=0, error=error)
+        return HTMLResponse(page, error.status, HEADERS)
+
+    def part(self, request: Request, template: str, content: Callable[[], Json]) -> Response:
+        """Respond with a part of a page, for `data-from`. An error is a line of it; at 503 it stays as it is."""
+        if not self.may_look(request):
+            return self.login(request)
+        try:
+            part = templates().get_template(template).render(content())
+        except FlyballError as error:
+            if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+                return HTMLResponse(error.message, error.status, HEADERS)
+            part = templates().get_template("part_error.html").render(error=error)
+        return HTMLResponse(part, headers=HEADERS)
+
+    def login(self, request: Request, *, problem: str = "", status: int = 401, after: str = "") -> Response:
+        """Respond with the login, which leads on to the page `after`; '': to where the request wanted to go."""
+        wanted = after or request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        page = templates().get_template("login.html").render(problem=problem, after=local_path(wanted))
+        return HTMLResponse(page, status, HEADERS)
+
+    def may_look(self, request: Request) -> bool:
+        principal = self._authenticator.principal(request.scope["headers"])
+        return principal is not None and principal.role in MAY_LOOK
+
+
+def local_path(wanted: str) -> str:
+    """Return `wanted` if it is a page of this site, else "/": nobody is sent to another site."""
+    is_local = wanted.startswith("/") and not wanted.startswith(("//", "/\\", "/login", "/logout", "/?token="))
+    return wanted if is_local and wanted.isprintable() and wanted.isascii() else "/"

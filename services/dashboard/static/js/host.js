@@ -1,0 +1,5 @@
+// /hosts/NAME: how is this host?
+
+import { follow } from "./live.js";
+
+follow();

@@ -1,0 +1,5 @@
+// /incidents: what is wrong?
+
+import { follow } from "./live.js";
+
+follow();

@@ -1,0 +1,5 @@
+// "/": are we training?
+
+import { follow } from "./live.js";
+
+follow({ kinds: ["steps"] });

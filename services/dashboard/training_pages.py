@@ -1,0 +1,93 @@
+"""The pages of jobs. "/": are we training? /jobs/NAME: how is this one doing?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from flyball.contracts.cluster import JobState
+from flyball.contracts.decisions import IncidentState
+from flyball.contracts.errors import NotFound
+from goodput.account.options import AccountOptions
+from services.dashboard.rendering import look
+from services.dashboard.site import Json, Site
+from services.dashboard.story import MAX_LOGS
+from services.runtime.list_filters import OPEN_INCIDENTS, DecisionFilter, HostFilter, IncidentFilter, JobFilter
+from services.runtime.paging import Page
+
+MAX_JOBS = 50  # open ones
+MAX_ENDED = 20
+MAX_INCIDENTS = 50
+MAX_DECISIONS = 50
+MAX_RANKS = 256  # of one job; those in trouble first
+ENDED = tuple(state for state in JobState if state.ended)
+NOW_S = 600.0  # "now" in a report of goodput: the last ten minutes
+
+Midnight = Annotated[float, Query(ge=0.0, le=1e11)]
+
+
+def router(site: Site) -> APIRouter:
+    routes = APIRouter(include_in_schema=False)
+
+    @routes.get("/jobs/{job}")
+    def show_job(request: Request, job: str, rank: Annotated[int, Query(ge=0)] = 0) -> Response:
+        """`rank`: whose log is shown."""
+        return site.page(request, "job.html", lambda: _job(site, job, rank))
+
+    @routes.get("/jobs/{job}/goodput")
+    def show_goodput(request: Request, job: str, since: Midnight = 0.0, part: str = "job") -> Response:
+        """A part of a page: what the supervisor may have to calculate for longer."""
+        template = "goodput_short.html" if part == "short" else "goodput_part.html"
+        return site.part(request, template, lambda: {"report": _goodput(site, job, since)})
+
+    return routes
+
+
+def overview(site: Site, request: Request) -> Response:
+    """Are we training?"""
+    return site.page(request, "training.html", lambda: _overview(site))
+
+
+def _overview(site: Site) -> Json:
+    running = site.reads.jobs(Page(MAX_JOBS), open_only=True, wanted=JobFilter())
+    ended = site.reads.jobs(Page(MAX_ENDED), open_only=False, wanted=JobFilter(ENDED))
+    return {
+        "counts": site.reads.job_counts(),
+        "running": running[::-1],
+        "ended": sorted((job for job in ended if job["ended_at"]), key=lambda job: -float(job["ended_at"])),
+        "open_incidents": site.reads.incidents(None, Page(MAX_INCIDENTS), IncidentFilter(OPEN_INCIDENTS))[::-1],
+        "host_states": site.reads.host_states(),
+    }
+
+
+def _goodput(site: Site, job: str, since: float) -> Json | None:
+    try:
+        return site.goodput(job, AccountOptions(from_at=since or None, window_s=NOW_S))
+    except NotFound:  # nothing has happened yet
+        return None
+
+
+def _job(site: Site, name: str, rank: int) -> Json:
+    job = site.reads.job(name)
+    ranks = job["ranks"]
+    troubled = sorted(ranks, key=lambda one: look(one["phase"]) == "good")[:MAX_RANKS]  # stable: by rank
+    with_log = sorted(ranks, key=lambda one: one["rank"] != rank)[:MAX_LOGS]
+    incidents = site.reads.incidents(name, Page(MAX_INCIDENTS), IncidentFilter())[::-1]
+    return {
+        "job": job,
+        "ranks": sorted(troubled, key=lambda one: int(one["rank"])),
+        "logs": [{"rank": one["rank"], "host_id": "", "concerned": False} for one in with_log],  # wherever it will be
+        "hosts": _hosts(site, {str(one["host_id"]) for one in troubled}),
+        "incidents": incidents,
+        "open_incidents": [incident for incident in incidents if not IncidentState(incident["state"]).closed],
+        "decisions": site.reads.decisions(name, Page(MAX_DECISIONS), DecisionFilter())[::-1],
+        "checkpoints": site.reads.checkpoints(name),
+    }
+
+
+def _hosts(site: Site, names: set[str]) -> list[Json]:
+    if not names:
+        return []
+    return site.reads.hosts(Page(len(names)), also_left=False, wanted=HostFilter(host_ids=tuple(sorted(names))))

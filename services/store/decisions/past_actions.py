@@ -1,0 +1,90 @@
+"""Reads a job's past for its decisions: how long earlier recoveries took, and how often it was acted on lately."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from sqlalchemy import Connection, select
+
+from flyball.contracts.clock import Clock
+from flyball.contracts.decisions import DecisionKind, Incident, IncidentState
+from services.controller.round.view import PastRecovery
+from services.record.codec import load
+from services.record.recoveries import RECOVERING, newest_recoveries
+from services.store.sql.tables import actions, decisions, incidents
+
+DECISIONS_READ = 64  # per job
+ACTIONS_READ = 1000  # per job
+WINDOW_S = 3600.0
+
+
+class JobPast(msgspec.Struct, frozen=True):
+    recoveries: tuple[PastRecovery, ...] = ()
+    acted_at: tuple[float, ...] = ()  # wall clock, within WINDOW_S before it was read; newest first
+
+
+class PastActions:
+    """Reads a job's past again only when other incidents of it are open, or other actions. Belongs to one thread."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._seen: Mapping[str, frozenset[str | int]] = {}
+        self._known: Mapping[str, JobPast] = {}
+
+    def read(
+        self, connection: Connection, open_incidents: Sequence[Incident], actions_seen: Mapping[int, str]
+    ) -> Mapping[str, JobPast]:
+        """Return job -> its past, for jobs with an open incident. `actions_seen`: the number of each open action, and
+        of each incident's newest, with its job."""
+        seen = _by_job(open_incidents, actions_seen)
+        since = self._clock.wall_s() - WINDOW_S
+        known = {job: past for job, past in self._known.items() if job in seen and seen[job] == self._seen[job]}
+        for job in sorted(seen.keys() - known.keys()):
+            known[job] = JobPast(_recoveries(connection, job), _acted_at(connection, job, since))
+        self._known, self._seen = known, seen
+        return known
+
+
+def _by_job(open_incidents: Sequence[Incident], actions_seen: Mapping[int, str]) -> dict[str, frozenset[str | int]]:
+    """Return job -> its open incidents and actions, for jobs with an open incident."""
+    found: dict[str, set[str | int]] = {}
+    for incident in open_incidents:
+        if incident.job:
+            found.setdefault(incident.job, set()).add(incident.incident_id)
+    for number, job in actions_seen.items():
+        if job in found:
+            found[job].add(number)
+    return {job: frozenset(seen) for job, seen in found.items()}
+
+
+def _recoveries(connection: Connection, job: str) -> tuple[PastRecovery, ...]:
+    query = (
+        select(decisions.c.kind, decisions.c.at, incidents.c.document)
+        .join(incidents, incidents.c.number == decisions.c.incident)
+        .where(
+            decisions.c.job == job,
+            decisions.c.kind.in_([kind.value for kind in RECOVERING]),
+            incidents.c.state == IncidentState.RESOLVED.value,
+        )
+        .order_by(decisions.c.number.desc())
+        .limit(DECISIONS_READ)
+    )
+    rows = ((DecisionKind(row.kind), row.at, load(row.document, Incident)) for row in connection.execute(query))
+    return newest_recoveries(rows)
+
+
+def _acted_at(connection: Connection, job: str, since: float) -> tuple[float, ...]:
+    query = (
+        select(actions.c.started_at)
+        .join(decisions, decisions.c.number == actions.c.number)
+        .where(
+            actions.c.job == job,
+            actions.c.incident.is_not(None),
+            actions.c.started_at > since,
+            decisions.c.kind.not_in([DecisionKind.TAKE_STACKS.value, DecisionKind.CHECK_HOSTS.value]),  # they only look
+        )
+        .order_by(actions.c.number.desc())
+        .limit(ACTIONS_READ)
+    )
+    return tuple(connection.scalars(query))
