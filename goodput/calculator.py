@@ -1,7 +1,8 @@
 """Calculates a report from an event log: goodput, ETTR, losses by category, cause, host and failure class, and every
 incident with its cost.
 
-Pure: `calculate(events)` reads no clock and no file. docs/goodput.md gives every formula with its source.
+Pure: `calculate(events)` reads no clock and no file. docs/reference/goodput/measures.md gives every formula and its
+source.
 """
 
 from __future__ import annotations
@@ -274,11 +275,11 @@ def _notes(history: History, line: Timeline, executed: Sequence[Executed], optio
 
 
 def _epoch_notes(history: History) -> list[str]:
-    anew = sum(generation.epochs - 1 for generation in history.generations)
-    if not anew:
+    starts_over = sum(generation.epochs - 1 for generation in history.generations)
+    if not starts_over:
         return []
     return [
-        f"Step numbers start over {counted(anew, 'time')} without a new generation: this is taken for"
+        f"Step numbers start over {counted(starts_over, 'time')} without a new generation: this is taken for"
         " epochs, and the steps are numbered through."
     ]
 

@@ -1,4 +1,4 @@
-"""The categories of a job's elapsed time. docs/goodput.md explains how each is found."""
+"""The categories of a job's elapsed time. docs/reference/goodput/measures.md explains how each is found."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 class Category(StrEnum):
     USEFUL = "useful"  # step time of steps that were kept
-    RECOMPUTED = "recomputed"  # step time of steps that a later generation repeated, or that a fault cut off
+    RECOMPUTED = "recomputed"  # step time of steps that a later generation recomputed, or that a fault cut off
     EVALUATION = "evaluation"
     CHECKPOINT_BLOCKED = "checkpoint_blocked"  # inside save, or parked for an emergency checkpoint
     DATA_WAIT = "data_wait"  # the rank that waited longest for its data

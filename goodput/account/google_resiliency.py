@@ -5,8 +5,8 @@ Source: AI-Hypercomputer/resiliency, `resiliency/goodput_measure/calculator.py` 
     goodput_percentage = 100 x (max_saved_step - min_loaded_step) x reference_step_time / total_runtime_seconds
 
 total_runtime_seconds lasts from the first entry to the last, of any type, by the wall clock as written. There are no
-categories; repeated steps cost nothing but their time. docs/goodput-importers.md compares it with Flyball's own
-measure.
+categories; recomputed steps cost nothing but their time. docs/reference/goodput/importers.md compares it with Flyball's
+own measure.
 """
 
 from __future__ import annotations

@@ -18,6 +18,9 @@ from goodput.account.stages import FaultStamps
 from goodput.account.sweep import Interval
 from goodput.history.facts import History, LoggedDecision, LoggedGeneration, LoggedIncident
 
+# Decisions that only find out what to do.
+_NO_ANSWER = frozenset({DecisionKind.HOLD, DecisionKind.TAKE_STACKS, DecisionKind.CHECK_HOSTS})
+
 
 class IncidentReport(msgspec.Struct, frozen=True):
     """One incident and its cost. `*_s` times are seconds since `began_at`."""
@@ -58,7 +61,7 @@ def incident_reports(history: History, line: Timeline, price: Price) -> tuple[In
     decisions: defaultdict[str, list[LoggedDecision]] = defaultdict(list)
     answers: defaultdict[str, list[LoggedGeneration]] = defaultdict(list)
     spent: defaultdict[str, list[Interval]] = defaultdict(list)
-    redone: defaultdict[str, int] = defaultdict(int)
+    recomputed: defaultdict[str, int] = defaultdict(int)
     for decision in history.decisions:
         decisions[decision.incident_id].append(decision)
     for generation in history.generations:
@@ -66,7 +69,7 @@ def incident_reports(history: History, line: Timeline, price: Price) -> tuple[In
     for interval in line.intervals:
         spent[interval.incident_id].append(interval)
     for step in line.executed:
-        redone[step.incident_id] += step.n_steps
+        recomputed[step.incident_id] += step.n_steps
     fault_times = _FaultTimes(history, line)
     found = []
     for incident in history.incidents:
@@ -79,7 +82,7 @@ def incident_reports(history: History, line: Timeline, price: Price) -> tuple[In
                     decisions=decisions.get(incident_id, ()),
                     answers=answers.get(incident_id, ()),
                     spent=seconds_by_category(spent.get(incident_id, ())),
-                    redone=redone.get(incident_id, 0),
+                    recomputed=recomputed.get(incident_id, 0),
                     price=price,
                 )
             )
@@ -117,15 +120,15 @@ def _report(
     decisions: Sequence[LoggedDecision],
     answers: Sequence[LoggedGeneration],
     spent: Mapping[str, float],
-    redone: int,
+    recomputed: int,
     price: Price,
 ) -> IncidentReport:
     began_at, estimated = began
-    decided_at = next((d.at for d in decisions if d.kind != DecisionKind.HOLD), None)
+    decided_at = next((d.at for d in decisions if d.kind not in _NO_ANSWER), None)
     resumed_at = answers[-1].steps[0].at if answers and answers[-1].steps else None
-    lost_steps = incident.lost_steps  # as the controller counted, else the repeated steps
+    lost_steps = incident.lost_steps  # as the controller counted, else the recomputed ones
     if lost_steps is None and answers:
-        lost_steps = redone
+        lost_steps = recomputed
     by_category = {category: seconds for category, seconds in spent.items() if seconds > 0}
     badput_s = fsum(by_category.values())
     return IncidentReport(

@@ -18,6 +18,7 @@ UNKNOWN = "unknown"
 # The failure class of each of the supervisor's causes. An event's own `failure_class` takes precedence.
 FAILURE_CLASSES = {
     "host_silent": "host",
+    "host_condition": "host",
     "host_restarted": "host",
     "worker_killed": "process",
     "worker_start_failed": "process",
@@ -27,8 +28,10 @@ FAILURE_CLASSES = {
     "connection_lost": "network",
     "restore_failed": "checkpoint",
     "saves_failing": "checkpoint",
+    "checkpoint_requested": "checkpoint",
     "preemption_notice": "preemption",
     "drain_requested": "maintenance",
+    "room_to_grow": "lack_of_hosts",
     "superseded_workers": "control_plane",
 }
 

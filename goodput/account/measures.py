@@ -1,4 +1,4 @@
-"""Measures over a job's intervals and incidents; docs/goodput.md gives each formula with its source. Pure."""
+"""Measures over a job's intervals and incidents. docs/reference/goodput/measures.md gives each formula. Pure."""
 
 from __future__ import annotations
 

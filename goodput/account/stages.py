@@ -1,4 +1,4 @@
-"""What the control plane was doing at any moment: the layer below the steps.
+"""Finds out what the control plane was doing at any moment: the layer below the steps.
 
 A fold over the log's marks in order of time. It classifies the time between two steps when training stood still; while
 steps go on, they cover it.
@@ -96,6 +96,7 @@ _DECIDED_STAGE = {
     DecisionKind.STOP_JOB: Category.SHUTDOWN,
     DecisionKind.COMPLETE_JOB: Category.SHUTDOWN,
 }
+_FINDS_OUT = (DecisionKind.HOLD, DecisionKind.TAKE_STACKS, DecisionKind.CHECK_HOSTS)
 _WAITS_FOR_A_HOST = "wait_for_a_spare"  # the policy's rule for holding because no host is free
 
 
@@ -193,7 +194,7 @@ def _decision_marks(decision: LoggedDecision) -> Iterator[_Mark]:
     if decision.kind in _DECIDED_STAGE:
         category = _DECIDED_STAGE[DecisionKind(decision.kind)]
         yield _Mark(decision.at, _Kind.DECIDED, incident_id=decision.incident_id, category=category)
-    elif decision.kind == DecisionKind.HOLD and decision.incident_id:
+    elif decision.kind in _FINDS_OUT and decision.incident_id:
         category = Category.IDLE_NO_HOSTS if decision.rule == _WAITS_FOR_A_HOST else Category.DECISION
         yield _Mark(decision.at, _Kind.HELD, incident_id=decision.incident_id, category=category)
 

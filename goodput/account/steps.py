@@ -37,13 +37,13 @@ class Executed(NamedTuple):
     completed: float
     generation: int
     kept: bool
-    incident_id: str  # because of which it was repeated; '' if kept or unknown
+    incident_id: str  # because of which it was recomputed; '' if kept or unknown
 
 
 def executed_steps(generations: Sequence[LoggedGeneration]) -> list[Executed]:
     """Every step that the world completed, in the order of generations, and whether it was kept.
 
-    A step was repeated if a later generation continued from an earlier step.
+    A step was recomputed if a later generation continued from an earlier step.
     """
     by_generation: list[list[Executed]] = []
     # Later generations, each of which went back further than those before it; the furthest first.

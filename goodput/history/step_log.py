@@ -33,7 +33,7 @@ class CompletedStep(NamedTuple):
 
 
 class LastRank(NamedTuple):
-    """Which host's rank completed a step last, and when the median rank had completed it."""
+    """The host whose rank completed a step last, and when the median rank had completed it."""
 
     step: int
     median_at: float

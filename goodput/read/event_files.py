@@ -1,5 +1,5 @@
-"""Event logs as files: JSON lines, one `Event` each (docs/goodput.md). `goodput.read.importers` reads other tools'
-logs."""
+"""Event logs as files: JSON lines, one `Event` each (docs/reference/goodput/measures.md). `goodput.read.importers`
+reads other tools' logs."""
 
 from __future__ import annotations
 

@@ -26,8 +26,18 @@ MAX_INCIDENTS = 500  # rows: those that lost most time, in order of time
 MAX_HOSTS = 20
 
 
-def to_html(report: GoodputReport, timeline: Sequence[TimelineBin], *, source: str, left_out: int = 0) -> str:
-    """The whole page. `source` names the origin of the events; `left_out` is the number of malformed lines in it."""
+def to_html(
+    report: GoodputReport,
+    timeline: Sequence[TimelineBin],
+    *,
+    source: str,
+    left_out: int = 0,
+    heading: str = "",
+    preface: Markup | None = None,
+    assumptions: Sequence[str] = (),
+) -> str:
+    """The whole page. `source` names the origin of the events; `left_out` is the number of malformed lines in it.
+    `heading`, `preface` (below the measures) and `assumptions` are those of a page about more than the account."""
     environment = Environment(
         loader=PackageLoader("goodput.show"),
         autoescape=True,
@@ -50,6 +60,9 @@ def to_html(report: GoodputReport, timeline: Sequence[TimelineBin], *, source: s
         report=report,
         source=source,
         left_out=left_out,
+        heading=heading or f"Goodput of {report.job or 'an unnamed run'}",
+        preface=preface or "",
+        assumptions=assumptions,
         plotly_js=Markup(get_plotlyjs()),  # plotly's own script
         figures={
             "waterfall": _figure("waterfall", waterfall(report)),

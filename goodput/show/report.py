@@ -26,8 +26,8 @@ _LIVE = ((99, 5, True), (6, 5, True), (6, 3, False), (6, 1, False), (4, 1, False
 
 
 def to_json(report: GoodputReport) -> dict[str, Any]:
-    """The report as one JSON object of plain dicts and lists. docs/goodput.md documents its fields, `schema` names
-    their version."""
+    """The report as one JSON object of plain dicts and lists. docs/reference/goodput/measures.md documents its fields,
+    `schema` names their version."""
     return wire.decoder_of(dict[str, Any]).decode(msgspec.json.encode(report))
 
 

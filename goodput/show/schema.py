@@ -1,6 +1,6 @@
-"""The JSON Schema of a report: the content of docs/goodput.schema.json.
+"""The JSON Schema of a report: the content of docs/reference/goodput/report.schema.json.
 
-python -m goodput.show.schema > docs/goodput.schema.json
+python -m goodput.show.schema > docs/reference/goodput/report.schema.json
 """
 
 from __future__ import annotations

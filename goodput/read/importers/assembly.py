@@ -198,10 +198,10 @@ class _History:
     # --- what follows from several ---
 
     def _is_known(self, record: ImportedRecord, newest: tuple[float, int] | None) -> bool:
-        """Whether a step was logged before and is not being repeated.
+        """Whether a step was logged before and is not being recomputed.
 
         That is so if it was logged a moment ago, or if its file goes on while another file is ahead. A file that goes
-        back within a generation repeats steps.
+        back within a generation recomputes steps.
         """
         if newest is None:
             return False
@@ -360,7 +360,9 @@ def numbered_through(
     epochs = epochs_in((StepReport(record.at, record.step) for record in logged), restarts=signs)
     if epochs is None:
         return records
-    again = " A restart at the first step of an epoch is taken to repeat the newest epoch." if epochs.restarts else ""
+    again = (
+        " A restart at the first step of an epoch is taken to recompute the newest epoch." if epochs.restarts else ""
+    )
     assumed.append(
         f"Job {job}: step numbers start over {counted(epochs.count - 1, 'time')} without a sign of a failure: this is"
         f" taken for epochs, and the steps are numbered through.{again}"

@@ -3,7 +3,7 @@
 The nodes of a run complete its steps together. So if two files log the same steps over the same time, the difference
 between their times is the offset of their clocks. Files that follow each other, as those of consecutive runs do, are
 not compared. Neither are files that overlap by no more than their apparent offset: the end of a run and the beginning
-of the next overlap like that if the steps in between are repeated.
+of the next overlap like that if the steps in between are recomputed.
 """
 
 from __future__ import annotations

@@ -56,9 +56,9 @@ def read(
     """Read the events of all files, in any order. A folder stands for its `*.jsonl`; a file named twice is read once.
 
     `format` is one of FORMATS; with `auto` each file may have a different one. `mapping` is the result of
-    `parse_mapping` on `--map` (docs/goodput-importers.md). Malformed lines are counted and named; with `strict` the
-    first raises InvalidMessage. Raises UsageError for an unknown format, an invalid map or an unrecognised file,
-    NotFound for a missing file, ConfigurationError for an unreadable one.
+    `parse_mapping` on `--map` (docs/reference/goodput/importers.md). Malformed lines are counted and named; with
+    `strict` the first raises InvalidMessage. Raises UsageError for an unknown format, an invalid map or an unrecognised
+    file, NotFound for a missing file, ConfigurationError for an unreadable one.
     """
     refusals = MalformedLines(strict=strict)
     return refusals.log(stream(paths, refusals, format=format, mapping=mapping))
