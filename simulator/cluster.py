@@ -21,6 +21,7 @@ from simulator.world.host import Host
 from simulator.world.world import World
 
 JOB = "job"
+SHRINKS_SOON = {"shrink_after_s": 5.0, "grow_after_s": 5.0, "grow_cooldown_s": 20.0}
 
 
 class Scenario(msgspec.Struct, frozen=True):
@@ -34,12 +35,13 @@ class Scenario(msgspec.Struct, frozen=True):
     faults: int
     within_s: float = 120.0  # the faults begin within this time
     never_from_scratch: bool = False
+    min_nodes: int = 0  # with how few the job may go on; 0: with all only
 
 
-def draw_scenario(rng: Random) -> Scenario:
-    """Draw a small cluster; each is different."""
+def draw_scenario(rng: Random, *, may_shrink: bool = False) -> Scenario:
+    """Draw a small cluster; each is different. `may_shrink`: the job may go on with one host, and there is no spare."""
     nodes = rng.randint(1, 4)
-    return Scenario(
+    drawn = Scenario(
         nodes=nodes,
         ranks_per_node=rng.randint(1, 2),
         spares=rng.randint(1, 2),
@@ -47,6 +49,7 @@ def draw_scenario(rng: Random) -> Scenario:
         step_s=rng.uniform(0.8, 2.0),
         faults=rng.randint(2, 7),
     )
+    return msgspec.structs.replace(drawn, nodes=nodes + drawn.spares, spares=0, min_nodes=1) if may_shrink else drawn
 
 
 class Cluster:
@@ -81,6 +84,8 @@ class Cluster:
             nproc_per_node=scenario.ranks_per_node,
             max_restarts=1000,
             never_from_scratch=scenario.never_from_scratch,
+            min_nodes=scenario.min_nodes,
+            policy=SHRINKS_SOON if scenario.min_nodes else {},
         )
         world.after(1.0, self._submit)
 

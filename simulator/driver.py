@@ -31,6 +31,7 @@ FIRST_FAULT_AFTER_S = 20.0
 RECOVER_WITHIN_S = 400.0  # after the last fault ended; several actions may have to time out first
 LOOK_EVERY_S = 1.0
 STEPS_TO_SEE = 3
+MAY_SHRINK_EVERY = 4  # seeds
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -52,7 +53,7 @@ class Run(msgspec.Struct, frozen=True):
 def run(seed: int, *, scenario: Scenario | None = None, faults: tuple[Fault, ...] | None = None) -> Run:
     """Simulate one seed. `scenario` and `faults` replace those that the seed draws."""
     rng = Random(seed)
-    scenario = scenario or draw_scenario(rng)
+    scenario = scenario or draw_scenario(rng, may_shrink=seed % MAY_SHRINK_EVERY == MAY_SHRINK_EVERY - 1)
     drawn = draw(rng, count=scenario.faults, first_after_s=FIRST_FAULT_AFTER_S, within_s=scenario.within_s)
     faults = drawn if faults is None else faults
     cluster = Cluster(scenario, rng)

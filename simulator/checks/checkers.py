@@ -1,4 +1,4 @@
-"""What must hold whatever happened. Pure.
+"""Checks invariants that hold whatever happened. Pure.
 
 Some checks read a database, simulated or real; others compare it with what truly happened in a simulation.
 """
@@ -14,8 +14,8 @@ import msgspec
 from flyball.contracts.decisions import ActionState, DecisionKind, IncidentState, StartWorkers
 from flyball.contracts.identity import Fence
 from services.controller.replay import Replay, StoredRound, compared, differences
-from services.controller.round.diagnosis import BESIDE_FAILURES
-from services.controller.rules.adoption import DATABASE_NEW, DATABASE_OLDER, NOT_ADOPTED
+from services.controller.round.diagnosis import BESIDE_FAILURES, DOMAIN_SILENT
+from services.controller.updates.adoption import DATABASE_NEW, DATABASE_OLDER, NOT_ADOPTED
 from simulator.checks.history import (
     EXPECTED,
     HOST_LOST,
@@ -35,7 +35,7 @@ from simulator.checks.history import (
 from simulator.checks.record import ActionRecord, DecisionRecord, GenerationRecord, IncidentRecord, Record
 
 # Causes that may stay open beside a failure of the generation.
-_BESIDE = BESIDE_FAILURES | {DATABASE_OLDER, DATABASE_NEW, NOT_ADOPTED}
+_BESIDE = BESIDE_FAILURES | {DOMAIN_SILENT, DATABASE_OLDER, DATABASE_NEW, NOT_ADOPTED}
 
 
 _PARKED_S = 110.0  # for a save before a move, while the control plane is away

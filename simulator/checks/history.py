@@ -1,4 +1,4 @@
-"""What truly happened in a simulated cluster, for the checkers. The services see none of this."""
+"""Records what truly happened in a simulated cluster, for the checkers. The services see none of this."""
 
 from __future__ import annotations
 

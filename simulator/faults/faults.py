@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated cluster, drawn from a seed. Pure."""
+"""The faults of a simulated cluster, drawn from a seed. Pure."""
 
 from __future__ import annotations
 
@@ -48,6 +48,8 @@ class FaultKind(StrEnum):
     HOST_DISK_FULL = "host_disk_full"  # its daemon cannot obey commands
     HOST_FLOODS = "host_floods"  # with more signals than a host may send
     HOST_KEEPS_NO_SAVE = "host_keeps_no_save"  # every save of its ranks fails, and so the world's
+    HOST_WARNS = "host_warns"  # a condition for which ranks should leave
+    HOST_BROKEN = "host_broken"  # a condition with which no rank can train, by its daemon
 
 
 _LASTS_S = {
@@ -83,6 +85,8 @@ _LASTS_S = {
     FaultKind.HOST_DISK_FULL: (5.0, 120.0),
     FaultKind.HOST_FLOODS: (4.0, 8.0),
     FaultKind.HOST_KEEPS_NO_SAVE: (20.0, 150.0),
+    FaultKind.HOST_WARNS: (1.0, 120.0),
+    FaultKind.HOST_BROKEN: (1.0, 120.0),
 }
 # The interesting ones: every run has at least one.
 _FAILURES = (
@@ -101,6 +105,8 @@ _FAILURES = (
     FaultKind.PORTS_TAKEN,
     FaultKind.SHARE_AWAY,
     FaultKind.SPARE_LACKS_FILES,
+    FaultKind.HOST_WARNS,
+    FaultKind.HOST_BROKEN,
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from flyball.contracts.reports.conditions import HostCondition, Severity
 from flyball.contracts.reports.drains import DrainState
 from services.controller.round.view import DrainView
 from simulator.checks.history import FaultBegan, FaultEnded
@@ -12,7 +13,7 @@ from simulator.cluster import Cluster
 from simulator.faults.faults import Fault, FaultKind
 from simulator.supervisor.processes import SimulatedProcess
 from simulator.world.host import ACTUATOR, SENSOR, Host
-from simulator.world.training import SIGKILL, Ending
+from simulator.world.training import SIGKILL, ProcessEnd
 
 _AWAY_AFTER_PREEMPTION_S = 60.0
 _MISSED_AFTER_S = 20.0  # before a missing spare is noticed
@@ -78,13 +79,13 @@ class Injector:
             case FaultKind.WORKER_HANGS:
                 worker.is_hung = True
             case FaultKind.WORKER_FAILED:
-                world.exit(group, worker, Ending(exit_code=1, message=f"ValueError at {world.now:.3f}"))
+                world.exit(group, worker, ProcessEnd(exit_code=1, message=f"ValueError at {world.now:.3f}"))
             case FaultKind.WORKERS_KILLED_TOGETHER:
                 other = next((w for w in group.workers.values() if w.host_id != worker.host_id), worker)
                 for victim in {worker.rank: worker, other.rank: other}.values():
-                    world.exit(group, victim, Ending(signal_number=SIGKILL))
+                    world.exit(group, victim, ProcessEnd(signal_number=SIGKILL))
             case _:
-                world.exit(group, worker, Ending(signal_number=SIGKILL))
+                world.exit(group, worker, ProcessEnd(signal_number=SIGKILL))
         return target, _nothing, 0.0
 
     def _in_vain(self, fault: Fault) -> tuple[str, Callable[[], None], float]:
@@ -150,7 +151,7 @@ class Injector:
         alive = [pair for host in hosts for pair in host.workers.values()]
         if alive:
             group, worker = alive[int(fault.pick * len(alive))]
-            world.exit(group, worker, Ending(signal_number=SIGKILL))
+            world.exit(group, worker, ProcessEnd(signal_number=SIGKILL))
         return "", partial(self._set_files, hosts, has_files=True), fault.lasts_s
 
     def _set_files(self, hosts: Sequence[Host], *, has_files: bool) -> None:
@@ -184,6 +185,13 @@ class Injector:
             case FaultKind.HOST_KEEPS_NO_SAVE:
                 host.keeps_saves = False
                 end = partial(setattr, host, "keeps_saves", True)
+            case FaultKind.HOST_WARNS | FaultKind.HOST_BROKEN:
+                severity = Severity.WARNING if fault.kind is FaultKind.HOST_WARNS else Severity.CRITICAL
+                condition = HostCondition(
+                    f"kind-{fault.pick:.3f}", severity, "As drawn.", "simulated", host.clock.wall_s()
+                )
+                host.has_condition(condition)
+                end = partial(host.has_no_more, condition)
             case FaultKind.HOST_CUT_OFF:
                 end = self._cut([(name, far) for far in (*others, SENSOR, ACTUATOR)])
             case FaultKind.HOSTS_CUT_FROM_EACH_OTHER:

@@ -18,16 +18,27 @@ from flyball.contracts.clock import Clock
 from flyball.contracts.cluster import JobState
 from flyball.contracts.errors import ConfigurationError, NotFound, StorageFull, Unreachable, UsageError
 from flyball.contracts.events import Event, EventKind
-from flyball.state_folder import write_private
-from simulator.inject.host_files import PREEMPTION_NOTICE, HostFiles, RecordedWorker, is_daemon, segments, state_dir_of
-from simulator.inject.processes import LiveProcess, look_at, send, wait_ended
+from flyball.contracts.identity import check_name
+from flyball.contracts.reports.conditions import ConditionRequest, Severity
+from flyball.state_folder import clear_errors, write_private
+from simulator.inject.host_files import (
+    CONDITIONS_FOLDER,
+    PREEMPTION_NOTICE,
+    HostFiles,
+    RecordedWorker,
+    host_id_of,
+    is_daemon,
+    segments,
+    state_dir_of,
+)
+from simulator.inject.processes import LiveProcess, look_at, pids_of, send, wait_ended
 
 HOST_DOWN_ROUNDS = 5  # a dying spawner may still have forked a worker
 HOST_DOWN_TIMEOUT_S = 5.0
 
 
 class Injection(msgspec.Struct, frozen=True):
-    """What was done, and when: `at` is wall clock, taken before the first act."""
+    """An injected fault and its time: `at` is wall clock, taken before the first act."""
 
     fault: str
     at: float
@@ -75,7 +86,7 @@ def host_down(api: Api, *, host_id: str, clock: Clock, state_dir: Path | None = 
     jobs = tuple(jobs_on(api, host_id))
     prefix = files.segment_prefix()
     at = clock.wall_s()
-    killed = _kill_all(files, clock)
+    killed = kill_all(files, clock)
     injection = Injection(
         fault="host-down",
         at=at,
@@ -83,7 +94,7 @@ def host_down(api: Api, *, host_id: str, clock: Clock, state_dir: Path | None = 
         target=f"host {host_id}",
         jobs=jobs,
         pids=tuple(killed),
-        removed_segments=_remove(files, prefix),
+        removed_segments=remove_host(files, prefix),
     )
     note_down(api, injection.events())
     return injection
@@ -98,10 +109,39 @@ def preempt(
     files = files_of(api, host_id, state_dir)
     jobs = tuple(jobs_on(api, host_id))
     at = clock.wall_s()
-    _write_notice(files, deadline_s)
+    write_notice(files.root / PREEMPTION_NOTICE, deadline_s)
     injection = Injection(
         fault="preempt", at=at, host_id=host_id, target=f"host {host_id}, {deadline_s:g} s of notice", jobs=jobs
     )
+    note_down(api, injection.events())
+    return injection
+
+
+def condition(
+    api: Api,
+    *,
+    host_id: str,
+    kind: str,
+    severity: Severity = Severity.CRITICAL,
+    ends: bool = False,
+    clock: Clock,
+    state_dir: Path | None = None,
+) -> Injection:
+    """Report that something is wrong with the host, in a file in its state folder as a monitor would; `ends`: take the
+    report back. The hardware is left alone."""
+    files = files_of(api, host_id, state_dir)
+    jobs = tuple(jobs_on(api, host_id))
+    at = clock.wall_s()
+    path = files.root / CONDITIONS_FOLDER / f"injected-{check_name('The kind', kind)}.json"
+    said = ConditionRequest(kind, severity, f"flyball inject reported {kind}.")
+    with clear_errors(path):
+        if ends:
+            path.unlink(missing_ok=True)
+        else:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            write_private(path, msgspec.json.encode(said), durable=False)
+    what = f"{kind} is over" if ends else f"{severity.value} {kind}"
+    injection = Injection(fault="condition", at=at, host_id=host_id, target=f"host {host_id}, {what}", jobs=jobs)
     note_down(api, injection.events())
     return injection
 
@@ -110,7 +150,7 @@ def _signal_worker(
     api: Api, fault: str, number: signal.Signals, *, job: str, rank: int, clock: Clock, state_dir: Path | None
 ) -> Injection:
     host_id = host_of_rank(api, job, rank)
-    worker, process = _running_worker(files_of(api, host_id, state_dir), job, rank, host_id)
+    worker, process = running_worker(files_of(api, host_id, state_dir), job, rank, host_id)
     at = clock.wall_s()
     if not send(process, number):
         raise _not_running(job, rank, host_id)
@@ -128,7 +168,8 @@ def _signal_worker(
     return injection
 
 
-def _running_worker(files: HostFiles, job: str, rank: int, host_id: str) -> tuple[RecordedWorker, LiveProcess]:
+def running_worker(files: HostFiles, job: str, rank: int, host_id: str) -> tuple[RecordedWorker, LiveProcess]:
+    """A rank's newest process. Raises NotFound if it does not run."""
     newest = next((w for w in files.workers() if (w.job, w.rank) == (job, rank)), None)
     process = files.process_of(newest) if newest is not None else None
     if newest is None or process is None:
@@ -143,7 +184,7 @@ def _not_running(job: str, rank: int, host_id: str) -> NotFound:
     )
 
 
-def _kill_all(files: HostFiles, clock: Clock) -> list[int]:
+def kill_all(files: HostFiles, clock: Clock) -> list[int]:
     """Kill everything that runs on the host, the daemon first, until nothing is left."""
     killed: list[int] = []
     for _ in range(HOST_DOWN_ROUNDS):
@@ -160,7 +201,7 @@ def _kill_all(files: HostFiles, clock: Clock) -> list[int]:
     return killed
 
 
-def _remove(files: HostFiles, prefix: Path) -> int:
+def remove_host(files: HostFiles, prefix: Path) -> int:
     """Remove the host's shared memory and state folder; returns the number of shared-memory files."""
     found = segments(prefix)
     for path in found:
@@ -169,13 +210,13 @@ def _remove(files: HostFiles, prefix: Path) -> int:
     return len(found)
 
 
-def _write_notice(files: HostFiles, deadline_s: float) -> None:
+def write_notice(path: Path, deadline_s: float) -> None:
     notice = msgspec.json.encode({"deadline_s": deadline_s, "source": "flyball inject"})
     try:
-        write_private(files.root / PREEMPTION_NOTICE, notice, durable=False)
+        write_private(path, notice, durable=False)
     except OSError as error:
         raise StorageFull(
-            f"The notice could not be written in {files.root}: {error.strerror}.", hint="free space on that disk"
+            f"The notice could not be written in {path.parent}: {error.strerror}.", hint="free space on that disk"
         ) from error
 
 
@@ -207,30 +248,59 @@ def host_of_rank(api: Api, job: str, rank: int) -> str:
 
 def jobs_on(api: Api, host_id: str) -> list[str]:
     """Running jobs with ranks on a host."""
-    return [
-        str(job["job"])
-        for job in api.get("/v1/jobs")["items"]
-        if not JobState(job["state"]).ended and any(rank["host_id"] == host_id for rank in job["ranks"])
-    ]
+    job = str(api.get(f"/v1/hosts/{host_id}")["job"])
+    return [job] if job else []
+
+
+def open_jobs(api: Api) -> list[dict[str, Any]]:
+    """All jobs that have not ended, from as many pages as it takes."""
+    found: list[dict[str, Any]] = []
+    before: str | None = None
+    while True:
+        page = api.get("/v1/jobs", open="true", before=before)
+        found += page["items"]
+        before = page.get("next_before")
+        if not before:
+            return found
 
 
 def files_of(api: Api, host_id: str, state_dir: Path | None = None) -> HostFiles:
     """Open a host's state folder: `state_dir`, or else the one that its daemon on this machine uses.
 
-    Raises NotFound if the supervisor does not know the host, or if its daemon does not run here.
+    Raises NotFound if the supervisor does not know the host, if its daemon does not run here, or if `state_dir` is
+    another host's.
     """
     host = api.get(f"/v1/hosts/{host_id}")
-    if state_dir is not None:
-        return HostFiles(state_dir)
     pid = int(host["daemon_pid"] or 0)
+    if state_dir is not None:
+        files = HostFiles(state_dir)
+        _check_is_of(files, host_id, pid, {str(host["job"])})
+        return files
     daemon = look_at(pid) if pid else None
-    folder = state_dir_of(daemon) if daemon is not None and is_daemon(daemon) else None
+    is_its = daemon is not None and is_daemon(daemon) and host_id_of(daemon) in ("", host_id)
+    folder = state_dir_of(daemon) if daemon is not None and is_its else None
     if folder is None:
         raise NotFound(
             f"The daemon of host {host_id} (pid {pid}) does not run on this machine.",
             hint="run this command on that host, or name the host's folder with --state-dir",
         )
     return HostFiles(folder)
+
+
+def _check_is_of(files: HostFiles, host_id: str, daemon_pid: int, jobs: set[str]) -> None:
+    """Raises NotFound if the folder is not that host's. Its daemon tells; without one, the jobs of its workers do."""
+    daemon = files.daemon()
+    if daemon is not None:
+        is_its = host_id_of(daemon) in ("", host_id) and daemon_pid in pids_of(daemon)
+        why = f"its daemon has the pid {daemon.pid} and the host id {host_id_of(daemon) or 'of its machine'}"
+    else:
+        running = {worker.job for worker in files.workers() if files.process_of(worker) is not None}
+        is_its, why = running <= jobs, f"ranks of {', '.join(sorted(running))} run in it"
+    if not is_its:
+        raise NotFound(
+            f"{files.root} is not the folder of host {host_id} (pid {daemon_pid}): {why}. Nothing was done.",
+            hint="give --state-dir of that host, and --supervisor of its supervisor",
+        )
 
 
 def note_down(api: Api, events: Sequence[Event]) -> None:

@@ -15,8 +15,10 @@ from flyball.contracts.on_host.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE
 from simulator.inject.processes import LiveProcess, environment_of, look_at, own_processes
 
 PREEMPTION_NOTICE = "preemption-notice.json"  # watched by the daemon
+CONDITIONS_FOLDER = "conditions"  # likewise
 _DAEMON = "host_daemon"
-_MODULES = frozenset({_DAEMON, "host_daemon.spawning.spawner", "ckpt_engine.host.server"})
+_ENGINE = "ckpt_engine.host.server"
+_MODULES = frozenset({_DAEMON, "host_daemon.spawning.spawner", _ENGINE})
 
 
 class RecordedWorker(msgspec.Struct, frozen=True):
@@ -89,6 +91,10 @@ class HostFiles:
     def daemon(self) -> LiveProcess | None:
         return next((p for p in self.processes() if _DAEMON in p.argv), None)
 
+    def engine(self) -> LiveProcess | None:
+        """The checkpoint engine. Not by the pid in its file, which outlives it."""
+        return next((p for p in self.processes() if _ENGINE in p.argv and self._serves(p)), None)
+
     def segment_prefix(self) -> Path:
         """The path prefix of all shared memory of this host.
 
@@ -124,14 +130,24 @@ def segments(prefix: Path) -> list[Path]:
     return [prefix.parent / name for name in sorted(own)]
 
 
+def host_id_of(process: LiveProcess) -> str:
+    """A process's --host-id; '' if it has none."""
+    return _given(process, "--host-id")
+
+
+def _given(process: LiveProcess, option: str) -> str:
+    given = ""
+    for argument, following in zip(process.argv, [*process.argv[1:], ""], strict=True):
+        if argument == option:
+            given = following
+        elif argument.startswith(f"{option}="):
+            given = argument.partition("=")[2]
+    return given
+
+
 def state_dir_of(process: LiveProcess) -> Path | None:
     """A process's --state-dir; None if it has none, or has ended."""
-    given = None
-    for argument, following in zip(process.argv, [*process.argv[1:], ""], strict=True):
-        if argument == "--state-dir":
-            given = following
-        elif argument.startswith("--state-dir="):
-            given = argument.partition("=")[2]
+    given = _given(process, "--state-dir")
     if not given:
         return None
     try:

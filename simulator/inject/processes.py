@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,8 @@ import msgspec
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import ConfigurationError
 from flyball.process_title import words_of
+
+_NO_PROCESS = frozenset({errno.ESRCH, errno.ENOENT, errno.EINVAL})
 
 
 class LiveProcess(msgspec.Struct, frozen=True):
@@ -52,6 +55,29 @@ def own_processes() -> Iterator[LiveProcess]:
             yield process
 
 
+def pids_of(process: LiveProcess) -> set[int]:
+    """The pids of a process: here, and in each pid namespace that it is in. Empty if it has ended."""
+    try:
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return set()
+    return {int(pid) for line in lines if line.startswith("NSpid:") for pid in line.split()[1:]}
+
+
+def holds_open(pid: int, path: Path) -> bool:
+    """Whether a process of this user has a file open."""
+    try:
+        wanted = path.stat()
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with suppress(OSError):  # closed meanwhile
+                found = entry.stat()
+                if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
+                    return True
+    except OSError:
+        pass  # it has ended, or is another user's
+    return False
+
+
 def environment_of(process: LiveProcess) -> dict[str, str]:
     """The environment that a process was started with; empty if it is gone."""
     try:
@@ -64,9 +90,8 @@ def environment_of(process: LiveProcess) -> dict[str, str]:
 def send(process: LiveProcess, number: signal.Signals) -> bool:
     """Send a signal to exactly this process; False if it has ended. Raises ConfigurationError if the kernel forbids
     it."""
-    try:
-        descriptor = os.pidfd_open(process.pid)
-    except ProcessLookupError:
+    descriptor = _open_pidfd(process.pid)
+    if descriptor is None:
         return False
     try:
         # The descriptor pins the pid's current owner; compare only after that.
@@ -85,6 +110,16 @@ def send(process: LiveProcess, number: signal.Signals) -> bool:
     return True
 
 
+def _open_pidfd(pid: int) -> int | None:
+    """None if there is no such process; by now it may be the id of a thread."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno in _NO_PROCESS:
+            return None
+        raise
+
+
 def wait_ended(processes: Iterable[LiveProcess], *, timeout_s: float, clock: Clock) -> list[LiveProcess]:
     """Wait until all have ended; returns those still alive at the timeout."""
     deadline = clock.monotonic_s() + timeout_s
@@ -92,9 +127,8 @@ def wait_ended(processes: Iterable[LiveProcess], *, timeout_s: float, clock: Clo
         poll = select.poll()
         waiting: dict[int, LiveProcess] = {}
         for process in processes:
-            try:
-                descriptor = os.pidfd_open(process.pid)
-            except ProcessLookupError:
+            descriptor = _open_pidfd(process.pid)
+            if descriptor is None:
                 continue
             descriptors.callback(os.close, descriptor)
             found = look_at(process.pid)

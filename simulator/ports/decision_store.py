@@ -13,8 +13,9 @@ from flyball.contracts.reports.signals import Signal, WorkerExited
 from services.actuator.ports import PlaybookStep
 from services.controller.replay import RoundInputs, StoredRound
 from services.controller.round.focus import Focus, focused
-from services.controller.round.view import HostChange, JobChange, Outcome, View
+from services.controller.round.view import ConditionChange, HostChange, JobChange, Outcome, StandingCondition, View
 from services.record import outcome_events, signal_events, step_events
+from services.record.checks import begun_by, is_newest
 from services.record.codec import number_of
 from services.record.lease_terms import MARGIN, Held, Renewals, epoch_for
 from services.record.report_events import RankRow
@@ -84,8 +85,12 @@ class MemoryDecisionStore:
     def running_jobs(self) -> list[tuple[str, int]]:
         """Jobs with ranks, and their numbers of ranks."""
         with self._memory.transaction():
-            jobs = load_view(self._memory).jobs
-        return [(job.spec.job, job.spec.world_size) for job in jobs if job.generation is not None]
+            jobs = [job for job in self._memory.jobs.values() if not job.state.ended]
+            return [
+                (job.spec.job, job.spec.world_size)
+                for job in jobs
+                if (job.spec.job, job.generation) in self._memory.generations
+            ]
 
     def unseen(self, signals: Sequence[Signal]) -> list[Signal]:
         """Signals that are not stored yet, or their replacements; each once, in order."""
@@ -115,11 +120,15 @@ class MemoryDecisionStore:
                 raise StaleEpoch("The database is older than the view of this round.", hint="nothing to do")
             news: list[Event] = []
             news += _store_hosts(memory, outcome.hosts, now)
+            news += _store_conditions(memory, outcome.conditions, now)
             news += _store_signals(memory, signals, now)
             memory.cursor = cursor or memory.cursor
             news += _store_incidents(memory, outcome.incidents)
             news += _supersede(memory, outcome.superseded_actions, now)
             news += _store_decisions(memory, outcome.decisions, epoch)
+            for change in (*outcome.checks, *(c for decision in outcome.decisions for c in begun_by(decision))):
+                if is_newest(memory.checks.get(change.host_id), change):
+                    memory.checks[change.host_id] = change.check
             news += _store_actions(memory, outcome.decisions, first_steps, now)
             news += _store_jobs(memory, outcome.jobs, now)
             if outcome.adoption is not None:
@@ -156,6 +165,16 @@ def _store_hosts(memory: Memory, changes: Sequence[HostChange], now: float) -> l
         if change.preempt_deadline_at is not None:
             row.preempt_deadline_at = change.preempt_deadline_at
     return events
+
+
+def _store_conditions(memory: Memory, changes: Sequence[ConditionChange], now: float) -> list[Event]:
+    for change in changes:
+        standing = memory.conditions.setdefault(change.host_id, {})
+        if not change.has_ended:
+            standing[change.condition.key] = StandingCondition(change.condition, change.is_overruled)
+        elif standing.get(change.condition.key, StandingCondition(change.condition)).condition == change.condition:
+            standing.pop(change.condition.key, None)
+    return outcome_events.of_expired(changes, now)
 
 
 def _store_signals(memory: Memory, fresh: Sequence[Signal], now: float) -> list[Event]:
@@ -218,6 +237,7 @@ def _store_decisions(memory: Memory, decided: Sequence[Decision], epoch: int) ->
             memory.generations[plan.job, plan.generation] = GenerationRow(plan, number)
             job = memory.jobs[plan.job]
             job.generation = max(job.generation, plan.generation)
+            job.spec = job.spec.on(decision.action.spec.nnodes)
         events += outcome_events.of_decision(decision)
     return events
 

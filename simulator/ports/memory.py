@@ -31,10 +31,12 @@ from flyball.contracts.decisions import (
 )
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.events import Event
+from flyball.contracts.reports.conditions import ConditionKey
+from flyball.contracts.reports.host_checks import HostCheck
 from flyball.contracts.reports.signals import Sender, Signal, WorkerExited
 from flyball.contracts.reports.standings import HostStanding
 from services.controller.replay import StoredRound
-from services.controller.round.view import DrainView, PastFailure
+from services.controller.round.view import DrainView, PastFailure, StandingCondition
 from services.record.lease_terms import Held
 from services.record.report_events import RankKey, RankRow
 from services.record.signal_events import SignalKey
@@ -68,6 +70,8 @@ class HostRow(msgspec.Struct):
     copies: tuple[ShardCopy, ...]
     preempt_deadline_at: float = 0.0
     left_at: float = 0.0
+    fabric: str = ""
+    memory_bytes: int = 0
 
 
 class ExitRow(msgspec.Struct, frozen=True):
@@ -167,6 +171,8 @@ class Memory:
         self.hosts: dict[str, HostRow] = {}
         self.learned: dict[str, LearnedJob] = {}  # by job, from sensors
         self.drains: dict[str, DrainView] = {}  # by host
+        self.conditions: dict[str, dict[ConditionKey, StandingCondition]] = {}  # by host
+        self.checks: dict[str, HostCheck] = {}  # by host
         self.ranks: defaultdict[tuple[str, int], dict[int, RankRow]] = defaultdict(dict)
         self.exits: dict[RankKey, ExitRow] = {}
         self.persistent_copies: dict[tuple[str, int, int, int], ShardCopy] = {}

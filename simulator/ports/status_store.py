@@ -78,7 +78,7 @@ class MemoryStatusStore:
             self._memory.learned.update(known)
 
     def learned(self) -> dict[str, LearnedJob]:
-        """What any sensor has learned about jobs."""
+        """Return what any sensor has learned about jobs."""
         with self._memory.transaction():
             return dict(self._memory.learned)
 
@@ -129,6 +129,8 @@ class MemoryStatusStore:
             copies=tuple(copy for copy in report.copies if copy.tier is not Tier.PERSISTENT),
             preempt_deadline_at=known.preempt_deadline_at if known else 0.0,
             left_at=received_at if report.leaves else 0.0,
+            fabric=facts.fabric,
+            memory_bytes=facts.memory_bytes,
         )
         return [] if known else [Event(at=received_at, kind=EventKind.HOST_JOINED, host_id=facts.host_id)]
 
@@ -142,7 +144,7 @@ class MemoryJobStore:
         memory = self._memory
         with memory.transaction():
             known = memory.jobs.get(spec.job)
-            if known is not None and known.spec != spec:
+            if known is not None and known.spec.as_asked != spec:
                 raise Conflict(f"A job {spec.job!r} with another specification exists.", hint="choose another name")
             if known is not None:
                 return False

@@ -5,13 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from flyball.contracts.cluster import Phase
-from flyball.contracts.decisions import ActionState, Incident
-from services.controller.round.spare_choice import recent_losses
-from services.controller.round.view import ActionView, GenerationView, JobView, RankView, ReportedStanding, View
+from flyball.contracts.decisions import ActionState, DecisionKind, Incident, IncidentState
+from flyball.contracts.reports.host_checks import CheckState
+from services.controller.round.choices.spare_choice import recent_losses
+from services.controller.round.view import (
+    ActionView,
+    GenerationView,
+    JobView,
+    PastRecovery,
+    RankView,
+    ReportedStanding,
+    View,
+)
 from services.record.answers import failed_in, sum_up
 from services.record.codec import number_of
 from services.record.host_views import host_views, placement_of
+from services.record.recoveries import RECOVERING, newest_recoveries
 from simulator.ports.memory import ActionRow, JobRow, Memory
+
+HOUR_S = 3600.0
 
 
 def load_view(memory: Memory) -> View:
@@ -30,9 +42,17 @@ def load_view(memory: Memory) -> View:
     shown = {job.spec.job for job in jobs}
     persistent = (copy for copy in memory.persistent_copies.values() if copy.job in shown)
     losses = recent_losses(memory.incidents.values(), memory.clock.wall_s())
+    conditions = {host: tuple(one for _, one in sorted(of.items())) for host, of in memory.conditions.items() if of}
     return View(
         jobs=jobs,
-        hosts=host_views(rows, *placement_of(jobs), memory.drains.copy(), losses=losses),
+        hosts=host_views(
+            rows,
+            *placement_of(jobs),
+            memory.drains.copy(),
+            losses=losses,
+            conditions=conditions,
+            checks=memory.checks.copy(),
+        ),
         incidents=incidents,
         actions=actions,
         copies=(*(copy for row in rows for copy in row.copies), *persistent),
@@ -58,6 +78,34 @@ def _job(memory: Memory, row: JobRow) -> JobView:
         newest_step=row.newest_step,
         message=row.message,
         ended_at=row.ended_at,
+        recoveries=_recoveries(memory, row.spec.job),
+        acted_at=_acted_at(memory, row.spec.job),
+    )
+
+
+def _acted_at(memory: Memory, job: str) -> tuple[float, ...]:
+    if all(incident.job != job or incident.state.closed for incident in memory.incidents.values()):
+        return ()
+    since = memory.clock.wall_s() - HOUR_S
+    rows = (row for _, row in sorted(memory.actions.items(), reverse=True) if row.plan.job == job and row.incident_id)
+    return tuple(
+        row.started_at
+        for row in rows
+        if row.started_at > since and row.plan.kind not in (DecisionKind.TAKE_STACKS, DecisionKind.CHECK_HOSTS)
+    )
+
+
+def _recoveries(memory: Memory, job: str) -> tuple[PastRecovery, ...]:
+    """Of a job with an open incident, as the database has them."""
+    if all(incident.job != job or incident.state.closed for incident in memory.incidents.values()):
+        return ()
+    decided = (decision for _, (decision, _) in sorted(memory.decisions.items(), reverse=True) if decision.job == job)
+    return newest_recoveries(
+        (decision.kind, decision.at, incident)
+        for decision in decided
+        if decision.kind in RECOVERING
+        and (incident := memory.incidents.get(number_of(decision.incident_id))) is not None
+        and incident.state is IncidentState.RESOLVED
     )
 
 
@@ -80,6 +128,7 @@ def _generation(memory: Memory, job: JobRow) -> GenerationView | None:
         furthest_step=row.plan.furthest_step,
         parent_lineage=row.plan.parent_lineage,
         ran_before_s=row.plan.ran_before_s,
+        too_few_hosts=row.plan.too_few_hosts,
         ranks=tuple(
             RankView(
                 rank=number,
@@ -98,6 +147,7 @@ def _generation(memory: Memory, job: JobRow) -> GenerationView | None:
 
 def _wanted(memory: Memory, incidents: Iterable[Incident]) -> list[ActionRow]:
     newest = {number_of(incident.action_id) for incident in incidents if incident.action_id}
+    newest |= {number_of(c.action_id) for c in memory.checks.values() if c.state is CheckState.RUNNING}
     running = [(name, job.generation) for name, job in memory.jobs.items() if not job.state.ended]
     granted = {memory.generations[key].decision for key in running if key in memory.generations}
     return [
@@ -122,6 +172,9 @@ def _action(memory: Memory, row: ActionRow) -> ActionView:
         started_at=row.started_at,
         message=row.message,
         positions=answers.positions,
+        stands=answers.stands,
+        checks=answers.checks,
+        unmeasured=answers.unmeasured,
         failed=failed_in(answers, row.phase),
         restore_step=fixed.restore_step if fixed is not None else None,
         restore_fixed=fixed is not None,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from flyball.contracts.errors import FlyballError
 from flyball.contracts.reports.signals import Report, ReportReply, Signal
-from services.runtime.loops import OUTAGES, Outage
+from services.runtime.outages import OUTAGES, Outage
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
 from services.sensor.detector.witnesses import neighbours
 from services.sensor.reports.committed import CommittedPositions
 from services.sensor.reports.ingest import BACKLOG_S, EXPECT_EVERY_S, Ingest
 from services.sensor.reports.report_queue import ReportQueue
 from services.sensor.reports.report_writer import MAX_HOSTS
+from services.sensor.rules.placed import given_in
 from services.sensor.rules.step_log import StepSummary
 from simulator.ports.status_store import MemoryStatusStore
 from simulator.supervisor.processes import TICK_S, WRITE_EVERY_S, Shared, SimulatedProcess
@@ -73,6 +74,7 @@ class Sensor(SimulatedProcess):
             self._ingest.expect_hosts(self._status.hosts_with_placement())
             if plan := next((g.plan for g in reversed(self._memory.generations.values())), None):
                 self._detector.set_neighbours(neighbours(plan.hosts, plan.peers))
+                self._detector.set_placed({(plan.job, plan.generation): given_in(plan)})
             if not self._has_recalled:
                 self._detector.recall(self._status.learned())
                 self._has_recalled = True
@@ -100,7 +102,7 @@ class Sensor(SimulatedProcess):
                 self._status.record_reports(self._reports, self._steps)
                 self._reports, self._steps = [], []
             if outstanding := self._committed.outstanding():
-                self._committed.update(self._status.committed(outstanding))
+                self._committed.update(outstanding, self._status.committed(outstanding))
         except OUTAGES as error:
             return self._outage.pause_s(error)
         self._outage.ended()

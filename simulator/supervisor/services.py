@@ -20,7 +20,7 @@ from services.controller.replay import RoundInputs
 from services.controller.round.view import Outcome, PolicySettings
 from services.rules.recovery_point import newest_step
 from services.rules.stream import Cursor
-from services.runtime.loops import OUTAGES, Outage
+from services.runtime.outages import OUTAGES, Outage
 from services.sensor.detector.witnesses import neighbours
 from simulator.checks.history import Condemned, Granted
 from simulator.ports import standings

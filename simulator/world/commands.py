@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from flyball.contracts.decisions import (
+    CheckHost,
     Command,
+    CommandBody,
     CommandResult,
     CommandUpdate,
     EndJob,
@@ -25,13 +27,14 @@ from flyball.contracts.decisions import (
 from flyball.contracts.errors import FlyballError, NotFound, PortInUse, StorageFull
 from flyball.contracts.identity import Fence
 from flyball.contracts.reports import standings
+from flyball.contracts.reports.host_checks import CheckMeasure, CheckStage
 from flyball.contracts.reports.signals import WorkerStartFailed
 from flyball.contracts.reports.standings import HeldJob
 from host_daemon.orders.commands import gives_way, job_of
 from host_daemon.orders.job_control import ENGINE_RETURN_S
 from host_daemon.store.command_journal import CommandAdmission, admit
 from simulator.checks.history import Obeyed, StartFailed
-from simulator.world.training import SIGKILL, Ending, RunningGeneration
+from simulator.world.training import SIGKILL, ProcessEnd, SimulatedGeneration
 
 if TYPE_CHECKING:
     from simulator.world.host import Host
@@ -152,7 +155,7 @@ class Commands:
                         group.release(self._host.host_id)
                 self._finish_after(uniform(0.05, 0.5), running, CommandResult)
             case _:
-                self._finish_after(uniform(0.05, 0.5), running, CommandResult)
+                self._finish_after(uniform(0.05, 0.5), running, lambda: self._look(body))
 
     def _note_end(self, body: StopWorkers | EndJob) -> None:
         if isinstance(body, EndJob):
@@ -191,7 +194,7 @@ class Commands:
         """Kill this host's ranks of these generations; their beacons keep their positions."""
         for group, worker in list(self._host.workers.values()):
             if group.generation <= upto_generation:
-                self._world.exit(group, worker, Ending(signal_number=SIGKILL, is_expected=True))
+                self._world.exit(group, worker, ProcessEnd(signal_number=SIGKILL, is_expected=True))
 
     def _list_copies(self, running: _Running, body: StopWorkers | EndJob) -> None:
         """Reply to a stop with all copies.
@@ -232,6 +235,15 @@ class Commands:
             )
         return CommandResult(pids=pids)
 
+    def _look(self, body: CommandBody) -> CommandResult:
+        """A check finds the devices well, but an all-reduce needs all hosts of the group. Other looks find nothing."""
+        if not isinstance(body, CheckHost):
+            return CommandResult()
+        is_whole = all(self._world.hosts[name].is_daemon_up for name in body.group)
+        failed = None if is_whole else CheckStage.GROUP
+        measure = CheckMeasure(self._host.host_id, body.round, body.group, 1, 0.1, 0.1, failed=failed)
+        return CommandResult(check=measure, free_port=29501)
+
     def _arm(self, running: _Running, body: SaveEmergency) -> None:
         group = self._world.groups.get(body.generation)
         positions = tuple(RankPosition(w.rank, w.step) for g, w in self._host.workers.values() if g is group)
@@ -244,7 +256,7 @@ class Commands:
             result = CommandResult(positions=positions)
             self._answer(running.command, UpdateState.FAILED, code="too_late", result=result)
 
-    def _watch_save(self, running: _Running, group: RunningGeneration, body: SaveEmergency) -> None:
+    def _watch_save(self, running: _Running, group: SimulatedGeneration, body: SaveEmergency) -> None:
         if self._running.get(running.command.command_id) is not running:
             return
         if group.has_saved(body.step):

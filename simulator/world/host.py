@@ -8,8 +8,11 @@ from typing import Protocol
 from flyball.contracts.checkpoints import ShardCopy
 from flyball.contracts.cluster import HostFacts, RankStatus, WorkerError
 from flyball.contracts.decisions import CommandUpdate
+from flyball.contracts.reports.conditions import ConditionKey, HostCondition
 from flyball.contracts.reports.rank_columns import RankSteps, in_columns, steps_together
 from flyball.contracts.reports.signals import (
+    ConditionBegan,
+    ConditionEnded,
     EngineRestarted,
     EngineStatus,
     PreemptionNotice,
@@ -27,7 +30,7 @@ from host_daemon.store.outbox import BATCH, MAX_KEPT, went_back
 from services.actuator.ports import Judgement
 from simulator.world.commands import Commands
 from simulator.world.events import MachineClock
-from simulator.world.training import Ending, RunningGeneration, SimulatedWorker
+from simulator.world.training import ProcessEnd, SimulatedGeneration, SimulatedWorker
 from simulator.world.world import World
 
 INTERVAL_S = 1.0
@@ -39,7 +42,7 @@ LINK_LOST_AFTER_S = 1.0  # an engine's connection survives a shorter cut
 
 
 class ControlPlane(Protocol):
-    """What a daemon reaches over the network. Each call arrives later, or never."""
+    """The services that a daemon reaches over the network. Each call arrives later, or never."""
 
     def report(self, host: Host, report: Report) -> None: ...
 
@@ -54,7 +57,7 @@ class Host:
     def __init__(self, world: World, control: ControlPlane, host_id: str, domain: str, clock: MachineClock) -> None:
         self.world, self.control, self.host_id, self.domain, self.clock = world, control, host_id, domain, clock
         self.copies: list[ShardCopy] = []
-        self.workers: dict[tuple[int, int], tuple[RunningGeneration, SimulatedWorker]] = {}  # by generation and rank
+        self.workers: dict[tuple[int, int], tuple[SimulatedGeneration, SimulatedWorker]] = {}  # by generation and rank
         self.is_up = True
         self.is_daemon_up = False
         self.is_engine_up = True
@@ -71,7 +74,9 @@ class Host:
         self._spool: dict[tuple[str, int], Signal] = {}
         self._kept: dict[tuple[str, int], Signal] = {}  # committed, and kept
         self._has_gap = False
-        self._unseen_exits: list[tuple[RunningGeneration, SimulatedWorker]] = []  # ended while no daemon ran
+        self._unseen_exits: list[tuple[SimulatedGeneration, SimulatedWorker]] = []  # ended while no daemon ran
+        self._conditions: dict[ConditionKey, HostCondition] = {}  # that stand, whether a daemon looks or not
+        self._reported: dict[ConditionKey, HostCondition] = {}
         self.commands = Commands(self)
         self.start_daemon()
 
@@ -149,8 +154,9 @@ class Host:
         self._answered_at = self.world.now
         self.commands.restart()
         for group, worker in self._unseen_exits:
-            self._report_exit(group, worker, Ending())
+            self._report_exit(group, worker, ProcessEnd())
         self._unseen_exits = []
+        self._report_conditions()
         alive = self.while_alive
         self.world.after(self.world.rng.uniform(0.0, INTERVAL_S), alive(self._report_for_ever))
         self.world.after(self.world.rng.uniform(0.0, POLL_S), alive(self._poll_for_ever))
@@ -196,7 +202,26 @@ class Host:
         if self.is_daemon_up:
             self.put(PreemptionNotice(self.clock.wall_s() + remaining_s, "a simulated cloud"))
 
-    def worker_ended(self, group: RunningGeneration, worker: SimulatedWorker, ending: Ending) -> None:
+    def has_condition(self, condition: HostCondition) -> None:
+        """Something is wrong with the host. Its daemon reports it, now or when it is back."""
+        self._conditions[condition.key] = condition
+        self._report_conditions()
+
+    def has_no_more(self, condition: HostCondition) -> None:
+        """That is over."""
+        self._conditions.pop(condition.key, None)
+        self._report_conditions()
+
+    def _report_conditions(self) -> None:
+        if not self.is_daemon_up:
+            return
+        for key in sorted(self._reported.keys() - self._conditions.keys()):
+            self.put(ConditionEnded(*key))
+        for key in sorted(self._conditions.keys() - self._reported.keys()):
+            self.put(ConditionBegan(self._conditions[key]))
+        self._reported = dict(self._conditions)
+
+    def worker_ended(self, group: SimulatedGeneration, worker: SimulatedWorker, ending: ProcessEnd) -> None:
         """A worker of this host ended."""
         self.workers.pop((group.generation, worker.rank), None)
         if self.is_daemon_up:
@@ -204,7 +229,7 @@ class Host:
         elif self.is_up:
             self._unseen_exits.append((group, worker))
 
-    def _report_exit(self, group: RunningGeneration, worker: SimulatedWorker, ending: Ending) -> None:
+    def _report_exit(self, group: SimulatedGeneration, worker: SimulatedWorker, ending: ProcessEnd) -> None:
         self.put(
             WorkerExited(
                 job=group.job,
@@ -318,20 +343,20 @@ class Host:
         """The copies that the engine reports."""
         return tuple(self.copies) if self.is_engine_up else ()
 
-    def _status(self, group: RunningGeneration, worker: SimulatedWorker) -> RankStatus:
+    def _status(self, group: SimulatedGeneration, worker: SimulatedWorker) -> RankStatus:
         age_s = self.world.now - worker.moved_at
         doing = worker.doing(self.world.now)
         return RankStatus(
             group.job, group.generation, worker.rank, worker.pid, worker.phase, worker.step, age_s, *doing
         )
 
-    def _steps(self, group: RunningGeneration, worker: SimulatedWorker) -> RankSteps:
+    def _steps(self, group: SimulatedGeneration, worker: SimulatedWorker) -> RankSteps:
         first = worker.new_steps[0][0] if worker.new_steps else -1
         at = tuple(at + self.clock.error_s for _, at in worker.new_steps)
         worker.new_steps = []
         return RankSteps(group.job, group.generation, worker.rank, first, at)
 
-    def _unreachable(self, mine: list[tuple[RunningGeneration, SimulatedWorker]]) -> tuple[str, ...]:
+    def _unreachable(self, mine: list[tuple[SimulatedGeneration, SimulatedWorker]]) -> tuple[str, ...]:
         peers = {peer: None for group, _ in mine for peer in group.parts[self.host_id].peers.get(self.host_id, ())}
         return tuple(peer for peer in peers if not self._reaches(peer, LINK_LOST_AFTER_S))
 

@@ -1,17 +1,17 @@
 """A simulated job as it truly runs: ranks in lock step, saves with their replicas, and the consequences of failures.
 
-One `RunningGeneration` is one generation that hosts were ordered to start. It trains while every rank lives on hosts
+One `SimulatedGeneration` is one generation that hosts were ordered to start. It trains while every rank lives on hosts
 that reach each other; it does not know what the supervisor believes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
 from flyball.contracts.checkpoints import ShardCopy, Tier
-from flyball.contracts.cluster import Activity, Phase, Placement
+from flyball.contracts.cluster import Activity, Phase, Placement, restores_another_world
 from flyball.contracts.errors import RestoreFailed
 from flyball.contracts.reports.signals import SavesFailing, SavesRecovered
 from simulator.checks.history import NO_SOURCE, Parked, Restored, Saved
@@ -30,7 +30,7 @@ STANDS_AFTER_S = 2.5  # longer than any step
 RESUME_LOOK_S = 0.25
 
 
-class Ending(NamedTuple):
+class ProcessEnd(NamedTuple):
     """How a rank's process ended. Without an exit code or signal nobody saw it."""
 
     exit_code: int | None = None
@@ -48,6 +48,7 @@ class SimulatedWorker:
         self.step = -1
         self.began_at = self.moved_at = at
         self.is_hung = False
+        self.busy_with = Activity.IDLE  # while it stands
         self.new_steps: list[tuple[int, float]] = []  # not reported yet
 
     def doing(self, now: float) -> tuple[Activity, float, str]:
@@ -55,10 +56,12 @@ class SimulatedWorker:
         stands_s = now - self.moved_at
         if stands_s < STANDS_AFTER_S:
             return Activity.UNKNOWN, 0.0, ""
-        return (Activity.STOPPED, stands_s, "") if self.is_hung else (Activity.IDLE, stands_s, "futex")
+        if self.is_hung:
+            return Activity.STOPPED, stands_s, ""
+        return self.busy_with, stands_s, "futex" if self.busy_with is Activity.IDLE else ""
 
 
-class RunningGeneration:
+class SimulatedGeneration:
     """One generation of a job. Each host knows only its own part of the placement."""
 
     def __init__(self, world: World, placement: Placement, rng: Random) -> None:
@@ -74,6 +77,7 @@ class RunningGeneration:
         self._is_stepping = False
         self._stuck_since: float | None = None
         self._parked_since: float | None = None
+        self._pauses_until = 0.0
         self._committed = self._replicated = -1
         self._began_saving_at = 0.0
         world.after(RENDEZVOUS_TIMEOUT_S, self._check_rendezvous)
@@ -119,6 +123,26 @@ class RunningGeneration:
                     worker.moved_at = self.world.now
             self._note_parked()
 
+    def pause(self, phase: Phase, doing: Sequence[Activity], seconds: float) -> None:
+        """All ranks make an ordinary pause, each doing what `doing` has in turn. Phase STEP: their script does not say
+        that it pauses."""
+        self._pauses_until = self.world.now + seconds
+        for number, worker in enumerate(self.workers.values()):
+            if worker.phase is Phase.STEP:
+                worker.phase, worker.busy_with = phase, doing[number % len(doing)]
+
+    def _goes_on(self) -> bool:
+        """Whether no pause keeps the ranks. One that is over ends."""
+        if self.world.now < self._pauses_until:
+            return False
+        if self._pauses_until:
+            self._pauses_until = 0.0
+            for worker in self.workers.values():
+                worker.busy_with = Activity.IDLE
+                if worker.phase in (Phase.EVAL, Phase.CHECKPOINT, Phase.DATA):
+                    worker.phase = Phase.STEP
+        return True
+
     def has_saved(self, step: int) -> bool:
         """Whether every rank's bytes of `step` are committed and replicated."""
         return self._replicated >= step
@@ -163,12 +187,13 @@ class RunningGeneration:
             if plan is None:
                 loaded.add((-1, -1))
                 continue
-            sources = plan.sources.get(str(worker.rank), ())
-            found = [source for source in sources if self.world.can_fetch(worker, self.job, source, plan.step)]
-            if not found:
-                self.world.exit(self, worker, Ending(exit_code=RestoreFailed.exit_code, message=NO_SOURCE))
-                return
-            loaded.add((plan.step, found[0].generation))
+            is_resharded = restores_another_world(self.placement)  # then it needs a part of every shard
+            for sources in plan.sources.values() if is_resharded else [plan.sources.get(str(worker.rank), ())]:
+                found = [source for source in sources if self.world.can_fetch(worker, self.job, source, plan.step)]
+                if not found:
+                    self.world.exit(self, worker, ProcessEnd(exit_code=RestoreFailed.exit_code, message=NO_SOURCE))
+                    return
+                loaded.add((plan.step, found[0].generation))
         self._has_restored = True
         step, source = min(loaded)
         held, newest = self.world.truth.held_before(self)
@@ -194,7 +219,8 @@ class RunningGeneration:
         self._is_stepping = False
         if not self.workers:
             return
-        if all(self.world.hosts[worker.host_id].is_paused for worker in self.workers.values()):
+        is_paused = all(self.world.hosts[worker.host_id].is_paused for worker in self.workers.values())
+        if is_paused or not self._goes_on():
             self._begin_step()
             return
         can_step = self._is_whole() and not any(map(self._stands, self.workers.values()))
@@ -246,7 +272,7 @@ class RunningGeneration:
     def _fail_soon(self, worker: SimulatedWorker, message: str) -> None:
         def fail() -> None:
             if self._is_alive(worker) and not worker.is_hung and not self._put_off([worker], fail):
-                self.world.exit(self, worker, Ending(exit_code=1, message=message))
+                self.world.exit(self, worker, ProcessEnd(exit_code=1, message=message))
 
         self.world.after(self._rng.uniform(0.02, 0.6), fail)
 

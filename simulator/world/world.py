@@ -12,7 +12,7 @@ from flyball.contracts.cluster import Placement
 from flyball.contracts.recovery import complete_points
 from simulator.checks.history import EXPECTED, HOST_LOST, Fact, HostSwitched, WorkerBegan, WorkerEnded
 from simulator.world.events import EventQueue, Happening
-from simulator.world.training import Ending, RunningGeneration, SimulatedWorker
+from simulator.world.training import ProcessEnd, SimulatedGeneration, SimulatedWorker
 
 if TYPE_CHECKING:
     from simulator.world.host import Host
@@ -30,26 +30,30 @@ class Truth:
         self.newest = -1
         self._branched_at = 0.0
 
-    def completed(self, group: RunningGeneration, step: int) -> None:
+    def completed(self, group: SimulatedGeneration, step: int) -> None:
         """A generation completed a step."""
         if self.lineage and self.lineage[-1].generation == group.generation:
             self.newest = max(self.newest, step)
 
-    def branched(self, group: RunningGeneration, step: int, source: int) -> None:
+    def branched(self, group: SimulatedGeneration, step: int, source: int) -> None:
         """A generation continued from a step of an earlier one; -1: from scratch."""
         self.lineage = branch(
-            self.lineage, restored_step=step if step >= 0 else None, generation=group.generation, source=source
+            self.lineage,
+            restored_step=step if step >= 0 else None,
+            generation=group.generation,
+            source=source,
+            world_size=group.placement.world_size,
         )
         self.newest = step
         self._branched_at = self._world.now
 
-    def was_overtaken(self, group: RunningGeneration) -> bool:
+    def was_overtaken(self, group: SimulatedGeneration) -> bool:
         """Whether a newer generation restored after all ranks of this one began, because a pause held them up. What
         they do until they are stopped is not part of the history."""
         is_older = bool(self.lineage) and group.generation < self.lineage[-1].generation
         return is_older and all(worker.began_at <= self._branched_at for worker in group.workers.values())
 
-    def held_before(self, group: RunningGeneration) -> tuple[int, int]:
+    def held_before(self, group: SimulatedGeneration) -> tuple[int, int]:
         """Two steps, -1 if there is none: the newest complete one on hosts in reach since before the grant, and the
         newest one completed."""
         since_s = self._world.now - self._world.granted_at.get(group.generation, 0.0) + KNOWN_AFTER_S
@@ -67,7 +71,7 @@ class World:
         self.network = Network(timeline, rng)
         self.truth = Truth(self)
         self.hosts: dict[str, Host] = {}
-        self.groups: dict[int, RunningGeneration] = {}  # by generation, of the one job
+        self.groups: dict[int, SimulatedGeneration] = {}  # by generation, of the one job
         self.granted_at: dict[int, float] = {}  # by generation
         self.facts: list[Fact] = []
         self.ports_taken = 0  # number of generations that will find their port taken
@@ -123,11 +127,11 @@ class World:
 
     # --- workers -----------------------------------------------------------------------------------------------------
 
-    def group(self, placement: Placement) -> RunningGeneration:
+    def group(self, placement: Placement) -> SimulatedGeneration:
         """The generation that this placement starts."""
         known = self.groups.get(placement.generation)
         if known is None:
-            known = self.groups[placement.generation] = RunningGeneration(self, placement, self.rng)
+            known = self.groups[placement.generation] = SimulatedGeneration(self, placement, self.rng)
         return known
 
     def begin(self, placement: Placement, host_id: str, rank: int, pid: int) -> SimulatedWorker:
@@ -137,7 +141,7 @@ class World:
         group.parts[host_id] = placement
         return group.start(host_id, rank, pid)
 
-    def exit(self, group: RunningGeneration, worker: SimulatedWorker, ending: Ending) -> None:
+    def exit(self, group: SimulatedGeneration, worker: SimulatedWorker, ending: ProcessEnd) -> None:
         """End a rank's process; its daemon, if it runs, notices."""
         if group.workers.get(worker.rank) is not worker:
             return

@@ -1,0 +1,207 @@
+"""Runs a campaign against a job: breaks what was drawn, watches the incidents that follow, and judges them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from flyball.contracts.clock import Clock
+from flyball.contracts.cluster import JobState
+from flyball.contracts.decisions import IncidentState
+from flyball.contracts.errors import FlyballError, NotFound
+from simulator.inject.campaign.draws import Draw
+from simulator.inject.campaign.outcome import EARLY_S, FaultOutcome, judge, not_injected
+from simulator.inject.faults import Api
+from simulator.inject.injector import FaultRequest, InjectedFault
+from simulator.inject.kinds.catalog import kind_of
+from simulator.inject.kinds.kind import FaultTarget
+
+STEPS_BETWEEN = 5  # that the job makes between two faults
+LOOK_INTERVAL_S = 0.25
+
+
+class Hands(Protocol):
+    """What injects: on this machine, or through agents."""
+
+    def inject(self, request: FaultRequest) -> InjectedFault: ...
+
+    @property
+    def active(self) -> Sequence[str]:
+        """The injections that last at the moment."""
+        ...
+
+
+class Ended(Exception):
+    """The job has ended, or the campaign was interrupted."""
+
+
+class Campaign:
+    """`announce` gets a line for each fault. `is_over()` ends it early."""
+
+    def __init__(
+        self,
+        api: Api,
+        hands: Hands,
+        *,
+        job: str,
+        clock: Clock,
+        announce: Callable[[str], None],
+        is_over: Callable[[], bool] = lambda: False,
+        patience_s: float = 180.0,
+        overlap: bool = False,
+    ) -> None:
+        """`patience_s`: for the detection of a fault, and then for its recovery. `overlap`: wait only until a fault has
+        its verdict before the next, not also until its own time is over."""
+        self._api = api
+        self._hands = hands
+        self._job = job
+        self._clock = clock
+        self._announce = announce
+        self._is_over = is_over
+        self._patience_s = patience_s
+        self._overlap = overlap
+
+    def run(self, draws: Sequence[Draw]) -> tuple[list[FaultOutcome], str]:
+        """The outcomes, and why it ended early: '' if it did not."""
+        began_s = self._clock.monotonic_s()
+        outcomes: list[FaultOutcome] = []
+        try:
+            for number, draw in enumerate(draws, 1):
+                while self._clock.monotonic_s() < began_s + draw.at_s:
+                    self._look_again()
+                if not self._overlap:
+                    self._settle()
+                outcome, end = self._break(number, draw)
+                if end is None or not self._is_over():  # one that was interrupted has no verdict
+                    outcomes.append(outcome)
+                    self._announce(_line(outcome, len(draws)))
+                if end is not None:
+                    raise end
+        except Ended as end:
+            return outcomes, str(end)
+        except FlyballError as error:  # what was found out so far is worth a report all the same
+            return outcomes, error.message
+        return outcomes, ""
+
+    def _settle(self) -> None:
+        """Wait until nothing is broken, no incident is open, and the job trains. If that takes too long, go on."""
+        self._until(lambda: not self._hands.active, self._patience_s)
+        self._until(lambda: not self._open_incidents(), self._patience_s)
+        self._trains_on()
+
+    def _break(self, number: int, draw: Draw) -> tuple[FaultOutcome, Ended | None]:
+        """The outcome, and why the campaign is over meanwhile."""
+        kind = kind_of(draw.fault.fault)
+        known = {str(i["incident_id"]) for i in self._incidents()}
+        try:
+            done = self._hands.inject(self._request(kind.target, draw))
+        except (FlyballError, OSError) as error:
+            why = error.message if isinstance(error, FlyballError) else str(error)
+            return not_injected(number, draw.fault, self._clock.wall_s(), why), None
+        if done.not_recorded:
+            self._announce(f"warning: {done.not_recorded}")
+        try:
+            return self._follow(number, draw, done, known)
+        except FlyballError as error:
+            raise Ended(
+                f"the fault {number} ({kind.name}, {done.target}) was injected, and has no verdict: {error.message}"
+            ) from error
+
+    def _follow(
+        self, number: int, draw: Draw, done: InjectedFault, known: set[str]
+    ) -> tuple[FaultOutcome, Ended | None]:
+        """Watch what follows a fault. `known`: the incidents before it."""
+        kind = kind_of(done.fault)
+
+        def followed() -> list[dict[str, Any]]:
+            return [
+                i for i in self._incidents() if i["incident_id"] not in known and i["opened_at"] >= done.at - EARLY_S
+            ]
+
+        trains, state, end = False, "", None
+        try:
+            if kind.causes:
+                self._until(lambda: any(i["cause"] in kind.causes for i in followed()), self._patience_s + done.lasts_s)
+            else:
+                self._until(lambda: done.injection_id not in self._hands.active, self._patience_s + done.lasts_s)
+            self._until(lambda: all(IncidentState(i["state"]).closed for i in followed()), self._patience_s)
+            trains = self._trains_on()
+            state = str(self._job_now()["state"])
+        except Ended as ended:
+            end, state = ended, str(ended)
+        outcome = judge(
+            number=number,
+            fault=kind.name,
+            stands_for=draw.fault.stands_for,
+            target=done.target,
+            at=done.at,
+            host_id=done.host_id,
+            causes=kind.causes,
+            incidents=followed(),
+            trains=trains,
+            job_state=state,
+        )
+        return outcome, end
+
+    def _request(self, target: FaultTarget, draw: Draw) -> FaultRequest:
+        ranks = sorted(self._job_now()["ranks"], key=lambda r: int(r["rank"]))
+        if not ranks:
+            raise NotFound(f"Job {self._job} has no ranks at the moment.", hint="wait until it runs")
+        chosen = ranks[int(draw.place * len(ranks))]
+        options = draw.fault.options
+        match target:
+            case FaultTarget.RANK:
+                return FaultRequest(draw.fault.fault, job=self._job, rank=int(chosen["rank"]), options=options)
+            case FaultTarget.HOST:
+                return FaultRequest(draw.fault.fault, host_id=str(chosen["host_id"]), options=options)
+            case FaultTarget.SERVICE:
+                return FaultRequest(draw.fault.fault, options=options)
+
+    def _trains_on(self) -> bool:
+        """Whether the job makes some more steps."""
+        before = int(self._job_now()["newest_step"])
+        return self._until(lambda: int(self._job_now()["newest_step"]) >= before + STEPS_BETWEEN, self._patience_s)
+
+    def _job_now(self) -> dict[str, Any]:
+        job = self._ask(f"/v1/jobs/{self._job}")
+        if JobState(job["state"]).ended:
+            raise Ended(f"the job has ended: {job['state']}: {job['message']}")
+        return job
+
+    def _incidents(self) -> list[dict[str, Any]]:
+        return list(self._ask("/v1/incidents", job=self._job, limit=500)["items"])
+
+    def _open_incidents(self) -> list[dict[str, Any]]:
+        return [i for i in self._incidents() if not IncidentState(i["state"]).closed]
+
+    def _ask(self, path: str, **params: str | int | None) -> dict[str, Any]:
+        """Ask the supervisor; wait while it is away, since it may be what was broken."""
+        until_s = self._clock.monotonic_s() + self._patience_s
+        while True:
+            try:
+                return dict(self._api.get(path, **params))
+            except FlyballError:
+                if self._clock.monotonic_s() > until_s:
+                    raise
+            self._look_again()
+
+    def _until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        until_s = self._clock.monotonic_s() + timeout_s
+        while not condition():
+            if self._clock.monotonic_s() > until_s:
+                return False
+            self._look_again()
+        return True
+
+    def _look_again(self) -> None:
+        if self._is_over():
+            raise Ended("it was interrupted")
+        time.sleep(LOOK_INTERVAL_S)
+
+
+def _line(outcome: FaultOutcome, count: int) -> str:
+    seen = f", {outcome.detected_as} after {outcome.detected_s:.1f} s" if outcome.detected_as else ""
+    back = f", recovered after {outcome.recovered_s:.1f} s" if outcome.recovered_s >= 0 else ""
+    why = f" ({outcome.why})" if outcome.why else ""
+    return f"{outcome.number}/{count} {outcome.fault} {outcome.target}: {outcome.verdict.value}{seen}{back}{why}"
