@@ -8,16 +8,23 @@ from typing import Annotated, Any
 import typer
 
 from flyball import __version__
-from flyball.cli import completion, database, drain, explain, host, inject, ls, status, stop, tokens, up
+from flyball.cli import completion, config, database, host, tokens, up
+from flyball.cli.act import check, drain, orders, stop
 from flyball.cli.ckpt import command as ckpt
 from flyball.cli.demo import command as demo
+from flyball.cli.doctor import command as doctor
 from flyball.cli.goodput import command as goodput
+from flyball.cli.inject import command as inject
 from flyball.cli.logs import command as logs
+from flyball.cli.look import describe, explain, get, ls, status, watch
 from flyball.cli.show.output import announce
+from flyball.cli.simulate import command as simulate
 from flyball.contracts.errors import UsageError
 
 # The class has moved between typer's packages, so take it as the base of a public one.
 UsageProblem: type[Exception] = typer.BadParameter.__mro__[1]
+
+SHORTHANDS = {"--json": "--output=json", "--wide": "--output=wide"}
 
 app = typer.Typer(
     name="flyball",
@@ -45,18 +52,30 @@ def _run(arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] = N
 app.command("demo", **demo.COMMAND)(demo.command)
 app.command("up", **up.COMMAND)(up.command)
 app.command("drain", **drain.COMMAND)(drain.command)
+app.command("cordon", **orders.CORDON)(orders.cordon)
+app.command("uncordon", **orders.UNCORDON)(orders.uncordon)
+app.command("check", **check.COMMAND)(check.command)
+app.command("silence", **orders.SILENCE)(orders.silence)
+app.command("approve", **orders.APPROVE)(orders.approve)
+app.command("doctor", **doctor.COMMAND)(doctor.command)
 app.command("ls", **ls.COMMAND)(ls.command)
 app.command("stop", **stop.COMMAND)(stop.command)
 app.command("status", **status.COMMAND)(status.command)
+app.command("get", **get.COMMAND)(get.command)
+app.command("describe", **describe.COMMAND)(describe.command)
+app.command("watch", **watch.COMMAND)(watch.command)
 app.command("logs", **logs.COMMAND)(logs.command)
 app.command("explain", **explain.COMMAND)(explain.command)
 app.command("replay", **database.REPLAY)(database.replay)
 app.add_typer(host.app, name="host")
 app.add_typer(goodput.app, name="goodput")
 app.add_typer(ckpt.app, name="ckpt")
+app.add_typer(ckpt.app, name="checkpoint", hidden=True)  # the same, written out
 app.add_typer(inject.app, name="inject")
+app.add_typer(simulate.app, name="simulate")
 app.add_typer(tokens.app, name="token")
 app.add_typer(database.app, name="db")
+app.add_typer(config.app, name="config")
 
 
 def _print_version(wanted: bool) -> None:
@@ -86,6 +105,7 @@ def dispatch(arguments: Sequence[str]) -> int:
         case ["--install-completion", shell]:
             announce(f"installed {shell} completion in {completion.install_script(shell)}; open a new shell to use it")
             return 0
+    arguments = [SHORTHANDS.get(word, word) for word in arguments]
     if arguments[:1] == ["goodput"]:
         arguments = ["goodput", *goodput.in_full(arguments[1:])]
     try:

@@ -10,11 +10,14 @@ import msgspec
 import typer
 
 from flyball import __version__
+from flyball.cli.policy_file import read_policy
 from flyball.cli.reach.options import JobOption, command_help
-from flyball.cli.show.output import Format, OutputOption, announce, print_json
+from flyball.cli.show.output import Format, OutputOption, announce, print_table, printed
+from flyball.cli.show.times import exact_clock
 
 if TYPE_CHECKING:
-    from services.store.read.replaying import ReplayResult
+    from flyball.contracts.decisions import Decision
+    from services.store.read.replaying import OtherPolicyResult, ReplayResult
 
 DIFFERENCES_SHOWN = 20  # in the text output; JSON has all
 
@@ -51,17 +54,17 @@ def copy(
     finally:
         old.close()
         new.close()
-    if output is Format.JSON:
-        print_json({"rows": rows})
-    else:
+    if not printed({"rows": rows}, output):
         typer.echo(f"{sum(rows.values())} rows copied: {rows['jobs']} jobs, {rows['decisions']} decisions.")
 
 
 REPLAY = command_help(
     "Check that this release makes the same decisions as those stored in a database. Runs the stored signals through "
-    "the policy again, in a temporary copy. Exit code 0 if every decision is identical, 1 if not.",
+    "the policy again, in a temporary copy. Exit code 0 if every decision is identical, 1 if not. With --policy, shows "
+    "what another policy would have decided in the same situations.",
     "flyball replay --from-db sqlite:////var/lib/flyball/flyball.sqlite",
     "flyball replay --from-db mysql://flyball@db:3306/flyball --job train -o json",
+    "flyball replay --from-db sqlite:////var/lib/flyball/flyball.sqlite --policy patient.toml",
 )
 
 
@@ -69,23 +72,60 @@ def replay(
     *,
     from_db: Annotated[str, typer.Option("--from-db", help="URL of the supervisor's database (only read)")],
     job: JobOption = "",
+    policy: Annotated[str, typer.Option(metavar="FILE", help="decide by these settings, in place of those then")] = "",
     output: OutputOption = Format.TABLE,
 ) -> int:
     """Returns the exit code."""
-    from services.store.read.replaying import replay_database
+    from services.store.read.replaying import replay_database, replay_with
     from services.store.sql.database import open_existing
 
+    given = read_policy(policy)
     db = open_existing(from_db)
     try:
         with tempfile.TemporaryDirectory(prefix="flyball-replay-") as folder:
+            if policy:
+                _print_other(replay_with(db, Path(folder), given, job=job), policy, output)
+                return 0
             result = replay_database(db, Path(folder), job=job)
     finally:
         db.close()
-    if output is Format.JSON:
-        print_json(msgspec.to_builtins(result) | {"exact": result.is_exact})
-    else:
+    if not printed(msgspec.to_builtins(result) | {"exact": result.is_exact}, output):
         _print_replay(result)
     return 0 if result.is_exact else 1
+
+
+def _print_other(result: OtherPolicyResult, policy: str, output: Format) -> None:
+    """Every decision then and now, with those that differ."""
+    if output.is_for_programs:
+        rows = [
+            {"round": d.round, "at": d.at, "job": d.job, "incident_id": d.incident_id, "same": d.is_same}
+            | {"then": _brief(d.then), "now": _brief(d.now)}
+            for d in result.decisions
+        ]
+        printed({"rounds": result.rounds, "policy": policy, "decisions": rows}, output)
+        return
+    print_table(
+        f"Decisions then, and by {policy}",
+        ("at", "job", "incident", "then", "rule", "now", "rule", ""),
+        (
+            [exact_clock(d.at), d.job, d.incident_id]
+            + [field for side in (d.then, d.now) for field in ((side.kind.value, side.rule) if side else ("-", ""))]
+            + ["" if d.is_same else "differs"]
+            for d in result.decisions
+        ),
+    )
+    others = sum(not d.is_same for d in result.decisions)
+    typer.echo(
+        f"{len(result.decisions) - others} of {len(result.decisions)} decisions are the same, from {result.rounds} "
+        "rounds. Each round is decided in the situation that there was: what would have followed is not known."
+    )
+
+
+def _brief(decision: Decision | None) -> dict[str, object] | None:
+    if decision is None:
+        return None
+    names = ("decision_id", "kind", "rule", "reason")
+    return {name: getattr(decision, name) for name in names}
 
 
 def _print_replay(result: ReplayResult) -> None:

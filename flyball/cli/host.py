@@ -22,7 +22,7 @@ from flyball.cli.reach.options import (
 )
 from flyball.cli.reach.places import find_supervisor, keep_token, make_state_dir, state_root
 from flyball.cli.reach.sources import SupervisorChoice
-from flyball.cli.show.output import Format, OutputOption, announce, print_json
+from flyball.cli.show.output import Format, OutputOption, announce, printed
 from flyball.client_tls import ClientTls
 from flyball.contracts.identity import check_name
 
@@ -54,6 +54,9 @@ def daemon(
     failure_domain: Annotated[
         str, typer.Option(help="group of hosts that fail together, for example a rack or a switch")
     ] = "",
+    fabric: Annotated[
+        str, typer.Option(help="network in which hosts reach each other fast; spares come from it first")
+    ] = "",
     warm_nproc: Annotated[
         int,
         typer.Option(
@@ -67,6 +70,12 @@ def daemon(
         float,
         typer.Option(min=0.0, max=3600.0, help="on SIGTERM, wait at most this long until the ranks train elsewhere"),
     ] = 15.0,
+    conditions_dir: Annotated[
+        str, typer.Option(help="folder in which others report conditions of this host (default: in the state folder)")
+    ] = "",
+    cloud_notices: Annotated[
+        str, typer.Option(help="watch the metadata service of aws, gce or azure for the end of this host")
+    ] = "",
     report_interval_s: Annotated[float, typer.Option(min=0.05, max=60.0, help="seconds between reports")] = 1.0,
 ) -> None:
     """Replaces this process with the daemon, which then handles signals and sets the exit code."""
@@ -83,6 +92,9 @@ def daemon(
         *("--address", address or this_host.address_towards(found.url), "--report-interval-s", str(report_interval_s)),
         *("--leave-timeout-s", str(leave_timeout_s), "--warm-nproc", str(warm_nproc)),
         *(("--failure-domain", failure_domain) if failure_domain else ()),
+        *(("--fabric", fabric) if fabric else ()),
+        *(("--conditions-dir", conditions_dir) if conditions_dir else ()),
+        *(("--cloud-notices", cloud_notices) if cloud_notices else ()),
     ]
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-P", "-m", "host_daemon", *arguments], environment)
@@ -109,10 +121,9 @@ def remove(
     with choice.connect() as client:
         for name in names:
             client.delete(f"/v1/hosts/{name}")
-            if output is Format.TABLE:
+            if not output.is_for_programs:
                 announce(f"removed host {name}; if its daemon starts again, it joins as a new host")
-    if output is Format.JSON:
-        print_json({"removed": names})
+    printed({"removed": names}, output)
 
 
 def _checkpoint_settings(environment: dict[str, str], config: str) -> dict[str, str]:

@@ -13,9 +13,11 @@ from flyball.cli.reach.options import command_help
 from flyball.cli.reach.places import make_state_dir, supervisor_dir
 from flyball.cli.reach.this_host import is_here_only
 from flyball.cli.run.embedded import start_supervisor
-from flyball.cli.show.output import Format, OutputOption, announce, print_fields, print_json
+from flyball.cli.show.output import Format, OutputOption, announce, print_fields, printed
 from flyball.cli.signals import EndSignals
+from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import FlyballError
+from flyball.service_manager import ServiceManager
 
 DEFAULT_PORT = 7370
 LOOK_INTERVAL_S = 0.2
@@ -49,6 +51,7 @@ def command(
     from services.runtime.process import allow_many_connections
 
     allow_many_connections()
+    manager = ServiceManager(os.environ, SystemClock())
     folder = make_state_dir(Path(state_dir) if state_dir else supervisor_dir(os.environ))
     with EndSignals(("SIGTERM", "SIGINT", "SIGHUP")) as signals:
         supervisor = start_supervisor(
@@ -62,22 +65,23 @@ def command(
             tls_client_ca_file=tls_client_ca_file or None,
         )
         try:
-            is_own_token = not os.environ.get("FLYBALL_TOKEN")
+            is_own_token = not (os.environ.get("FLYBALL_TOKEN") or os.environ.get("FLYBALL_TOKEN_FILE"))
             facts = {
                 "url": supervisor.url,
                 "token_file": str(folder / "token") if is_own_token else None,
-                "token": "in the token file" if is_own_token else "FLYBALL_TOKEN of the environment",
+                "token": "in the token file" if is_own_token else "of the environment: FLYBALL_TOKEN, or its _FILE",
                 "dashboard": f"{supervisor.url}/?token={supervisor.token}",
                 "state_dir": str(folder),
             }
-            if output is Format.JSON:
-                print_json(facts)
-            else:
+            if not printed(facts, output):
                 print_fields(facts)
                 _announce_next_steps(supervisor.url, host, folder, is_own_token=is_own_token)
+            manager.ready()
             idle = threading.Event()
             while not signals.count:
                 idle.wait(LOOK_INTERVAL_S)
+                if supervisor.responds:
+                    manager.alive()
                 if supervisor.failed:
                     raise FlyballError(
                         "A part of the supervisor failed.",
@@ -85,13 +89,14 @@ def command(
                     )
             announce("stopping; training goes on without a supervisor")
         finally:
+            manager.stopping()
             supervisor.stop()
     return 0
 
 
 def _announce_next_steps(url: str, host: str, folder: Path, *, is_own_token: bool) -> None:
     if not is_own_token:
-        announce("the token is not in a file: commands and hosts need the same FLYBALL_TOKEN in their environment")
+        announce("commands and hosts need the same FLYBALL_TOKEN or FLYBALL_TOKEN_FILE in their environment")
     if is_here_only(host):
         is_default = folder == supervisor_dir(os.environ).resolve()
         token = f" --token-file {folder / 'token'}" if is_own_token else ""

@@ -8,6 +8,10 @@ from typing import Annotated
 
 import typer
 
+from flyball.cli.act import checkpoint_now
+from flyball.cli.ckpt import export as ckpt_export
+from flyball.cli.ckpt import finish as ckpt_finish
+from flyball.cli.ckpt import import_ as ckpt_import
 from flyball.cli.ckpt import plan as ckpt_plan
 from flyball.cli.ckpt import rm as ckpt_rm
 from flyball.cli.ckpt import verify as ckpt_verify
@@ -21,7 +25,7 @@ from flyball.cli.ckpt.options import (
     with_selection,
 )
 from flyball.cli.reach.options import command_help, examples
-from flyball.cli.show.output import Format, OutputOption, announce, print_json
+from flyball.cli.show.output import Format, OutputOption, announce, printed
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import NotFound, RestoreFailed
 
@@ -45,16 +49,15 @@ def ls(
     output: OutputOption = Format.TABLE,
 ) -> None:
     """List the saved steps, how many ranks have each in which tier, and the recovery point."""
-    from flyball.cli.ckpt.tables import listing_json, print_listing
+    from flyball.cli.ckpt.tables import listing_json, print_listing, print_transports
 
     found = selection.find()
     inventory = found.inventory
     steps = [step for step in inventory.steps if show_all or step.alive]
     now = SystemClock().wall_s()
-    if output is Format.JSON:
-        print_json(listing_json(inventory, steps, runs=found.runs, now=now))
-    else:
+    if not printed(listing_json(inventory, steps, runs=found.runs, transports=found.transports, now=now), output):
         print_listing(inventory, steps, hidden=len(inventory.steps) - len(steps), now=now)
+        print_transports(found.transports)
 
 
 @app.command("show", epilog=examples("flyball ckpt show 120", "flyball ckpt show latest --tensors --rank 0"))
@@ -77,14 +80,14 @@ def show(
     listing = inventory.find(wanted, generation)
     held = [found for found in inventory.copies_of(listing) if rank is None or found.copy.rank == rank]
     shards = [(found, read_manifest(found)) for found in held]
-    if output is Format.JSON:
+    if output.is_for_programs:
         described = [
             shard_json(
                 found, manifest, counts=inventory.counts(found), tensors=read_tensors(found) if tensors else None
             )
             for found, manifest in shards
         ]
-        print_json({"job": inventory.job, "run": inventory.run, "step": listing, "shards": described})
+        printed({"job": inventory.job, "run": inventory.run, "step": listing, "shards": described}, output)
         return
     print_step(inventory, listing, shards)
     if tensors:
@@ -119,23 +122,26 @@ def restore(
         except RestoreFailed:
             if is_last:
                 raise
-    if output is Format.JSON:
-        print_json(
-            {
-                "job": inventory.job,
-                "run": inventory.run,
-                "step": listing.step,
-                "generation": listing.generation,
-                "folder": str(folder),
-                "shards": shards,
-            }
-        )
-    else:
+    if not printed(
+        {
+            "job": inventory.job,
+            "run": inventory.run,
+            "step": listing.step,
+            "generation": listing.generation,
+            "folder": str(folder),
+            "shards": shards,
+        },
+        output,
+    ):
         print_extracted(shards, str(folder))
 
 
+app.command("now", **checkpoint_now.COMMAND)(checkpoint_now.command)
 app.command("verify", **ckpt_verify.COMMAND)(ckpt_verify.command)
 app.command("rm", **ckpt_rm.COMMAND)(ckpt_rm.command)
+app.command("export", **ckpt_export.COMMAND)(ckpt_export.command)
+app.command("import", **ckpt_import.COMMAND)(ckpt_import.command)
+app.command("finish", **ckpt_finish.COMMAND)(ckpt_finish.command)
 app.command("plan", **ckpt_plan.COMMAND)(ckpt_plan.command)
 
 
@@ -169,18 +175,17 @@ def _pin_command(*, pinned: bool) -> Callable[..., None]:
             change = place.store.pin if pinned else place.store.unpin
             change(listing.generation, listing.step)
         where = [place.where for place in places]
-        if output is Format.TABLE:
-            announce(f"{'pinned' if pinned else 'unpinned'} step {listing.step} in {', '.join(where)}")
-            return
-        print_json(
+        if not printed(
             {
                 "job": inventory.job,
                 "step": listing.step,
                 "generation": listing.generation,
                 "pinned": pinned,
                 "places": where,
-            }
-        )
+            },
+            output,
+        ):
+            announce(f"{'pinned' if pinned else 'unpinned'} step {listing.step} in {', '.join(where)}")
 
     return command
 

@@ -18,7 +18,7 @@ from ckpt_engine.tiers.opening import open_storage
 from flyball.cli.reach.places import state_root
 from flyball.cli.run.run_folders import CHECKPOINTS
 from flyball.cli.show.output import announce
-from flyball.contracts.checkpoints import Tier
+from flyball.contracts.checkpoints import PeerTransports, Tier
 from flyball.contracts.errors import ConfigurationError, FlyballError, NotFound, UsageError
 from flyball.contracts.identity import check_name
 from flyball.contracts.on_host.engine_wire import Configure
@@ -38,6 +38,11 @@ class JobCopies:
     @property
     def job(self) -> str:
         return self.inventory.job
+
+    @property
+    def transports(self) -> dict[str, PeerTransports]:
+        """By host, what carries shards between it and its peers."""
+        return {host.host_id(self.job): host.transports for host in self.hosts if host.transports}
 
     @property
     def configure(self) -> Configure | None:

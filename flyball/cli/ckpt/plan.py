@@ -12,7 +12,7 @@ import typer
 from flyball.cli.ckpt.options import Generation, Selection, StepName, parse_step, with_selection
 from flyball.cli.reach.options import command_help, with_supervisor
 from flyball.cli.reach.sources import SupervisorChoice
-from flyball.cli.show.output import Format, OutputOption, print_fields, print_json, print_table
+from flyball.cli.show.output import Format, OutputOption, print_fields, print_table, printed
 from flyball.contracts import wire
 from flyball.contracts.checkpoints import Lineage, ShardCopy
 from flyball.contracts.errors import NotFound, RestoreFailed, UsageError
@@ -97,9 +97,7 @@ def command(
         lost_hosts={*known.lost, *(lost or ())},
         sealed=known.sealed,
     )
-    if output is Format.JSON:
-        print_json(_to_json(known.job, plan))
-    else:
+    if not printed(_to_json(known.job, plan), output):
         _print(known.job, plan)
     if not plan.is_restorable:
         without = [str(shard.rank) for shard in plan.shards if not shard.sources]

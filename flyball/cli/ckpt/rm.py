@@ -11,7 +11,7 @@ import typer
 
 from flyball.cli.ckpt.options import Generation, Selection, TierName, parse_step, storage_tiers, with_selection
 from flyball.cli.reach.options import command_help
-from flyball.cli.show.output import Format, OutputOption, announce, print_json
+from flyball.cli.show.output import Format, OutputOption, announce, printed
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.errors import Conflict, NotFound, UsageError
 
@@ -71,25 +71,25 @@ def command(
         _confirm(f"{_summary(targets)} of {inventory.job}", yes=yes, output=output)
     for target in targets:
         target.remove()
-    if output is Format.JSON:
-        print_json(
-            {
-                "job": inventory.job,
-                "removed": [
-                    {
-                        "path": target.path,
-                        "generation": target.key.generation,
-                        "step": target.key.step,
-                        "rank": target.key.rank,
-                        "tier": target.place.tier,
-                        "host_id": target.place.host_id,
-                        "size_bytes": target.size_bytes,
-                    }
-                    for target in targets
-                ],
-                "stays": [{"generation": gen, "step": step, "why": why} for (gen, step), why in sorted(kept.items())],
-            }
-        )
+    if printed(
+        {
+            "job": inventory.job,
+            "removed": [
+                {
+                    "path": target.path,
+                    "generation": target.key.generation,
+                    "step": target.key.step,
+                    "rank": target.key.rank,
+                    "tier": target.place.tier,
+                    "host_id": target.place.host_id,
+                    "size_bytes": target.size_bytes,
+                }
+                for target in targets
+            ],
+            "stays": [{"generation": gen, "step": step, "why": why} for (gen, step), why in sorted(kept.items())],
+        },
+        output,
+    ):
         return
     for (gen, step), why in kept.items():
         announce(f"step {step} (generation {gen}) is kept: {_why(why)}")
@@ -117,7 +117,7 @@ def _wanted(
 def _confirm(what: str, *, yes: bool, output: Format) -> None:
     if yes:
         return
-    if output is Format.JSON or not sys.stdin.isatty():
+    if output.is_for_programs or not sys.stdin.isatty():
         raise UsageError(f"This permanently removes {what}.", hint="confirm with --yes")
     typer.confirm(f"Permanently remove {what}?", abort=True, err=True)
 
@@ -139,16 +139,15 @@ def _free_memory(found: JobCopies, *, force: bool, yes: bool, output: Format) ->
         size = readable_size(sum(memory.size_bytes for memory in there))
         _confirm(f"the memory of {found.job} ({size})", yes=yes, output=output)
     removed = [(host, memory) for host in found.hosts for memory in remove_job(host.prefix, found.job)]
-    if output is Format.JSON:
-        print_json(
-            {
-                "job": found.job,
-                "removed_memory": [
-                    {"host_id": host.host_id(found.job), **dataclasses.asdict(memory)} for host, memory in removed
-                ],
-            }
-        )
-    else:
+    if not printed(
+        {
+            "job": found.job,
+            "removed_memory": [
+                {"host_id": host.host_id(found.job), **dataclasses.asdict(memory)} for host, memory in removed
+            ],
+        },
+        output,
+    ):
         size = readable_size(sum(memory.size_bytes for _, memory in removed))
         announce(f"freed {size} of {len(removed)} ranks and replicas of {found.job}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ from ckpt_engine.inspect.extract_step import ExtractedShard
 from ckpt_engine.inspect.inventory import CopyInventory, HeldCopy, read_tensors
 from ckpt_engine.rules.memory_plan import readable_size
 from flyball.cli.show.output import announce, print_fields, print_table
-from flyball.contracts.checkpoints import Tier
+from flyball.contracts.checkpoints import PeerTransports, Tier
 
 DIGEST_SHOWN = 12
 RANKS_SHOWN = 8
@@ -32,7 +32,12 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def listing_json(
-    inventory: CopyInventory, steps: Sequence[StepListing], *, runs: Sequence[str], now: float
+    inventory: CopyInventory,
+    steps: Sequence[StepListing],
+    *,
+    runs: Sequence[str],
+    transports: Mapping[str, PeerTransports],
+    now: float,
 ) -> dict[str, Any]:
     """The listing as JSON. `now`: wall clock in seconds since the epoch."""
     point = inventory.recovery_point
@@ -45,6 +50,9 @@ def listing_json(
         "lineage": inventory.lineage,
         "places": [{"tier": p.tier, "host_id": p.host_id, "where": p.where} for p in inventory.places],
         "steps": [{**msgspec.to_builtins(step), "age_s": age_s(step, now)} for step in steps],
+        "transports": [
+            {"host_id": host_id, **msgspec.to_builtins(one)} for host_id, found in transports.items() for one in found
+        ],
         "ignored": ignored_json(inventory.ignored),
     }
 
@@ -82,6 +90,13 @@ def print_listing(inventory: CopyInventory, steps: Sequence[StepListing], *, hid
     if hidden:
         announce(f"{hidden} steps that a restart gave up are hidden (--all lists them)")
     announce_ignored(inventory.ignored)
+
+
+def print_transports(transports: Mapping[str, PeerTransports]) -> None:
+    """What carries shards between hosts; nothing if no host here has sent any."""
+    rows = [[host_id, one.peer, one.transport, one.reason] for host_id, found in transports.items() for one in found]
+    if rows:
+        print_table("Shards between hosts", ("host", "peer", "transport", "reason"), rows)
 
 
 def _share(step: StepListing, tier: Tier) -> str | None:

@@ -9,7 +9,7 @@ import typer
 
 from flyball.cli.ckpt.options import LATEST, Generation, Selection, parse_step, with_selection
 from flyball.cli.reach.options import command_help
-from flyball.cli.show.output import Format, OutputOption, announce, print_fields, print_json, print_table
+from flyball.cli.show.output import Format, OutputOption, announce, print_fields, print_table, printed
 from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed
 
 if TYPE_CHECKING:
@@ -50,9 +50,7 @@ def command(
         if is_last or not any(result.verdict is CopyVerdict.GONE for result in results):
             break
     ignored = [i for i in inventory.ignored if everything or (i.key and (i.key.generation, i.key.step) in world_sizes)]
-    if output is Format.JSON:
-        print_json(_to_json(inventory.job, results, steps, ignored))
-    else:
+    if not printed(_to_json(inventory.job, results, steps, ignored), output):
         _print(results, steps, ignored)
     problem = _problem(inventory.job, results, steps, ignored, everything=everything)
     if problem is not None:
@@ -155,7 +153,7 @@ def describe(result: Verified) -> str:
 
 
 def advice(result: Verified, good: Sequence[Verified]) -> str:
-    """What to do about a copy that is bad or gone."""
+    """The next step for a copy that is bad or gone."""
     from ckpt_engine.inspect.verify_copies import CopyVerdict
 
     if result.verdict is CopyVerdict.GONE:

@@ -27,7 +27,7 @@ from flyball.cli.demo.stack import JOB, WORLD_SIZE, DemoStack
 from flyball.cli.demo.timeline import DemoTimeline
 from flyball.cli.reach.options import command_help
 from flyball.cli.reach.places import make_state_dir
-from flyball.cli.show.output import print_fields, print_json, print_table
+from flyball.cli.show.output import Format, OutputOption, print_fields, print_table, printed
 from flyball.cli.signals import EndSignals
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import NotFound
@@ -50,9 +50,6 @@ COMMAND = command_help(
 
 def command(
     *,
-    json: Annotated[
-        bool, typer.Option("--json", help="print one JSON object on stdout, and progress on stderr")
-    ] = False,
     steps: Annotated[int, typer.Option(min=0, help="train at least this many steps")] = 0,
     keep: Annotated[
         bool, typer.Option("--keep", help="keep logs, losses, database and event log (always kept on failure)")
@@ -60,6 +57,7 @@ def command(
     port: Annotated[int, typer.Option(min=0, max=65535, help="port of the status page; 0 picks a free one")] = 0,
     state_dir: Annotated[str, typer.Option(help="folder for the demo's files (default: a temporary one)")] = "",
     seed: Annotated[int, typer.Option(help="random seed of the training")] = 1234,
+    output: OutputOption = Format.TABLE,
 ) -> int:
     """Exit code 0 only if every fault was recovered and every loss equals the uninterrupted run's."""
     script = _example()
@@ -67,12 +65,13 @@ def command(
     folder = make_state_dir(parent / f"flyball-demo-{secrets.token_hex(3)}")
     done = False
     try:
-        with EndSignals(("SIGTERM", "SIGINT", "SIGHUP")) as signals, DemoTimeline(json_on_stdout=json) as timeline:
+        with (
+            EndSignals(("SIGTERM", "SIGINT", "SIGHUP")) as signals,
+            DemoTimeline(on_stderr=output.is_for_programs) as timeline,
+        ):
             result = _Demo(folder, script, seed, timeline, signals).run(steps, port)
             done = result.passed
-        if json:
-            print_json(result.to_json())
-        else:
+        if not printed(result.to_json(), output):
             print_result(result)
     finally:
         if done and not keep:
@@ -222,7 +221,7 @@ class DemoResult:
             "faults": [f.to_json() for f in self.faults],
             "loss_matches_uninterrupted": self.comparison.matches,
             "losses_compared": self.comparison.compared,
-            "losses_of_repeated_steps": self.comparison.repeated,
+            "losses_of_repeated_steps": self.comparison.recomputed,
             "loss_problems": list(self.comparison.problems),
             "goodput": self.goodput,
             "badput_s": {cause: round(seconds, 3) for cause, seconds in self.badput_s.items()},
@@ -248,7 +247,7 @@ def print_result(result: DemoResult) -> None:
     )
     lost_steps = sum(f.lost_steps for f in result.faults)
     losses = result.comparison
-    counts = f"{losses.compared} compared with an uninterrupted run, {losses.repeated} of them of repeated steps"
+    counts = f"{losses.compared} compared with an uninterrupted run, {losses.recomputed} of them of recomputed steps"
     same = "all equal, bit for bit" if losses.matches else "NOT equal: " + "; ".join(losses.problems)
     print_fields(
         {
@@ -257,6 +256,6 @@ def print_result(result: DemoResult) -> None:
             "goodput": "-" if result.goodput is None else f"{100 * result.goodput:.1f} % of the elapsed time",
             "badput": ", ".join(f"{cause} {seconds:.2f} s" for cause, seconds in result.badput_s.items()) or "none",
             "decisions": result.decisions,
-            "verdict": f"every fault recovered, {lost_steps} steps lost and repeated" if result.passed else "FAILED",
+            "verdict": f"every fault recovered, {lost_steps} steps lost and recomputed" if result.passed else "FAILED",
         }
     )

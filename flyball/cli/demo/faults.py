@@ -32,6 +32,7 @@ class RankRestore:
     host: str
     size_bytes: int
     socket_bytes: int
+    transport: str  # "tcp", "rdma"; '' if no engine sent them
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ def _restored(event: Event) -> RankRestore:
         host=str(data.get("source_host", "") or event.host_id),
         size_bytes=int(str(data.get("size_bytes", 0))),
         socket_bytes=int(str(data.get("socket_bytes", 0))),
+        transport=str(data.get("transport", "")),
     )
 
 

@@ -82,7 +82,7 @@ class LossComparison:
 
     matches: bool
     compared: int  # executions of a step by a rank
-    repeated: int  # of these, executions after the first
+    recomputed: int  # of these, executions after the first
     problems: tuple[str, ...]
 
 
@@ -122,6 +122,6 @@ def compare(losses: Losses, reference: Losses) -> LossComparison:
     return LossComparison(
         matches=bool(losses) and not problems,
         compared=compared,
-        repeated=compared - len(losses),
+        recomputed=compared - len(losses),
         problems=tuple(problems[:MISMATCHES_SHOWN]),
     )

@@ -35,8 +35,8 @@ _MARKS = {
 class DemoTimeline:
     """Prints on stdout, or on stderr if stdout is for JSON."""
 
-    def __init__(self, *, json_on_stdout: bool) -> None:
-        self._console = Console(file=sys.stderr if json_on_stdout else sys.stdout, highlight=False, soft_wrap=True)
+    def __init__(self, *, on_stderr: bool) -> None:
+        self._console = Console(file=sys.stderr if on_stderr else sys.stdout, highlight=False, soft_wrap=True)
         self._began_at: float | None = None
         self._status: Status | None = None
         self._step = -1
@@ -112,4 +112,5 @@ def _describe(event: Event) -> str:
 def _source(event: Event) -> str:
     size, by_socket = (float(str(event.data.get(k) or 0)) / 1e6 for k in ("size_bytes", "socket_bytes"))
     source = f"{event.data.get('source_tier')} of {event.data.get('source_host') or event.host_id}"
-    return f"{size:.1f} MB from {source}" + (f", {by_socket:.1f} MB by socket" if by_socket else "")
+    over = str(event.data.get("transport") or "socket").upper()
+    return f"{size:.1f} MB from {source}" + (f", {by_socket:.1f} MB over {over}" if by_socket else "")

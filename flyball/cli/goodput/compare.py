@@ -14,16 +14,17 @@ from rich.table import Table
 from rich.text import Text
 
 from flyball.cli.goodput.options import (
+    ComparisonFormat,
+    ComparisonFormatOption,
     OutOption,
     ReportFormat,
-    ReportFormatOption,
     choose_format,
     write_out,
 )
 from flyball.cli.goodput.query import with_query
 from flyball.cli.goodput.sources import Found, Query, find, named_runs
 from flyball.cli.reach.options import command_help
-from flyball.cli.show.output import printable
+from flyball.cli.show.output import document, printable
 
 if TYPE_CHECKING:
     from goodput.comparison import CategoryRow, ReportComparison, Row
@@ -46,23 +47,23 @@ def command(
     ],
     b: Annotated[str, typer.Argument(metavar="B", help="the run to compare it with, named in the same ways")],
     query: Query,
-    output: ReportFormatOption = None,
+    output: ComparisonFormatOption = None,
     out: OutOption = None,
 ) -> None:
     """A and B may each be an event log, a folder of them, one job in a log, or a job of the supervisor."""
     from goodput.comparison import compare
     from goodput.show.report import to_json
 
-    chosen = choose_format(output, out, (ReportFormat.TABLE, ReportFormat.JSON, ReportFormat.CSV))
+    chosen = choose_format(output, out, ComparisonFormat)
     one, other = map(find, named_runs(a, b, query))
     found = compare(one.report, other.report)
     match chosen:
-        case ReportFormat.JSON:
+        case ReportFormat.JSON | ReportFormat.YAML:
             whole = msgspec.to_builtins(found) | {
                 "a": {"source": one.source, "report": to_json(one.report)},
                 "b": {"source": other.source, "report": to_json(other.report)},
             }
-            write_out(msgspec.json.format(msgspec.json.encode(whole), indent=2).decode(), out)
+            write_out(document(whole, chosen), out)
         case ReportFormat.CSV:
             from goodput.show.csv_report import comparison_csv
 

@@ -40,21 +40,32 @@ ReferenceOption = Annotated[
 class ReportFormat(StrEnum):
     TABLE = "table"
     JSON = "json"
+    YAML = "yaml"
     CSV = "csv"
     HTML = "html"
 
 
-ReportFormatOption = Annotated[
-    ReportFormat | None,
-    typer.Option("-o", "--output", help="output format (default: by the extension of --out, else table)"),
-]
+class ComparisonFormat(StrEnum):
+    TABLE = "table"
+    JSON = "json"
+    YAML = "yaml"
+    CSV = "csv"
 
 
-def choose_format(asked: ReportFormat | None, out: Path | None, allowed: tuple[ReportFormat, ...]) -> ReportFormat:
+_FORMAT = typer.Option("-o", "--output", help="output format (default: by the extension of --out, else table)")
+ReportFormatOption = Annotated[ReportFormat | None, _FORMAT]
+ComparisonFormatOption = Annotated[ComparisonFormat | None, _FORMAT]
+
+
+def choose_format(
+    asked: ReportFormat | ComparisonFormat | None,
+    out: Path | None,
+    allowed: type[ReportFormat | ComparisonFormat] = ReportFormat,
+) -> ReportFormat:
     """The requested format, else the one of the file's extension, else a table. Raises UsageError."""
-    by_suffix = {f".{f.value}": f for f in (ReportFormat.JSON, ReportFormat.CSV, ReportFormat.HTML)}
-    chosen = asked or (by_suffix.get(out.suffix) if out else None) or ReportFormat.TABLE
-    if chosen not in allowed:
+    by_suffix = {f".{f.value}": f for f in ReportFormat if f is not ReportFormat.TABLE}
+    chosen = (ReportFormat(asked) if asked else by_suffix.get(out.suffix) if out else None) or ReportFormat.TABLE
+    if chosen not in list(allowed):  # by the extension of --out
         raise UsageError(f"This command cannot write {chosen}.", hint=f"use one of: {', '.join(allowed)}")
     if chosen is ReportFormat.HTML and out is None and sys.stdout.isatty():
         raise UsageError("An HTML report cannot be shown on a terminal.", hint="add --out report.html")

@@ -10,7 +10,7 @@ import typer
 from flyball.cli.goodput.query import with_query
 from flyball.cli.goodput.sources import Query, find
 from flyball.cli.reach.options import command_help
-from flyball.cli.show.output import Format, OutputOption, print_fields, print_json, print_table
+from flyball.cli.show.output import Format, OutputOption, print_fields, print_table, printed
 from flyball.contracts.errors import UsageError
 from goodput.predict.recommendation import Recommendation
 
@@ -93,9 +93,7 @@ def command(
         ),
         recommendation,
     )
-    if output is Format.JSON:
-        print_json(found)
-    else:
+    if not printed(found, output):
         _print(found)
 
 

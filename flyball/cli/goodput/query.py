@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from flyball.cli.goodput.sources import AUTO, Query
-from flyball.cli.goodput.times import parse_duration, parse_moment
 from flyball.cli.reach.options import (
     DatabaseOption,
     JobOption,
@@ -19,6 +18,7 @@ from flyball.cli.reach.options import (
     expand,
 )
 from flyball.cli.reach.sources import SupervisorChoice
+from flyball.cli.show.given_times import parse_duration, parse_moment
 from goodput.account.options import AccountOptions
 
 
@@ -40,7 +40,8 @@ def _query(
     ] = "",
     until: Annotated[str, typer.Option("--to", help="ignore later times, written in the same ways")] = "",
     log_format: Annotated[
-        str, typer.Option("--format", help="format of the logs (default: detected; see goodput-importers.md)")
+        str,
+        typer.Option("--format", help="format of the logs (default: detected; see goodput/importers.md)"),
     ] = AUTO,
     log_map: Annotated[
         str,

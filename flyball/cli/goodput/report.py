@@ -22,7 +22,7 @@ from flyball.cli.goodput.options import (
 from flyball.cli.goodput.query import with_query
 from flyball.cli.goodput.sources import AUTO, Found, Query, announce_skipped, find, refuse_supervisor
 from flyball.cli.reach.options import command_help
-from flyball.cli.show.output import cell
+from flyball.cli.show.output import cell, document
 from flyball.contracts.errors import UsageError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def command(
     peak_flops_per_gpu: PeakFlopsOption = None,
 ) -> None:
     """The table is a summary; -o json, csv and html have the whole report."""
-    chosen = choose_format(output, out, tuple(ReportFormat))
+    chosen = choose_format(output, out)
     options = msgspec.structs.replace(
         query.options,
         reference_step_s=reference_step_time,
@@ -72,8 +72,8 @@ def render(found: Found, chosen: ReportFormat) -> str:
 
     report: GoodputReport = found.report
     match chosen:
-        case ReportFormat.JSON:
-            return msgspec.json.format(msgspec.json.encode(to_json(report)), indent=2).decode()
+        case ReportFormat.JSON | ReportFormat.YAML:
+            return document(to_json(report), chosen)
         case ReportFormat.CSV:
             from goodput.show.csv_report import report_csv
 
@@ -94,7 +94,7 @@ def google_text(query: Query, chosen: ReportFormat) -> str:
 
     if not query.logs:
         raise UsageError("--method google-resiliency needs that library's log files.", hint="name them")
-    if chosen not in (ReportFormat.TABLE, ReportFormat.JSON):
+    if chosen in (ReportFormat.CSV, ReportFormat.HTML):
         raise UsageError(f"--method google-resiliency cannot write {chosen}.", hint="use -o json, or --method flyball")
     refuse_supervisor(query)
     options = query.options
@@ -117,8 +117,8 @@ def google_text(query: Query, chosen: ReportFormat) -> str:
     entries = list(read_entries(query.logs, refusals))
     announce_skipped(refusals.count, refusals.named)
     found = measure(entries, reference_step_time_s=query.options.reference_step_s, job=query.job or None)
-    if chosen is ReportFormat.JSON:
-        return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
+    if chosen is not ReportFormat.TABLE:
+        return document(found, chosen)
     fields = msgspec.structs.asdict(found)
     width = max(map(len, fields))
     return "\n".join(f"{name.ljust(width)}  {cell(value)}" for name, value in fields.items())

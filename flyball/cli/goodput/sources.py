@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from flyball.cli.goodput.times import Moment
 from flyball.cli.reach.left_state import LeftState
 from flyball.cli.reach.sources import SupervisorChoice, get_job
+from flyball.cli.show.given_times import Moment
 from flyball.cli.show.output import announce
 from flyball.contracts import wire
 from flyball.contracts.clock import SystemClock
@@ -29,7 +29,7 @@ AUTO = "auto"
 
 
 class Query(msgspec.Struct, frozen=True):
-    """Which run to report on, and how."""
+    """The run to report on, and how."""
 
     logs: tuple[Path, ...] = ()
     job: str = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,9 +17,9 @@ from rich.text import Text
 
 from flyball.cli.goodput.query import with_query
 from flyball.cli.goodput.sources import Query, find
-from flyball.cli.goodput.times import parse_duration
 from flyball.cli.reach.options import command_help
-from flyball.cli.show.output import Format, OutputOption, announce, printable
+from flyball.cli.show.given_times import parse_duration
+from flyball.cli.show.output import Format, OutputOption, announce, printable, record
 from flyball.cli.show.times import exact_clock
 from flyball.cli.signals import EndSignals
 from flyball.contracts.errors import TooBusy, Unreachable
@@ -54,8 +55,8 @@ def command(
     with EndSignals(("SIGTERM",)) as signals:
         try:
             updates = _updates(query, every_s, signals)
-            if output is Format.JSON or not console.is_terminal:
-                _print_lines(updates, _json_line if output is Format.JSON else _line)
+            if output.is_for_programs or not console.is_terminal:
+                _print_lines(updates, partial(record, output=output) if output.is_for_programs else _line)
             else:
                 _show_live(updates, console)
         except KeyboardInterrupt:
@@ -109,13 +110,9 @@ def _print_lines(updates: Iterable[tuple[GoodputReport, str]], line: Callable[[G
             if trouble != last_trouble:
                 announce(trouble)
         else:
-            sys.stdout.write(line(report) + "\n")
+            sys.stdout.write(line(report))
             sys.stdout.flush()
         last_trouble = trouble
-
-
-def _json_line(report: GoodputReport) -> str:
-    return msgspec.json.encode(report).decode()
 
 
 def _line(report: GoodputReport) -> str:
@@ -126,7 +123,7 @@ def _line(report: GoodputReport) -> str:
     return printable(
         f"{exact_clock(report.ended_at)}  {report.job or 'run'}: goodput {percent(report.goodput)}, "
         f"ETTR {percent(report.ettr)}{rolling} of {seconds(report.elapsed_s)}, newest step {report.steps.newest}, "
-        f"{counted(report.interruptions, 'interruption')} ({report.outcome or 'running'})"
+        f"{counted(report.interruptions, 'interruption')} ({report.outcome or 'running'})\n"
     )
 
 

@@ -21,7 +21,7 @@ from flyball.cli.reach.options import command_help, with_supervisor
 from flyball.cli.reach.places import find_supervisor
 from flyball.cli.reach.sources import SupervisorChoice
 from flyball.cli.run.host_process import is_written
-from flyball.cli.show.output import Format, OutputOption, announce, print_json
+from flyball.cli.show.output import Format, OutputOption, announce, printed
 from flyball.contracts.cluster import JobState
 from flyball.contracts.errors import FlyballError, NotFound, UsageError
 from flyball.contracts.on_host.console_request import BOTH
@@ -69,8 +69,8 @@ def command(
         raise UsageError(
             f"--generation {generation} is neither a number nor all.", hint="write for example --generation 0"
         )
-    if follow and output is Format.JSON:
-        raise UsageError("--follow and -o json cannot be combined.", hint="leave one of them out")
+    if follow and output.is_for_programs:
+        raise UsageError(f"--follow and -o {output} cannot be combined.", hint="leave one of them out")
     wanted = _Wanted(job, tuple(rank or ()), generation, host, tail)
     if not choice.url:
         try:
@@ -113,8 +113,8 @@ def _has_supervisor(token_file: str) -> bool:
 
 def _show(runs: Sequence[JobLogs], wanted: _Wanted, follow: bool, output: Format, is_over: Callable[[], bool]) -> None:
     logs = _select(runs, wanted)
-    if output is Format.JSON:
-        print_json({"job": runs[0].job, "logs": [_as_json(log, wanted.tail or JSON_LINES) for log in logs]})
+    if output.is_for_programs:
+        printed({"job": runs[0].job, "logs": [_as_json(log, wanted.tail or JSON_LINES) for log in logs]}, output)
     elif follow:
         _follow(runs, logs, wanted, is_over)
     else:

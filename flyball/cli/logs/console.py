@@ -179,7 +179,7 @@ class _Tail:
 
 
 class StderrRanges:
-    """Which bytes of a rank's log are stderr, from a file next to it with lines of OFFSET LENGTH.
+    """Find the bytes of a rank's log that are stderr, from a file next to it with lines of OFFSET LENGTH.
 
     Each line is written before its bytes. Without such a file, all bytes count as stdout.
     """

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
 from flyball.client_tls import ClientTls, plain_http
-from flyball.contracts.errors import FlyballError, Unauthorized, Unreachable
+from flyball.contracts.errors import FlyballError, TooBusy, Unauthorized, Unreachable
 from flyball.http_errors import connection_error, problem_of, reply_error
 from flyball.process_start import import_lean
 
@@ -20,7 +23,10 @@ import httpx  # noqa: E402
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 30.0
+BUSY_TIMEOUT_S = 5.0  # others on this machine may use up the supervisor's limit: ask again for this long
 PAGE = 500  # items per request: the API's maximum
+
+Param = str | int | float | Sequence[str] | None  # a query parameter; None: left out
 
 
 class ApiClient:
@@ -32,15 +38,20 @@ class ApiClient:
     def __init__(self, url: str, token: str, *, transport: httpx.BaseTransport | None = None) -> None:
         """With a `transport` that answers by itself, `url` is only for messages."""
         self.url = url
+        self._authorization = _authorization(token)
         is_tls = transport is None and url.startswith("https:")
         self._http = httpx.Client(
             base_url=url if transport is None else "http://in.process",
-            headers=_authorization(token),
+            headers=self._authorization,
             timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             trust_env=False,  # proxies in the environment are not for addresses inside a cluster
             verify=ClientTls.from_environ(os.environ).context(has_flags=False) if is_tls else plain_http(),
             transport=transport,
         )
+
+    def has_token(self, token: str) -> bool:
+        """Whether it asks with this token."""
+        return _authorization(token) == self._authorization != {}
 
     def __enter__(self) -> Self:
         return self
@@ -53,19 +64,19 @@ class ApiClient:
     def close(self) -> None:
         self._http.close()
 
-    def get(self, path: str, **params: str | int | None) -> Any:  # noqa: ANN401 - JSON
+    def get(self, path: str, **params: Param) -> Any:  # noqa: ANN401 - JSON
         """GET a path and return the JSON response. Parameters that are None are left out."""
-        return self._ask("GET", path, params={k: v for k, v in params.items() if v is not None})
+        return self._ask("GET", path, params=_given(params))
 
-    def items(self, path: str, **params: str | int | None) -> list[dict[str, Any]]:
+    def items(self, path: str, **params: Param) -> list[dict[str, Any]]:
         """The `items` of a list response, oldest first. For a paged list: only the newest page."""
         return list(self.get(path, **params)["items"])
 
-    def everything(self, path: str, **params: str | int | None) -> list[dict[str, Any]]:
+    def everything(self, path: str, **params: Param) -> list[dict[str, Any]]:
         """All items, from as many pages as it takes."""
         return self.newest(path, sys.maxsize, **params)
 
-    def newest(self, path: str, count: int, **params: str | int | None) -> list[dict[str, Any]]:
+    def newest(self, path: str, count: int, **params: Param) -> list[dict[str, Any]]:
         """Up to `count` of the newest items, oldest first, from as many pages as it takes."""
         found: list[dict[str, Any]] = []
         before: str | None = None
@@ -82,22 +93,57 @@ class ApiClient:
         content = None if body is None else msgspec.json.encode(body)
         return self._ask("POST", path, content=content, headers={"Content-Type": "application/json"})
 
+    @contextmanager
+    def lines(
+        self, path: str, *, silence_s: float, headers: Mapping[str, str], **params: Param
+    ) -> Iterator[Iterator[str]]:
+        """The lines of a response that may never end. Raises what `get` does, also within; Unreachable after a silence
+        of `silence_s`."""
+        timeout = httpx.Timeout(silence_s, connect=CONNECT_TIMEOUT_S)
+        with (
+            self._clear_errors(),
+            self._http.stream("GET", path, params=_given(params), headers=dict(headers), timeout=timeout) as response,
+        ):
+            if not response.is_success:
+                response.read()
+                raise _as_error(self.url, response)
+            yield response.iter_lines()
+
     def delete(self, path: str) -> None:
         """DELETE a path."""
         self._ask("DELETE", path)
 
     def _ask(self, method: str, path: str, **request: Any) -> Any:  # noqa: ANN401 - httpx's own arguments
-        try:
+        until_s = time.monotonic() + BUSY_TIMEOUT_S
+        while True:
+            try:
+                return self._ask_once(method, path, **request)
+            except TooBusy as error:  # it was not carried out
+                if time.monotonic() + error.retry_after_s > until_s:
+                    raise
+                time.sleep(error.retry_after_s)
+
+    def _ask_once(self, method: str, path: str, **request: Any) -> Any:  # noqa: ANN401 - httpx's own arguments
+        with self._clear_errors():
             response = self._http.request(method, path, **request)
+        if response.is_success:
+            return msgspec.json.decode(response.content) if response.content else None
+        raise _as_error(self.url, response)
+
+    @contextmanager
+    def _clear_errors(self) -> Iterator[None]:
+        try:
+            yield
         except httpx.TimeoutException as error:
             hint = "check that it runs (flyball up) and is not overloaded, then try again"
             raise connection_error(self.url, error, hint=hint, has_flags=False) from error
         except (httpx.TransportError, httpx.InvalidURL) as error:
             hint = "start one with `flyball up`, or check the address in --supervisor URL (https:// for TLS)"
             raise connection_error(self.url, error, hint=hint, has_flags=False) from error
-        if response.is_success:
-            return msgspec.json.decode(response.content) if response.content else None
-        raise _as_error(self.url, response)
+
+
+def _given(params: Mapping[str, Param]) -> Any:  # noqa: ANN401 - httpx's own type
+    return {name: value for name, value in params.items() if value is not None}
 
 
 def _authorization(token: str) -> dict[str, str]:

@@ -74,15 +74,16 @@ def find_run(environ: Mapping[str, str], job: str, *, state_dir: str = "") -> Lo
     return next((run for run in mine if run.is_live), mine[0])
 
 
-def known_names(name: str, known: Sequence[str]) -> str:
-    """A hint for an unknown name: similar names if there are any, else all."""
+def known_names(name: str, known: Sequence[str], what: str = "job") -> str:
+    """A hint for an unknown name of a `what`: similar names if there are any, else all."""
     names = list(dict.fromkeys(filter(None, known)))
     if near := difflib.get_close_matches(name, names, n=3, cutoff=0.6):
         return f"did you mean {' or '.join(near)}?"
     if not names:
-        return "there are no jobs yet; `flyball run` starts one"
+        starts = {"job": "run", "host": "host"}
+        return f"there are no {what}s yet" + (f"; `flyball {starts[what]}` starts one" if what in starts else "")
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return f"known jobs: {', '.join(names[:NAMES_SHOWN])}{more}"
+    return f"known {what}s: {', '.join(names[:NAMES_SHOWN])}{more}"
 
 
 def supervisor_folders(environ: Mapping[str, str], *, state_dir: str = "") -> list[Path]:
@@ -126,7 +127,7 @@ def _is_run(folder: Path) -> bool:
     return folder.parent.name == "jobs" or (folder / "host").is_dir()
 
 
-class _Row(msgspec.Struct):
+class _JobRow(msgspec.Struct):
     job: str
     spec: str
     state: str
@@ -139,7 +140,7 @@ class _Row(msgspec.Struct):
     plan: str | None
 
 
-class _Plan(msgspec.Struct):
+class _PlanPart(msgspec.Struct):
     restart_count: int = 0
 
 
@@ -151,17 +152,17 @@ def _open(database: Path) -> sqlite3.Connection:
     return sqlite3.connect(read_only_uri(database), uri=True, timeout=BUSY_TIMEOUT_S)
 
 
-def _jobs(connection: sqlite3.Connection) -> Iterator[_Row]:
+def _jobs(connection: sqlite3.Connection) -> Iterator[_JobRow]:
     query = """
         SELECT job, spec, state, message, submitted_at, ended_at, newest_step, generation,
                (SELECT MIN(started_at) FROM generations g WHERE g.job = jobs.job AND started_at > 0),
                (SELECT plan FROM generations g WHERE g.job = jobs.job ORDER BY generation DESC LIMIT 1)
         FROM jobs
     """
-    return (_Row(*row) for row in connection.execute(query))
+    return (_JobRow(*row) for row in connection.execute(query))
 
 
-def _run(row: _Row, home: Path, folder: Path, url: str, seen_at: float | None) -> LocalRun:
+def _run(row: _JobRow, home: Path, folder: Path, url: str, seen_at: float | None) -> LocalRun:
     has_ended = row.state in {state.value for state in JobState if state.ended}
     logs = Path(_decoded(row.spec, _Spec).log_dir or home / "host" / "logs") / row.job
     return LocalRun(
@@ -174,7 +175,7 @@ def _run(row: _Row, home: Path, folder: Path, url: str, seen_at: float | None) -
         message=row.message,
         step=row.newest_step,
         generation=row.generation,
-        restarts=_decoded(row.plan or "{}", _Plan).restart_count,
+        restarts=_decoded(row.plan or "{}", _PlanPart).restart_count,
         submitted_at=row.submitted_at,
         started_at=row.started_at,
         ended_at=row.ended_at or None,

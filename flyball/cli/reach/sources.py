@@ -24,22 +24,26 @@ from flyball.contracts.errors import NotFound, UsageError
 
 
 class SupervisorChoice(NamedTuple):
-    """Which supervisor a command talks to, as its options say. Empty fields: from the environment or this machine."""
+    """The supervisor that a command talks to, by its options. Empty fields: from the environment or this machine."""
 
     url: str = ""
     token_file: str = ""
     state_dir: str = ""
     database_url: str = ""
 
+    def places(self) -> dict[str, str]:
+        """The options of `find_supervisor`."""
+        return {"url": self.url, "token_file": self.token_file, "state_dir": self.state_dir}
+
     def connect(self, job: str = "") -> ApiClient:
         """Connect to the chosen supervisor, else to the one running here (with `job`: the one that knows that job).
 
         Raises NotFound, UsageError if several run and none is chosen, Unauthorized.
         """
-        state_dir = self.state_dir
-        if not (self.url or state_dir or os.environ.get("FLYBALL_SUPERVISOR")):
-            state_dir = str(_running_folder(job) or "")
-        found = find_supervisor(os.environ, url=self.url, token_file=self.token_file, state_dir=state_dir)
+        places = self.places()
+        if not (self.url or self.state_dir or os.environ.get("FLYBALL_SUPERVISOR")):
+            places["state_dir"] = str(_running_folder(job) or "")
+        found = find_supervisor(os.environ, **places)
         return ApiClient(found.url, found.token)
 
     def open_read_only(self, job: str = "") -> ApiClient:

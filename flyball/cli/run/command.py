@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from ckpt_engine.settings import read_config
+from flyball.cli.policy_file import read_policy
 from flyball.cli.reach import this_host
 from flyball.cli.reach.places import SupervisorConnection, find_supervisor
 from flyball.cli.run.embedded import KeptSupervisor
@@ -20,7 +21,7 @@ from flyball.cli.run.rendezvous import join, meet
 from flyball.cli.run.resume import announce_disk_folder, prepare_locally, record_of, with_default_tier
 from flyball.cli.run.run_folders import RunFolder, claim_folder, find_run
 from flyball.cli.run.session import Session, start_daemon
-from flyball.cli.show.messages import announce, print_json
+from flyball.cli.show.messages import announce, json_text
 from flyball.cli.signals import EndSignals
 from flyball.contracts.checkpoints import STATE_DIR_DISK
 from flyball.contracts.cluster import JobSpec, JobState
@@ -170,9 +171,14 @@ def _job_spec(request: RunRequest) -> JobSpec:
             checkpoint, disk_dir=absolute(checkpoint.disk_dir), persistent_dir=absolute(checkpoint.persistent_dir)
         ),
         stop_grace_s=request.stop_grace_s,
-        spares=request.max_nnodes - request.nnodes,
+        spares=request.spares,
+        min_nodes=request.min_nnodes if request.min_nnodes < request.nnodes else 0,
         never_from_scratch=request.never_from_scratch,
+        injectable=request.injectable,
+        check_nodes=request.check_nodes,
+        exclude_stragglers=request.exclude_stragglers,
         hang_timeout_s=request.hang_timeout_s,
+        policy=read_policy(request.policy_file),
     )
 
 
@@ -181,7 +187,7 @@ def _conclude(request: RunRequest, spec: JobSpec, job: Job, session: Session, si
     logs_command = f"flyball logs {spec.job}" + (f" --state-dir {request.state_dir}" if request.state_dir else "")
     where = f"logs: {logs_command}" + (f" (in {logs})" if logs else "")
     if request.output == "json":
-        print_json({**job, "log_dir": str(logs) if logs else None})
+        sys.stdout.write(json_text({**job, "log_dir": str(logs) if logs else None}))
     if leave is not None and leave.has_begun and not state.ended:
         leave.announce_outcome(job)
         return signals.exit_code

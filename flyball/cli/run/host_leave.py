@@ -88,7 +88,7 @@ class HostLeave:
             self._daemon.give_notice()
 
     def next_step(self, job: Json | None, hosts: Iterable[Json] | None, *, is_acting: bool) -> Next:
-        """What to do now. `job` and `hosts` are None while the supervisor is out of reach."""
+        """Choose the next step. `job` and `hosts` are None while the supervisor is out of reach."""
         waited_s = time.monotonic() - self._began_at
         is_here = self._daemon is not None and not self._daemon.has_ended
         if job is not None and hosts is not None:

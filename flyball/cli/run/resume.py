@@ -28,11 +28,11 @@ DEFAULT_DISK_EVERY_S: Final = 600.0
 
 
 class Submission(NamedTuple):
-    """What the supervisor gets along with the job."""
+    """Data for the supervisor, sent along with the job."""
 
     again: Again = Again.NO
     ended_at: float | None = None  # of the ended job that is started again
-    point: str = ""  # RUN:GENERATION:STEP, for a run that the supervisor's database does not know
+    point: str = ""  # RUN:GENERATION:STEP:RANKS, for a run that the supervisor's database does not know
 
     @property
     def query(self) -> dict[str, str | float | None]:
@@ -84,14 +84,14 @@ def prepare_locally(
                 hint="leave out --resume to start from the beginning",
             )
         return Submission(Again.FRESH if past else Again.NO)
-    _check_fit(request, spec, home, point)
+    _check_fit(request, spec, home)
     announce(
         f"resuming from step {point.step} ({point.how}), saved by {_saved_by(home.before, past, point)} "
-        "(--fresh starts over)"
+        f"{_resharding(point.world_size, spec.world_size)}(--fresh starts over)"
     )
     if past is not None and past.run == point.run:
         return Submission(Again.RESUME)
-    return Submission(Again.RESUME, point=f"{point.run}:{point.generation}:{point.step}")
+    return Submission(Again.RESUME, point=f"{point.run}:{point.generation}:{point.step}:{point.world_size}")
 
 
 def prepare_at_supervisor(client: ApiClient, request: RunRequest, spec: JobSpec) -> tuple[JobSpec, Submission]:
@@ -128,7 +128,10 @@ def _again_at(client: ApiClient, request: RunRequest, spec: JobSpec, known: Mapp
     if request.fresh or nothing_left:
         announce(f"job {spec.job} {_ended_how(how)} before; starting it over")
         return Submission(Again.FRESH, ended_at)
-    announce(f"job {spec.job} {_ended_how(how)} before; resuming from its newest checkpoint (--fresh starts over)")
+    others = _resharding(int(known["world_size"]), spec.world_size)
+    announce(
+        f"job {spec.job} {_ended_how(how)} before; resuming from its newest checkpoint {others}(--fresh starts over)"
+    )
     return Submission(Again.RESUME, ended_at)
 
 
@@ -198,19 +201,20 @@ def _newest(
     return None
 
 
-def _check_fit(request: RunRequest, spec: JobSpec, home: RunFolder, point: ResumePoint) -> None:
+def _check_fit(request: RunRequest, spec: JobSpec, home: RunFolder) -> None:
     before = home.before
     if before is not None and before.script != spec.argv[0] and not request.resume:
         raise Conflict(
             f"Job {home.job} has checkpoints of another script, {before.script}.",
             hint="choose another name with --job, start over with --fresh, or use them anyway with --resume",
         )
-    if point.world_size != spec.world_size:
-        raise Conflict(
-            f"Step {point.step} of job {home.job} was saved by {point.world_size} ranks, but this run has "
-            f"{spec.world_size}.",
-            hint="use as many ranks as before, start over with --fresh, or choose another name with --job",
-        )
+
+
+def _resharding(before: int, ranks: int) -> str:
+    """What happens to the checkpoint if `before` ranks saved it. '' or ends with a space."""
+    if before == ranks:
+        return ""
+    return f"on {before} rank{'' if before == 1 else 's'}, and resharded to {ranks} "
 
 
 def _announce_fresh_start(home: RunFolder, spec: JobSpec, point: ResumePoint | None) -> None:

@@ -6,20 +6,17 @@ and the daemon in turn ends its engine and its workers.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import runpy
 import signal
 import sys
 
-from flyball.process_start import prefer_own_packages
-
-PR_SET_PDEATHSIG = 1
+from flyball.process_start import end_with_parent, prefer_own_packages
 
 
 def main() -> None:
     parent, module = int(sys.argv[1]), sys.argv[2]
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    end_with_parent(signal.SIGTERM)
     if os.getppid() != parent:  # the parent died before the call above
         sys.exit(128 + signal.SIGTERM)
     prefer_own_packages()

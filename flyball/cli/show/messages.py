@@ -5,17 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import msgspec
 
 from flyball.contracts.errors import FlyballError
 
 
-def print_json(value: Any) -> None:  # noqa: ANN401 - any JSON value
-    """Print one JSON value on stdout, indented."""
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
-    sys.stdout.flush()
+def json_text(value: object) -> str:
+    """A value as indented JSON, with a line break at its end."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
 
 
 def printable(text: str) -> str:

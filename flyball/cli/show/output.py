@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flyball.cli.show.messages import announce, print_error, print_json, printable
+from flyball.cli.show.messages import announce, json_text, print_error, printable
 
 # The commands import all their output functions from here.
 __all__ = [
@@ -20,9 +22,11 @@ __all__ = [
     "OutputOption",
     "cell",
     "print_fields",
-    "print_json",
     "print_table",
     "printable",
+    "printed",
+    "document",
+    "record",
     "announce",
     "print_error",
 ]
@@ -32,12 +36,42 @@ MIN_TEXT_WIDTH = 12  # of a column with sentences, next to columns that are not 
 
 class Format(StrEnum):
     TABLE = "table"
+    WIDE = "wide"  # a table with all its columns
     JSON = "json"
+    YAML = "yaml"
+
+    @property
+    def is_for_programs(self) -> bool:
+        return self in (Format.JSON, Format.YAML)
 
 
 OutputOption = Annotated[
-    Format, typer.Option("-o", "--output", help="output format: table for people, json for programs")
+    Format,
+    typer.Option("-o", "--output", help="table or wide for people, json (the same: --json) or yaml for programs"),
 ]
+
+
+def printed(value: object, output: Format) -> bool:
+    """Print one value on stdout if the output is for programs, and return whether it is."""
+    if output.is_for_programs:
+        sys.stdout.write(document(value, output))
+        sys.stdout.flush()
+    return output.is_for_programs
+
+
+def record(value: object, output: Format) -> str:
+    """One of many values: a line of JSON, or a YAML document."""
+    return document(value, output) if output is Format.YAML else msgspec.json.encode(value).decode() + "\n"
+
+
+def document(value: object, output: str) -> str:
+    """A value as a JSON or YAML document. A YAML document begins with ---, so that one may follow another."""
+    if output == Format.YAML:
+        import yaml  # only here: most commands do without
+
+        plain = msgspec.to_builtins(value)
+        return str(yaml.safe_dump(plain, explicit_start=True, sort_keys=False, allow_unicode=True))
+    return json_text(value)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -58,7 +92,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
 
 
 def _whole_columns(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> list[bool]:
-    """Which columns must not wrap: those of single words, for example ids, if the others still have enough room."""
+    """Find the columns that must not wrap: those of single words such as ids, if the others still have enough room."""
     words = [not any(" " in row[i] for row in cells) for i in range(len(columns))]
     needed = sum(
         2 + (max(len(column), *(len(row[i]) for row in cells)) if words[i] else MIN_TEXT_WIDTH)

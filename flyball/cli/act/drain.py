@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from flyball.cli.reach.client import ApiClient
+from flyball.cli.reach.names import host_or_near
 from flyball.cli.reach.options import command_help, with_supervisor
 from flyball.cli.reach.sources import SupervisorChoice
-from flyball.cli.show.output import Format, OutputOption, announce, print_fields, print_json
+from flyball.cli.show.output import Format, OutputOption, announce, print_fields, printed
 from flyball.contracts.errors import Conflict, Unreachable, UsageError
 from flyball.contracts.identity import check_name
 from flyball.contracts.reports.drains import DrainRequest
@@ -24,7 +25,7 @@ COMMAND = command_help(
 )
 
 LOOK_INTERVAL_S = 0.2
-MOVE_MARGIN_S = 180.0  # on top of --within: for the save, the move, and the first steps after it
+MOVE_MARGIN_S = 180.0  # on top of --deadline: for the save, the move, and the first steps after it
 CANCEL_TIMEOUT_S = 30.0
 
 
@@ -32,8 +33,16 @@ CANCEL_TIMEOUT_S = 30.0
 def command(
     *,
     host: Annotated[str, typer.Argument(help="host id, as `flyball status` shows it")],
-    within: Annotated[
-        float, typer.Option(min=0.1, max=86_400.0, metavar="SECONDS", help="refuse if no spare is free by then")
+    deadline: Annotated[
+        float,
+        typer.Option(
+            "--deadline",
+            "--within",
+            min=0.1,
+            max=86_400.0,
+            metavar="SECONDS",
+            help="refuse if no spare is free by then",
+        ),
     ] = 300.0,
     reason: Annotated[str, typer.Option(help="why you drain the host; stored and shown")] = "",
     cancel: Annotated[bool, typer.Option("--cancel", help="cancel the drain: give the host work again")] = False,
@@ -45,16 +54,15 @@ def command(
     name = check_name("The host", host)
     if cancel and reason:
         raise UsageError("--cancel takes no reason.", hint="flyball drain HOST --cancel")
-    with choice.connect() as client:
+    with choice.connect() as client, host_or_near(client, name):
         if cancel:
             found = client.post(f"/v1/hosts/{name}/undrain")
             found = _await_release(client, name) if wait else found
         else:
             known = {decision["decision_id"] for decision in client.items("/v1/decisions")} if wait else set()
-            found = client.post(f"/v1/hosts/{name}/drain", DrainRequest(within, reason))
-            found = _await_drain(client, name, known, within) if wait else found
-    if output is Format.JSON:
-        print_json(found)
+            found = client.post(f"/v1/hosts/{name}/drain", DrainRequest(deadline, reason))
+            found = _await_drain(client, name, known, deadline) if wait else found
+    if printed(found, output):
         return
     drain = found.get("drain") or {}
     print_fields(

@@ -14,7 +14,7 @@ from flyball.cli.reach.local_runs import LocalRun, find_runs
 from flyball.cli.reach.options import command_help, with_supervisor
 from flyball.cli.reach.places import state_root
 from flyball.cli.reach.sources import SupervisorChoice
-from flyball.cli.show.output import Format, OutputOption, announce, print_json, print_table
+from flyball.cli.show.output import Format, OutputOption, announce, print_table, printed
 from flyball.cli.show.times import clock, iso, lasted
 from flyball.contracts.clock import SystemClock
 
@@ -40,18 +40,16 @@ def command(
     if choice.url or os.environ.get("FLYBALL_SUPERVISOR"):
         with choice.connect() as client:
             found = list(reversed(client.everything("/v1/jobs") if all_runs else client.newest("/v1/jobs", limit)))
-        if output is Format.JSON:
-            print_json({"supervisor": client.url, "jobs": found})
+        if printed({"supervisor": client.url, "jobs": found}, output):
             return
-        _print(f"Jobs of {client.url}", [_from_api(job, client.url) for job in found])
+        _print(f"Jobs of {client.url}", [_from_api(job, client.url) for job in found], output)
         return
     runs = find_runs(os.environ, state_dir=choice.state_dir)
     shown = runs if all_runs else runs[:limit]
-    if output is Format.JSON:
-        print_json({"runs": [as_json(run) for run in shown]})
+    if printed({"runs": [as_json(run) for run in shown]}, output):
         return
     root = Path(choice.state_dir) if choice.state_dir else state_root(os.environ)
-    _print(f"Runs on this machine (in {_short(root)})", shown)
+    _print(f"Runs on this machine (in {_short(root)})", shown, output)
     if len(runs) > len(shown):
         announce(f"{len(runs) - len(shown)} older runs are not shown (--all lists them)")
 
@@ -81,9 +79,9 @@ def _from_api(job: dict[str, Any], url: str) -> LocalRun:
     return LocalRun(**known, **renamed, folder=Path(), supervisor_dir=Path())
 
 
-def _print(title: str, runs: list[LocalRun]) -> None:
+def _print(title: str, runs: list[LocalRun], output: Format) -> None:
     now = SystemClock().wall_s()
-    is_wide = Console().width >= WIDE
+    is_wide = output is Format.WIDE or Console().width >= WIDE
     has_folders = any(run.folder != Path() for run in runs)
     columns = ["job", "state", "step", "started", *(["ended"] if is_wide else []), "took", "restarts"]
     rows = []

@@ -13,7 +13,7 @@ from flyball.cli.reach.left_state import LeftState
 from flyball.cli.reach.options import command_help, with_supervisor
 from flyball.cli.reach.places import is_running
 from flyball.cli.reach.sources import SupervisorChoice, get_job
-from flyball.cli.show.output import Format, OutputOption, announce, print_fields, print_json
+from flyball.cli.show.output import Format, OutputOption, announce, print_fields, printed
 from flyball.cli.show.times import ago, clock, lasted
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import JobState
@@ -61,8 +61,7 @@ def command(
         )
     else:
         found = _stop(name, choice, within_s=within if wait else 0.0)
-    if output is Format.JSON:
-        print_json(found)
+    if printed(found, output):
         return
     now = SystemClock().wall_s()
     began, ended = found.get("submitted_at"), found.get("ended_at")
