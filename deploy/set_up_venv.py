@@ -2,6 +2,10 @@
 
     python3 deploy/set_up_venv.py .venv            what Flyball needs to run
     python3 deploy/set_up_venv.py .venv --dev      the developers' tools, too
+    python3 deploy/set_up_venv.py .venv-docs --over .venv --extra docs
+                                                   an extra of Flyball's, in an environment that has all packages of
+                                                   .venv as well; with --no-deps FILE also the packages that FILE
+                                                   lists, without what they need
 
 Needs only Python. On a terminal one line shows pip's progress; elsewhere there is a line per stage, and one every ten
 seconds. pip's full output is in VENV/set-up.log; its end is shown if a stage fails.
@@ -125,10 +129,29 @@ def set_up(venv: Path, *, dev: bool) -> None:
         Stage(f"[4/{total}] developers' tools", log).run([*pip, "--editable", ".[dev]"])
 
 
+def set_up_over(venv: Path, base: Path, extra: str, no_deps: Path | None) -> None:
+    """An environment whose packages come before those of `base`, so that neither torch nor the tools are installed
+    twice, and `base` stays as it is."""
+    print(f"Setting up {venv} (only once).", flush=True)
+    total = 3 if no_deps else 2
+    if not (venv / "bin" / "pip").exists():
+        Stage(f"[1/{total}] virtual environment", None).run([sys.executable, "-m", "venv", str(venv)])
+    folders = [next(one.glob("lib/python*/site-packages")) for one in (venv, base)]
+    (folders[0] / "over.pth").write_text(f"import site; site.addsitedir({str(folders[1])!r})\n")
+    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
+    what, log = f"[2/{total}] Flyball's extra '{extra}'", venv / "set-up.log"
+    Stage(what, log).run([*pip, "--constraint", "constraints.txt", "--editable", f".[{extra}]"])
+    if no_deps:
+        Stage(f"[3/3] {no_deps.name}", log).run([*pip, "--no-deps", "--requirement", str(no_deps)])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Set up a virtual environment for this checkout.")
     parser.add_argument("venv", type=Path)
     parser.add_argument("--dev", action="store_true", help="also install the tools for test and lint")
+    parser.add_argument("--over", type=Path, metavar="VENV", help="only add to the packages of this environment")
+    parser.add_argument("--extra", default="", help="with --over: the extra of Flyball that is installed")
+    parser.add_argument("--no-deps", type=Path, metavar="FILE", help="with --over: packages to install alone")
     options = parser.parse_args()
     if sys.version_info < OLDEST_PYTHON:
         found = ".".join(map(str, sys.version_info[:3]))
@@ -137,7 +160,10 @@ def main() -> int:
         return 2
     venv: Path = options.venv.absolute()
     try:
-        set_up(venv, dev=options.dev)
+        if options.over:
+            set_up_over(venv, options.over.absolute(), options.extra, options.no_deps and options.no_deps.absolute())
+        else:
+            set_up(venv, dev=options.dev)
     except StageFailed:
         if not (venv / "bin" / "pip").exists():
             print("Next step on Debian and Ubuntu: apt-get install python3-venv", file=sys.stderr)
