@@ -10,7 +10,12 @@ eight copies. The phases:
 
 1. Idle: one host's worker fails repeatedly; nothing else happens.
 2. Flood: 256 hosts report as fast as they are answered. They alternate three times between a bare endpoint that only
-   decodes, and the sensor. `floor_ratio` is the median of the three ratios: a noisy machine slows both sides alike.
+   decodes, and the sensor. A first, shorter flood of each is not counted: the hosts join, and the sensor reads their
+   placement. Two figures compare the sensor with the endpoint. A noisy machine slows both sides alike.
+   - `floor_ratio`: reports per second over the endpoint's; the median of the three ratios. Both share this machine with
+     the load generator, which on two cores limits the endpoint and not the sensor.
+   - `floor_cpu_ratio`: CPU time per report of the endpoint over that of the sensor's process. The load generator does
+     not limit it. It counts all threads of the sensor, those that store state included.
 3. Paced: all hosts report once a second, each on its own connection, while three fail repeatedly. All of them join at
    once; the first 15 s are reported separately.
 4. Batches: all hosts over 256 connections, 16 requests at once; reported separately.
@@ -56,6 +61,7 @@ from flyball.contracts.wire import decode  # noqa: E402
 
 BATCH = 16  # reports sent together on a connection, as a relay of many hosts would
 FLOOD_PAIRS = 3  # runs each of bare endpoint and sensor, alternating
+FLOOD_WARM_UP_S = 1.5  # a sensor reads placements every second
 PROBED_AT_ONCE = 3  # repeatedly failing hosts: under load, an incident stays open for seconds
 FILES_BESIDE_HOSTS = 500
 BYTES_PER_HOST = 150_000  # in the sensor, the load generator, the controller and the database together
@@ -147,24 +153,29 @@ def measure(options: argparse.Namespace, running: stack.Stack) -> dict[str, Any]
     flood_s = options.flood_seconds / FLOOD_PAIRS
     floors: list[LoadResult] = []
     floods: list[LoadResult] = []
+    floor_cpu: Counter[str] = Counter()
     flood_cpu: Counter[str] = Counter()
-    with running_floor() as floor_port:
+    with running_floor() as endpoint:
+        sides = (
+            ("bare endpoint", endpoint.port, {"endpoint": endpoint}, floors, floor_cpu),
+            ("sensor", running.sensor.port, running.services, floods, flood_cpu),
+        )
+        for _, port, *_ in sides:
+            uvloop.run(run_flood(port, hosts[: len(few)], options.connections, min(flood_s, FLOOD_WARM_UP_S)))
         for pair in range(1, FLOOD_PAIRS + 1):
-            for title, port, results in (
-                ("bare endpoint", floor_port, floors),
-                ("sensor", running.sensor.port, floods),
-            ):
+            for title, port, services, results, spent_s in sides:
                 log(f"flood {pair} of {FLOOD_PAIRS}: {options.connections} hosts, {flood_s:.1f} s, {title}")
-                used = cpu(running)
+                used = cpu(services)
                 results.append(uvloop.run(run_flood(port, hosts[: len(few)], options.connections, flood_s)))
-                if results is floods:
-                    flood_cpu.update(spent(running, used))
+                spent_s.update(spent(services, used))
     flood, floor = joined(floods), joined(floors)
     ratios = [one.per_s / max(1.0, bare.per_s) for one, bare in zip(floods, floors, strict=True)]
+    sensor_us = 1e6 * flood_cpu["sensor"] / max(1, flood.taken)
+    endpoint_us = 1e6 * floor_cpu["endpoint"] / max(1, floor.taken)
 
     log(f"{options.hosts} hosts report every second for {options.seconds:.0f} s")
     stack.add_jobs(running.database, groups[1:], first=1)
-    began_s, used = time.monotonic(), cpu(running)
+    began_s, used = time.monotonic(), cpu(running.services)
     loaded_probe = start_probe(
         options,
         running,
@@ -174,17 +185,17 @@ def measure(options: argparse.Namespace, running: stack.Stack) -> dict[str, Any]
         delay_s=options.warm_up_seconds,
     )
     paced = uvloop.run(run_paced(running.sensor.port, hosts, options.seconds, warm_up_s=options.warm_up_seconds))
-    paced_cpu = spent(running, used)
+    paced_cpu = spent(running.services, used)
     paced_s = time.monotonic() - began_s
     rss_after = {name: service.rss_bytes for name, service in running.services.items()}
     loaded = finish(loaded_probe)
 
     log(f"all over {options.connections} connections, {BATCH} at once, for {options.flood_seconds:.0f} s")
-    used = cpu(running)
+    used = cpu(running.services)
     batches = uvloop.run(
         run_flood(running.sensor.port, hosts, options.connections, options.flood_seconds, at_once=BATCH)
     )
-    batches_cpu = spent(running, used)
+    batches_cpu = spent(running.services, used)
     metrics = running.sensor.metrics()
     unstored = metrics.get("flyball_reports_dropped_total", 0.0)
 
@@ -195,6 +206,7 @@ def measure(options: argparse.Namespace, running: stack.Stack) -> dict[str, Any]
         "reports_per_s": round(flood.per_s),
         "floor_reports_per_s": round(floor.per_s),
         "floor_ratio": round(statistics.median(ratios), 3),
+        "floor_cpu_ratio": round(endpoint_us / max(0.1, sensor_us), 3),
         "connections": paced.connections,
         "dropped": paced.dropped + flood.dropped + batches.dropped + int(unstored),
         "ingest_p99_ms": quantiles_ms(paced.latencies)["p99"],
@@ -205,7 +217,7 @@ def measure(options: argparse.Namespace, running: stack.Stack) -> dict[str, Any]
         "detail": {
             "paced": shown(paced, paced_cpu),
             "flood": shown(flood, flood_cpu),
-            "floor": shown(floor, {}),
+            "floor": shown(floor, floor_cpu),
             "floor_ratios": [round(ratio, 3) for ratio in ratios],
             f"batches_of_{BATCH}": shown(batches, batches_cpu),
             "first_refusal": paced.first_refusal or flood.first_refusal or batches.first_refusal,
@@ -272,14 +284,14 @@ def shown(result: LoadResult, cpu_s: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
-def cpu(running: stack.Stack) -> dict[str, float]:
+def cpu(services: Mapping[str, stack.Service]) -> dict[str, float]:
     """Return CPU seconds so far, by process; the load generator is this process."""
     own = sum(os.times()[:2])
-    return {name: service.cpu_s for name, service in running.services.items()} | {"load": own}
+    return {name: service.cpu_s for name, service in services.items()} | {"load": own}
 
 
-def spent(running: stack.Stack, before: Mapping[str, float]) -> dict[str, float]:
-    return {name: used - before[name] for name, used in cpu(running).items()}
+def spent(services: Mapping[str, stack.Service], before: Mapping[str, float]) -> dict[str, float]:
+    return {name: used - before[name] for name, used in cpu(services).items()}
 
 
 def machine() -> dict[str, Any]:

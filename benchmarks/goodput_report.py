@@ -125,7 +125,7 @@ class _Writer:
         self._useful_s = 0.0
 
     def write(self, steps: int, incidents: int) -> Truth:
-        """Write the log of `steps` executed steps, including repeated ones."""
+        """Write the log of `steps` executed steps, including recomputed ones."""
         self._write("job_submitted", {"world_size": self._ranks})
         self._now += 10.0
         per_generation = steps // (incidents + 1)

@@ -7,7 +7,8 @@
 One job (a small GPT, two ranks, gloo, CPU; forward, backward, AdamW), and one list of faults drawn from the seed. Both
 sides train the job alternately. They get the same faults at the same offsets after their first step, and save to the
 same disk at the same interval: --save-every, or Young's interval for the list's fault rate and the measured cost of a
-`dcp.async_save`. The goodput calculator judges both event logs. docs/goodput-benchmark.md describes the comparison.
+`dcp.async_save`. The goodput calculator judges both event logs. docs/explanation/goodput-benchmark.md describes the
+comparison.
 
 It takes about repeats x 2 x (minutes + 0.5) + 1 minutes. Run it on an otherwise idle machine.
 

@@ -42,7 +42,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
 
 @dataclass(frozen=True)
 class Run:
-    """One kill: seconds from the signal to the first step completed by all ranks, and the number of repeated steps."""
+    """One kill: seconds from the signal to the first step completed by all ranks, and the count of recomputed steps."""
 
     restart_s: float
     lost_steps: int

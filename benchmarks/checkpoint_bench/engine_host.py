@@ -46,7 +46,7 @@ def folder_prefix() -> str:
 def segments_of(state_dir: Path) -> list[Path]:
     """Return the shared-memory files of the engine with this state folder."""
     prefix = Path(shm_prefix(str(state_dir.resolve())))
-    return sorted(prefix.parent.glob(prefix.name + ".*"))
+    return sorted(path for path in prefix.parent.glob(prefix.name + ".*") if not path.is_dir())
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -16,6 +16,7 @@ from typing import cast
 import httptools
 import uvloop
 
+from control_plane_bench.stack import Service
 from flyball.contracts.reports.signals import Report
 from flyball.contracts.wire import decode, encode
 from services.sensor.reports.ingest import NOTHING_NEW
@@ -56,13 +57,13 @@ class Endpoint(asyncio.Protocol):
 
 
 @contextmanager
-def running_floor() -> Iterator[int]:
-    """Run an endpoint in its own process; yield its port."""
+def running_floor() -> Iterator[Service]:
+    """Run an endpoint in its own process."""
     command = [sys.executable, "-m", "control_plane_bench.floor"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         try:
-            yield int(process.stdout.readline())
+            yield Service(process, int(process.stdout.readline()))
         finally:
             process.terminate()
             process.wait(_STOP_TIMEOUT_S)

@@ -30,7 +30,7 @@ from services.store.sql.database import Database
 from services.store.sql.schema_upgrade import migrate
 from services.store.sql.tables import generations, jobs
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0  # on a machine that much else uses
 STOP_TIMEOUT_S = 20.0
 SERVICES = ("sensor", "controller", "actuator")
 ROOT = Path(__file__).resolve().parents[2]
