@@ -22,19 +22,27 @@ RULE_LISTS = (
     policy.FAILURE_RULES,
     policy.PREEMPTION_RULES,
     policy.DRAIN_RULES,
+    policy.CONDITION_RULES,
+    policy.GROW_RULES,
+    policy.CHECKPOINT_RULES,
     policy.STALE_WORKER_RULES,
     policy.GUARDS,
 )
 OTHER_RULES = """
-    adopt_what_hosts_run believe_hosts_that_a_job_ended cordon_a_drained_host count_on_above_what_hosts_obeyed
-    give_back_what_is_not_to_blame hold_while_saves_fail release_an_undrained_host say_what_cannot_be_adopted
+    adopt_what_hosts_run believe_hosts_that_a_job_ended cordon_a_drained_host cordon_a_host_with_a_condition
+    gather_what_fell_together check_on_request cordon_a_host_that_failed_its_check keep_a_host_that_did_not_pass
+    cordon_on_request count_on_above_what_hosts_obeyed give_back_what_is_not_to_blame hold_while_saves_fail
+    give_back_a_host_that_fails keep_out_a_host_that_fails refuse_to_cordon release_a_recovered_host
+    release_an_undrained_host say_what_cannot_be_adopted
     wait_for_hosts_to_tell withdraw_a_false_alarm withdraw_an_outlived_notice
 """
 EVIDENCE = """
-    action alive away code crashed_after_done deadline_from deadline_s decisions epoch error exit_code free from
-    generation holders host hosts incident job jobs lost max_restarts newest_step nnodes nproc_per_node number patience
-    paused_s phase pid rank ranks reach_step redo_rank_s remaining_s restarts restarts_used seen signal silent_s stance
-    step step_s steps_given_up times to told_step tried unheard wait_s window_s
+    larger_memory_bytes memory_bytes
+    action actions alive asked away code core_dumped cost_gpu_s crashed_after_done culprits deadline_from deadline_s
+    decisions epoch error error_class exit_code free from gain_gpu_s generation hangs hold_gpu_s holders host hosts
+    incident job jobs kernel lost max_restarts newest_step nnodes nproc_per_node number patience paused_s phase pid
+    rank ranks ranks_before reach_step redo_rank_s remaining_s restarts restarts_used seen shrink_gpu_s signal
+    silent_s stance stands step step_s steps_given_up times to told_step tried unheard wait_s wanted window_s
 """
 RULE_NAMES = {*OTHER_RULES.split(), *(rule.__name__ for rules in RULE_LISTS for rule in rules)}
 EVIDENCE_NAMES = set(EVIDENCE.split())

@@ -3,6 +3,7 @@ server that runs here; Ctrl-C, however they were started; and what Hypothesis ma
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -14,14 +15,16 @@ from pathlib import Path
 
 import pymysql
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
 sys.path.append(str(Path(__file__).parent))  # tests are no packages: the module beside this one is found by path
-pytest.register_assert_rewrite("own_servers", "own_processes")
+pytest.register_assert_rewrite("http_receiver", "own_servers", "own_processes", "engine_hosts", "resharded_job")
 
 from own_servers import OwnMariaDb, OwnRedis  # noqa: E402 - found by the path above
+from warm_python import WarmPython  # noqa: E402
 
 # Hundreds of processes are started, and each would compile all of Flyball for itself.
 sys.dont_write_bytecode = False
@@ -44,12 +47,38 @@ def _constants() -> Constants:
 
 providers._get_local_constants = _constants
 
+# Modules and tests stay until the end: to look through them again and again is a third of the collection's time.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
 # What starts processes takes longest, and waits most: it begins first, and the many short files fill up the rest.
-LONGEST_FIRST = ("integration", "corruption", "browser", "simulation", "property", "conformance")
+LONGEST_FIRST = (
+    "integration/engine/test_reshard_processes",
+    "integration/engine/test_load_step_processes",
+    *("integration", "corruption", "browser", "simulation", "property", "conformance"),
+)
 
 
-# Whole clusters that are killed again and again, the demo, and the benchmarks at their smallest: `make proofs`.
-PROOFS = ("integration/recovery/", "integration/test_cli_demo", "integration/test_benchmark_")
+# Whole clusters that are killed again and again, the command line's flows from start to end, and the benchmarks at
+# their smallest: `make proofs`. In this order, the files that take longest first.
+PROOFS = (
+    "integration/flows/test_cli_leaving",
+    "integration/flows/test_cli_go_on",
+    "integration/recovery/parts/",
+    "integration/recovery/test_recovery_services_away",
+    "integration/recovery/test_recovery_four_faults",
+    "integration/recovery/test_recovery_old_database",
+    "integration/flows/test_cli_demo.py",
+    "integration/benchmarks/test_benchmark_goodput.py",
+    "integration/recovery/",
+    "integration/flows/",
+    "integration/benchmarks/",
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -58,13 +87,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.proof)
     if not hasattr(config, "workerinput"):
         return
-    folders = [*LONGEST_FIRST, ""]
+    folders = [*PROOFS, *LONGEST_FIRST, ""]
     items.sort(key=lambda item: next(n for n, name in enumerate(folders) if f"/tests/{name}" in str(item.path)))
 
 
 # A shell that starts the tests in the background has Ctrl-C ignored, here and in every process that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def structlog_as_before() -> Iterator[None]:
+    """A command that runs in this process sets what is logged, and would do so for the tests that follow."""
+    yield from _structlog_kept()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def structlog_as_before_the_module() -> Iterator[None]:
+    """So does a supervisor that a module's fixture starts in this process, before any of the module's tests."""
+    yield from _structlog_kept()
+
+
+def _structlog_kept() -> Iterator[None]:
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
 
 
 @pytest.fixture
@@ -123,6 +170,14 @@ def own_mariadb(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[
         server.end()
 
 
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[WarmPython]:
+    """Runs training scripts without the import of torch for each."""
+    warm = WarmPython()
+    yield warm
+    warm.close()
+
+
 _S3_SERVER = """
 import sys
 from moto.server import ThreadedMotoServer
@@ -158,3 +213,15 @@ def s3_environment(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     return s3_endpoint
+
+
+@pytest.fixture
+def s3(s3_environment: str) -> str:
+    """The URL of a prefix in a bucket of a real S3 protocol server; credentials are in the environment."""
+    import boto3  # only here: it takes a while
+
+    bucket = f"bucket-{uuid.uuid4().hex[:12]}"
+    client = boto3.client("s3")
+    client.create_bucket(Bucket=bucket)
+    client.close()
+    return f"s3://{bucket}/some/prefix"

@@ -1,4 +1,4 @@
-"""What a user installs with Flyball: all that it imports, and nothing else."""
+"""What a user installs with Flyball: all that it imports, and nothing else; the adapters import what they adapt."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import ast
 import re
 import sys
 import tomllib
+from collections.abc import Iterable
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("flyball", "services", "host_daemon", "ckpt_engine", "goodput", "simulator")
+ADAPTERS = ROOT / "ckpt_engine" / "frameworks"
 BY_URL = {"pymysql"}  # SQLAlchemy imports it for mysql+pymysql:// URLs
 
 
-def imported() -> set[str]:
-    """The top-level modules of others that our packages import anywhere."""
+def imported(paths: Iterable[Path]) -> set[str]:
+    """The top-level modules of others that these files import anywhere."""
     found: set[str] = set()
-    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+    for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 found |= {alias.name.partition(".")[0] for alias in node.names}
@@ -26,13 +28,33 @@ def imported() -> set[str]:
     return found - set(PACKAGES) - set(sys.stdlib_module_names)
 
 
+def test_no_wait_swallows_a_cancellation() -> None:
+    """`asyncio.wait_for` of Python 3.11 may: a loop around it then never ends. `asyncio.timeout` does not."""
+    uses = [
+        path
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if "asyncio.wait_for" in path.read_text()
+    ]
+    assert uses == []
+
+
 def plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+def named(requirements: list[str]) -> set[str]:
+    return {plain(re.match(r"[\w.-]+", requirement)[0]) for requirement in requirements}  # type: ignore[index]
+
+
 def test_dependencies_are_what_is_imported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = {plain(re.match(r"[\w.-]+", requirement)[0]) for requirement in project["dependencies"]}  # type: ignore[index]
     names = packages_distributions()
-    needed = {plain(names[module][0]) for module in imported()}
-    assert declared == needed | BY_URL
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    needed = {plain(names[module][0]) for module in imported(path for path in paths if ADAPTERS not in path.parents)}
+    assert named(project["dependencies"]) == needed | BY_URL
+    adapted = imported(path for path in paths if ADAPTERS in path.parents)
+    others = {plain(module) for module in adapted if module not in names} - needed
+    alone = (ROOT / "tests" / "frameworks" / "without_dependencies.txt").read_text().splitlines()
+    packages = named(project["optional-dependencies"]["integrations"] + [line for line in alone if line[0] != "#"])
+    assert others <= {name.removesuffix("-core") for name in packages}  # megatron-core has the module megatron

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+WHAT_USERS_IMPORT = {"flyball": ["flyball/__init__.py"], "ckpt_engine": ["ckpt_engine/dcp/__init__.py"]}
 PACKAGES = ("flyball", "services", "host_daemon", "ckpt_engine", "goodput", "simulator")
 
 
@@ -31,7 +32,16 @@ def test_import_contracts_hold() -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_init_files_are_empty(package: str) -> None:
     full = [str(p.relative_to(ROOT)) for p in (ROOT / package).rglob("__init__.py") if p.read_text().strip()]
-    assert full == (["flyball/__init__.py"] if package == "flyball" else [])
+    assert full == WHAT_USERS_IMPORT.get(package, [])
+
+
+def test_a_class_name_stands_for_one_class() -> None:
+    places: dict[str, list[str]] = {}
+    for path in (path for folder in PACKAGES for path in sorted((ROOT / folder).rglob("*.py"))):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
 def test_one_place_has_msgspec_look_at_a_type() -> None:
@@ -78,5 +88,5 @@ def test_mutation_testing_covers_the_files_and_tests_that_it_names() -> None:
     assert [pattern for pattern in settings["only_mutate"] if not any(ROOT.glob(pattern))] == []
     arguments = settings["pytest_add_cli_args"]
     words = set(re.findall(r"\w+", arguments[arguments.index("-k") + 1])) - {"and", "or", "not"}
-    tests = [path.name for room in ("unit", "property") for path in (ROOT / "tests" / room).glob("test_*.py")]
+    tests = [path.name for room in ("unit", "property") for path in (ROOT / "tests" / room).rglob("test_*.py")]
     assert {word for word in words if not any(word in name for name in tests)} == set()

@@ -12,7 +12,7 @@ import msgspec
 import pymysql
 import pytest
 from ready_databases import SERVER, ReadyDatabases, mariadb_url
-from sqlalchemy import insert, update
+from sqlalchemy import event, insert, update
 
 from flyball.contracts.checkpoints import LineageEntry, RestorePlan, branch
 from flyball.contracts.clock import SystemClock
@@ -454,6 +454,23 @@ def sql_stores(db: Database, clock: ManualClock, make: Make) -> Stores:
 def stores(sql_stores: Stores) -> Stores:
     """A suite of the ports takes `port_stores` instead."""
     return sql_stores
+
+
+@pytest.fixture
+def statements(sql_stores) -> Iterator[list[str]]:
+    """The statements that the database received, in order."""
+    found: list[str] = []
+
+    def note(_connection, _cursor, statement: str, *_more) -> None:
+        found.append(statement)
+
+    with sql_stores.db.write() as writing, sql_stores.db.read() as reading:
+        engines = {writing.engine, reading.engine}
+    for engine in engines:
+        event.listen(engine, "before_cursor_execute", note)
+    yield found
+    for engine in engines:
+        event.remove(engine, "before_cursor_execute", note)
 
 
 @pytest.fixture(params=["sqlite", "mariadb", "memory"])

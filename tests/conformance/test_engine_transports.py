@@ -39,6 +39,7 @@ from ckpt_engine.peers.transport.port import ByteCounters, Connection, Identity,
 from ckpt_engine.peers.transport.tcp import TcpConnection, TcpListener, connect_tcp
 from ckpt_engine.settings import EngineSettings
 from flyball.contracts.errors import FlyballError, InvalidMessage, PortInUse, Unauthorized, Unreachable
+from tests.rdma import rdma_transport
 
 SETTINGS = EngineSettings(handshake_timeout_s=0.3, io_timeout_s=0.3, idle_timeout_s=2.0, max_connections=4)
 PATIENT = EngineSettings(handshake_timeout_s=60, io_timeout_s=60, idle_timeout_s=60, max_connections=4)
@@ -49,7 +50,7 @@ CLIENT = Identity("client", "127.0.0.1:1", "2")
 
 
 class Tcp:
-    """The transport under test. Another one needs the same five methods."""
+    """The transport under test. Another one needs the same methods."""
 
     def listen(self, port: int = 0, *, fallback: bool = False, settings: EngineSettings = SETTINGS) -> Listener:
         return TcpListener("127.0.0.1", port, fallback=fallback, settings=settings, total=ByteCounters())
@@ -57,9 +58,9 @@ class Tcp:
     def connect(self, port: int, settings: EngineSettings = SETTINGS, total: ByteCounters | None = None) -> Connection:
         return connect_tcp(f"127.0.0.1:{port}", settings=settings, total=total or ByteCounters())
 
-    def impatient(self, connection: Connection) -> Connection:
+    def impatient(self, connection: Connection, settings: EngineSettings = SETTINGS) -> Connection:
         """The same connection with short time limits."""
-        return TcpConnection(socket.socket(fileno=os.dup(connection.fileno())), SETTINGS, ByteCounters())
+        return TcpConnection(socket.socket(fileno=os.dup(connection.fileno())), settings, ByteCounters())
 
     def inject(self, connection: Connection, data: bytes) -> None:
         """Put bytes on the wire where the other side expects a frame."""
@@ -67,6 +68,10 @@ class Tcp:
 
     def proxy(self, port: int) -> Proxy:
         return Proxy(port)
+
+    def start_peer(self, port: int) -> subprocess.Popen[bytes]:
+        """A process that connects, sends 1000 bytes, says so on its standard output, and takes everything in."""
+        return subprocess.Popen([sys.executable, "-c", PEER_PROCESS, str(port)], stdout=subprocess.PIPE)
 
 
 class Proxy:
@@ -105,8 +110,36 @@ class Proxy:
             sock.close()
 
 
-@pytest.fixture(params=[Tcp])
-def transport(request: pytest.FixtureRequest) -> Tcp:
+class RdmaProxy(Proxy):
+    """Forwards what the two sides agree on; `hold` also swallows what they send each other past it."""
+
+    def __init__(self, port: int, transport: rdma_transport.Rdma) -> None:
+        super().__init__(port)
+        self._transport = transport
+
+    def hold(self) -> None:
+        super().hold()
+        self._transport.swallow(self._target)
+
+
+class Rdma(rdma_transport.Rdma):
+    """Needs an RDMA device: see `make test-rdma`."""
+
+    def listen(self, port: int = 0, *, fallback: bool = False, settings: EngineSettings = SETTINGS) -> Listener:
+        return super().listen(port, fallback=fallback, settings=settings)
+
+    def connect(self, port: int, settings: EngineSettings = SETTINGS, total: ByteCounters | None = None) -> Connection:
+        return super().connect(port, settings, total)
+
+    def impatient(self, connection: Connection, settings: EngineSettings = SETTINGS) -> Connection:
+        return super().impatient(connection, settings)
+
+    def proxy(self, port: int) -> Proxy:
+        return RdmaProxy(port, self)
+
+
+@pytest.fixture(params=[Tcp, pytest.param(Rdma, marks=pytest.mark.rdma)])
+def transport(request: pytest.FixtureRequest) -> Tcp | Rdma:
     return request.param()
 
 
@@ -394,7 +427,7 @@ while sock.recv(1 << 20):
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_peer_process_stopped_or_killed_in_mid_shard(transport: Tcp, how: signal.Signals) -> None:
     listener = transport.listen()
-    process = subprocess.Popen([sys.executable, "-c", PEER_PROCESS, str(listener.port)], stdout=subprocess.PIPE)
+    process = transport.start_peer(listener.port)
     try:
         connection, _ = listener.accept()
         assert process.stdout is not None and process.stdout.readline() == b"sent\n"

@@ -187,7 +187,7 @@ def test_tls(own_redis, connect, make, tmp_path: Path) -> None:
 
 
 def test_the_rights_that_the_documents_name_are_enough(server, connect, make) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "deploying.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "deploying.md").read_text()
     (rights,) = re.findall(r"`(\+@scripting[^`]*)`", page)
     own = {"keys": ["t:*"], "channels": ["t:*"], "commands": rights.split()}
     server.client.acl_setuser("flyball", enabled=True, nopass=True, **own)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 import pytest
 from sqlalchemy import select
 
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier
 from flyball.contracts.cluster import HostState, JobState, Phase, RankStatus
-from flyball.contracts.decisions import ActionState, CommandResult, IncidentState, RankPosition
+from flyball.contracts.decisions import ActionState, CommandResult, DecisionKind, IncidentState, RankPosition
 from flyball.contracts.errors import Conflict, NotFound, StaleEpoch
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.reports.signals import HostSilent, PreemptionNotice, SignalUnreadable, WorkerExited
 from services.actuator.ports import PlaybookStep
-from services.controller.round.view import HostChange, JobChange, PastFailure
+from services.controller.round.view import HostChange, JobChange, PastFailure, PastRecovery
 from services.rules.stream import Cursor
 from services.store.sql import tables
 
@@ -446,3 +447,38 @@ def test_the_history_of_an_incident_keeps_text_of_any_script(sql_stores, make) -
     sql_stores.commit(incidents=(make.incident(message=message),))
     with sql_stores.db.read() as connection:
         assert connection.scalar(select(tables.incident_changes.c.message)) == message
+
+
+def test_earlier_recoveries_of_a_job_are_measured_while_it_has_an_open_incident(stores, make) -> None:
+    stores.run_job()
+    stores.begin_restart()
+    resolved = make.incident(1, "resolved", action_id="act-2", resolved_at=make.T + 4.5, lost_steps=0, restored_step=7)
+    stores.commit(incidents=(resolved,))
+
+    def known(decisions) -> tuple[PastRecovery, ...]:
+        return decisions.load_view().jobs[0].recoveries
+
+    assert known(stores.decisions) == (), "no incident is open"
+    stores.commit(incidents=(make.incident(2, "deciding", generation=2),))
+    expected = (PastRecovery(DecisionKind.RESTART_IN_PLACE, 4.5),)
+    assert known(stores.decisions) == known(stores.other_decisions()) == expected
+
+
+def test_a_job_has_as_many_hosts_as_its_newest_generation_and_is_the_same_job(stores, make) -> None:
+    """A database of an older release has neither number: its jobs have all of their hosts, always."""
+    asked = make.spec(min_nodes=1)
+    stores.jobs.submit(asked, make.T)
+    start = make.start()
+    assert start.action is not None
+    plan = msgspec.structs.replace(start.action, spec=asked)
+    stores.commit(decisions=(msgspec.structs.replace(start, action=plan),))
+    assert stores.decisions.load_view().jobs[0].spec == asked
+    for number, kind, hosts in ((2, DecisionKind.SHRINK, 1), (3, DecisionKind.GROW, 2)):
+        restart = make.restart(
+            number, incident="", generation=number - 1, kind=kind, spec=asked.on(hosts), next=make.grant(number)
+        )
+        stores.commit(decisions=(restart,))
+        assert stores.decisions.load_view().jobs[0].spec == asked.on(hosts)
+        assert not stores.jobs.submit(asked, make.T), "the same job, whatever it runs on"
+        with pytest.raises(Conflict):
+            stores.jobs.submit(make.spec(min_nodes=2), make.T)

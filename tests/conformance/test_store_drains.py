@@ -11,11 +11,11 @@ from flyball.contracts.errors import Conflict, NotFound
 from flyball.contracts.reports.drains import DrainRequest, DrainState
 from services.controller.round.view import DrainView, HostChange, JobChange
 from services.record import codec
+from services.store.actions import departures as departures_module
+from services.store.actions.departures import SqlDepartures
 from services.store.decisions.drain_store import SqlDrainStore
 from services.store.read.read_models import SqlReadModels
-from services.store.reports import shared_reads
-from services.store.retention import hosts as hosts_module
-from services.store.retention.hosts import SqlDepartures
+from services.store.sql import shared_reads
 
 T = 1000.0
 
@@ -145,7 +145,7 @@ def test_a_plan_is_read_once_however_often_the_hosts_that_leave_ask(stores, make
         read.append(kind)
         return codec.load(document, kind)
 
-    monkeypatch.setattr(hosts_module, "load", counted)
+    monkeypatch.setattr(departures_module, "load", counted)
     monkeypatch.setattr(shared_reads, "load", counted)
     departures = SqlDepartures(stores.db)
     for _ in range(3):

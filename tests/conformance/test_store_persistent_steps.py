@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
-from sqlalchemy import event, select, update
+from sqlalchemy import select, update
 
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, ShardCopy, StoredPoint, Tier
 from services.record.codec import dump
@@ -14,23 +14,6 @@ from services.store.reports.placements import SqlPlacements
 from services.store.sql import tables
 
 Report = Callable[..., list[str]]
-
-
-@pytest.fixture
-def statements(sql_stores) -> Iterator[list[str]]:
-    """The statements that the database received, in order."""
-    found: list[str] = []
-
-    def note(_connection, _cursor, statement: str, *_more) -> None:
-        found.append(statement)
-
-    with sql_stores.db.write() as writing, sql_stores.db.read() as reading:
-        engines = {writing.engine, reading.engine}
-    for engine in engines:
-        event.listen(engine, "before_cursor_execute", note)
-    yield found
-    for engine in engines:
-        event.remove(engine, "before_cursor_execute", note)
 
 
 @pytest.fixture
@@ -108,6 +91,23 @@ def test_a_sensor_knows_the_newest_step_of_all_ranks_that_is_stored(sql_stores, 
     assert SqlPlacements(sql_stores.db).read().stored_points == {"job": StoredPoint(20, 1)}
     report(40, ranks=(1, 2, 3))
     assert placements.read().stored_points == {"job": StoredPoint(20, 1)}, "which its lineage lost"
+
+
+def test_a_step_is_complete_with_the_ranks_that_saved_it_whatever_the_job_has_now(sql_stores, report: Report) -> None:
+    report(10, 20)
+    report(30, ranks=(0, 1, 2))
+    for before in (4, 0):
+        history = dump((LineageEntry(1, 999, world_size=before), LineageEntry(2, world_size=2)))
+        with sql_stores.db.write() as connection:
+            connection.execute(update(tables.generations).values(lineage=history))
+        assert SqlPlacements(sql_stores.db).read().stored_points == {"job": StoredPoint(20, 1)}
+    history = dump((LineageEntry(1, 999, world_size=3), LineageEntry(2, world_size=4)))
+    with sql_stores.db.write() as connection:
+        connection.execute(update(tables.generations).values(lineage=history))
+    assert SqlPlacements(sql_stores.db).read().stored_points == {"job": StoredPoint(30, 1)}
+    for step in range(40, 300, 10):
+        report(step, ranks=(0, 1, 2))
+    assert kept_by(sql_stores) == list(range(140, 300, 10)), "complete ones of three ranks displace the oldest"
 
 
 def test_jobs_without_that_tier_are_not_queried(sql_stores, statements) -> None:

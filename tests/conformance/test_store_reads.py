@@ -42,7 +42,7 @@ def recovered(stores, make, clock):
         "host-a",
         sent_at=1003.0,
         ranks=(RankStatus("job", 2, 0, 200, Phase.STEP, 8, 0.1),),
-        restores=(RestoreReport("job", 2, 0, 6, Tier.PEER, "host-b", 1000, 1000, 0.1, 1002.5),),
+        restores=(RestoreReport("job", 2, 0, 6, Tier.PEER, "host-b", 1000, 1000, 0.1, 1002.5, "rdma"),),
     )
     stores.status.record_reports([(report, 1003.0)])
     stores.commit(
@@ -64,7 +64,19 @@ def test_a_job_with_its_ranks(recovered, reads, make) -> None:
         (3, "host-b", None, -1, "waiting"),
     ]
     recovered.commit(signals=(make.signal(9, make.exited(0, generation=2)),))
-    assert (reads.jobs()[0]["ranks"][0]["phase"], reads.jobs()[0]["ranks"][0]["signal_number"]) == ("exited", 9)
+    ended = reads.job("job")["ranks"][0]
+    assert (ended["phase"], ended["signal_number"]) == ("exited", 9)
+
+
+@pytest.mark.parametrize("per_summary", [1, 4])
+def test_the_duration_of_a_step_also_if_each_has_a_summary_of_its_own(recovered, reads, per_summary: int) -> None:
+    """A restart in between counts as no step."""
+    for first, generation in ((0, 1), (per_summary, 2), (2 * per_summary, 2), (3 * per_summary, 2)):
+        times = [1000.0 * generation + 3.0 * step for step in range(first, first + per_summary)]
+        data = {"first_step": first, "completed_at": times}
+        recovered.log.append([Event(at=times[-1], kind=EventKind.STEPS, job="job", generation=generation, data=data)])
+    job = reads.job("job")
+    assert (job["step_s"], job["last_step_at"]) == (3.0, times[-1])
 
 
 def test_a_host_does_not_end_the_ranks_of_another(recovered, reads, make) -> None:
@@ -99,7 +111,8 @@ def test_jobs_come_in_pages_and_those_that_run_however_old_they_are(stores, read
     with stores.db.write() as connection:
         connection.execute(tables.jobs.update().where(tables.jobs.c.job == "job-4").values(state="stopped"))
     assert [j["job"] for j in reads.jobs(open_only=True)] == ["job", *names[:4]]
-    assert [len(j["ranks"]) for j in reads.jobs()] == [4, 0, 0, 0, 0, 0]
+    assert [job["hosts"] for job in reads.jobs()] == [2, 0, 0, 0, 0, 0]
+    assert not any("ranks" in job for job in reads.jobs()), "a list of them would be long"
 
 
 def test_decisions_and_incidents_come_in_pages(recovered, reads) -> None:
@@ -172,11 +185,18 @@ def test_an_incident_with_all_that_a_report_needs(recovered, reads) -> None:
     )
     moments = [incident[name] for name in ("observed_at", "opened_at", "decided_at", "resolved_at")]
     assert moments == [1000.0, 1000.0, 1000.0, 1004.0]
-    assert [(r["rank"], r["tier"], r["source_host"], r["socket_bytes"]) for r in incident["restored_from"]] == [
-        (0, "peer", "host-b", 1000)
+    shown = ("rank", "tier", "source_host", "socket_bytes", "transport")
+    assert [tuple(r[name] for name in shown) for r in incident["restored_from"]] == [
+        (0, "peer", "host-b", 1000, "rdma")
     ]
     assert (incident["lost_steps"], [change["state"] for change in incident["timeline"]]) == (1, ["acting", "resolved"])
     assert reads.incidents(None) == [incident]
+
+
+def test_a_later_signal_of_the_same_generation_is_not_the_incidents(recovered, reads, make) -> None:
+    observed = reads.incident("inc-1")["observed"]
+    recovered.commit(signals=(make.signal(9, make.exited(1), at=1500.0),))
+    assert reads.incident("inc-1")["observed"] == observed != []
     assert reads.incidents("another") == []
 
 
@@ -261,3 +281,13 @@ def test_the_event_log_is_read_on_and_from_its_end(stores) -> None:
     assert [e.at for _, e in stores.log.newest("job", 2)] == [3.0, 4.0]
     assert [e.at for _, e in stores.log.read(None, 0, 100, {EventKind.HOST_LEFT})] == [9.0]
     assert stores.log.last() == 6
+
+
+def test_the_story_of_a_domain_has_the_decisions_of_its_parts(recovered, reads, make) -> None:
+    whole = make.incident(9, "resolved", job="", host_id="", cause="domain_silent", parts=("inc-1",), generation=0)
+    recovered.commit(incidents=(whole,))
+    story = reads.incident("inc-9")
+    assert story["parts"] == ["inc-1"]
+    assert [decided["decision_id"] for decided in story["decided"]] == ["dec-2"]
+    assert {"decision", "action"} <= {line["part"] for line in story["story"]}
+    assert reads.incident("inc-1")["parts"] == []

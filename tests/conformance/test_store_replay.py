@@ -297,3 +297,16 @@ def test_rounds_that_wait_to_be_kept_have_a_bound_and_survive_an_outage(clock, m
     keeper.wake()
     thread.join(DEADLINE_S)
     assert store.kept == [float(now) for now in range(1, round_keeper.BACKLOG)]  # the first was of an older epoch
+
+
+def test_another_policy_is_shown_beside_the_stored_decisions(decided, ready_url, tmp_path, capsys) -> None:
+    path = tmp_path / "hasty.toml"
+    path.write_text("root_cause_window_s = 0\n")
+    assert run_cli(["replay", "--from-db", ready_url, "--policy", str(path), "-o", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)["decisions"]
+    assert [(d["then"] or {}).get("decision_id") for d in found][:2] == ["dec-1", "dec-2"]
+    second = found[1]
+    assert (second["then"]["kind"], second["now"]["kind"], second["same"]) == ("hold", "restart_in_place", False)
+    assert found[0]["same"], "the start is the same"
+    assert run_cli(["replay", "--from-db", ready_url, "--policy", str(path), "--job", "nobody", "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["decisions"] == []

@@ -13,7 +13,7 @@ from services.controller.round.view import HostChange, JobChange, Outcome, Polic
 from services.record.retention_rules import DAY_S, RetentionSettings
 from services.store.decisions import rounds as round_store
 from services.store.read.read_models import SqlReadModels
-from services.store.retention.hosts import SqlHostRemoval
+from services.store.retention.host_removal import SqlHostRemoval
 from services.store.retention.sweep import Sweeper
 from services.store.sql import tables
 
@@ -146,6 +146,8 @@ def test_dead_hosts_are_forgotten_after_a_week(stores, make) -> None:
     found = {host["host_id"] for host in SqlReadModels(stores.db).hosts(also_left=True)}
     assert found == {"host-a", "host-b", "host-d", "host-e"}, "ranks, reports and an operator's cordon keep a host"
     assert {host.host_id for host in stores.other_decisions().load_view().hosts} == found
+    states = SqlReadModels(stores.db).host_states()
+    assert (states["cordoned"], states["silent"], sum(states.values())) == (1, 0, 4)
 
 
 def test_a_host_is_removed_at_once_by_an_operator(stores, make) -> None:

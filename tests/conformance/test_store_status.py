@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from flyball.contracts.checkpoints import RestoreReport, Tier
@@ -36,7 +37,7 @@ def marks(rank: int = 0, **moments: float) -> RankMarks:
 
 
 def restored(at: float, rank: int = 0) -> RestoreReport:
-    return RestoreReport("job", 1, rank, 4, Tier.PEER, "host-b", 1000, 1000, 0.2, at)
+    return RestoreReport("job", 1, rank, 4, Tier.PEER, "host-b", 1000, 1000, 0.2, at, "rdma")
 
 
 @pytest.fixture
@@ -240,6 +241,7 @@ def test_a_restore_is_logged_once(running, make) -> None:
         "source_host": "host-b",
         "size_bytes": 1000,
         "socket_bytes": 1000,
+        "transport": "rdma",
         "seconds": 0.2,
     }
 
@@ -372,3 +374,10 @@ def test_the_controller_believes_a_host_only_about_its_own_ranks(sql_stores, mak
     assert ranks_of(sql_stores) == {0: ("host-a", 5, Phase.STEP), 2: ("host-b", 6, Phase.STEP)}
     shown = SqlReadModels(sql_stores.db).job("job")["ranks"]
     assert [rank["step"] for rank in shown] == [5, -1, 6, -1]
+
+
+def test_the_fabric_and_the_memory_of_a_host_reach_the_view(stores, make) -> None:
+    facts = msgspec.structs.replace(make.facts(), fabric="ib-1", memory_bytes=64 << 30)
+    stores.status.record_reports([(make.report("host-a", facts=facts), 1001.0)])
+    (host,) = stores.decisions.load_view().hosts
+    assert (host.fabric, host.memory_bytes) == ("ib-1", 64 << 30)

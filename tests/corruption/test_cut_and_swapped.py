@@ -10,10 +10,13 @@ import msgspec
 import pytest
 
 from ckpt_engine.format import manifest as manifests
+from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.format.shard_names import ShardKey
+from ckpt_engine.rules.broadcast import Choice
 from ckpt_engine.tiers.folder import FolderStorage
 from ckpt_engine.tiers.memory import MemoryTier
 from ckpt_engine.tiers.shard_store import ShardStore
+from ckpt_engine.tiers.storage import StoredBytes
 from flyball.contracts.checkpoints import LineageEntry, Tier
 from flyball.contracts.errors import RestoreFailed
 
@@ -188,3 +191,29 @@ def test_a_tier_of_another_job_on_the_same_host_has_nothing(site: Site, make_sha
     other.close()
     mixed = ShardStore(FolderStorage(site.root / Tier.DISK / "job"), tier=Tier.DISK, job="jo", host_id="a")
     assert mixed.scan() == []
+
+
+class _Shared:
+    """A broadcast load that was planned by this manifest."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+
+    def choice(self, _rank: int, _stored: StoredBytes) -> Choice:
+        return Choice(True, "test")
+
+    def manifest(self, _rank: int) -> Manifest:
+        return self._manifest
+
+
+def test_a_shard_that_was_replaced_after_a_broadcast_was_planned_is_not_filled(
+    site: Site, make_shard: MakeShard
+) -> None:
+    shard = make_shard()
+    site.put(Tier.PERSISTENT, shard)
+    fetcher = site.fetcher(Tier.PERSISTENT)
+    fetcher._broadcast = _Shared(msgspec.structs.replace(shard.manifest, code_version="other"))  # type: ignore[assignment]
+    with pytest.raises(RestoreFailed, match="was replaced meanwhile"):
+        site.fetch(fetcher)
+    fetcher._broadcast = None
+    assert site.fetch(fetcher) == (Tier.PERSISTENT, shard.payload)

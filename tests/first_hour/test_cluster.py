@@ -62,7 +62,7 @@ def test_a_preempted_host_is_replaced(user: User) -> None:
     user.more["FLYBALL_TOKEN"] = TOKEN
     user.script("train.py", TRAIN)
     steps, port = Steps(user.work / "steps.txt"), free_port()
-    line = f"flyball run --nnodes 2:3 --master-addr 127.0.0.1 --master-port {port} --rdzv-id tiny"
+    line = f"flyball run --nnodes 2 --spares 1 --master-addr 127.0.0.1 --master-port {port} --rdzv-id tiny"
 
     def start(rank: int) -> Command:
         return user.start(f"{line} --node-rank {rank} --host-id node-{rank} train.py --steps 300")

@@ -69,8 +69,8 @@ def test_everything_is_killed_and_the_same_command_resumes(user: User) -> None:
     assert steps.missing() == set()
     output = re.search(r"resuming from step (\d+) \(memory, verified\)", second.text())
     assert output, second.text()
-    # the new engine verifies the step that was captured but not yet hashed
-    assert steps.starts()[1] - 1 in (int(output[1]), int(output[1]) + 1)
+    # the new engine verifies what was captured but not yet hashed: a step, or on a busy machine two, of three slots
+    assert 0 <= steps.starts()[1] - 1 - int(output[1]) <= 2
 
 
 def test_ctrl_c_writes_the_recovery_point_and_the_same_command_resumes(user: User) -> None:

@@ -4,16 +4,15 @@ newest step."""
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from run_folders import environment_of, run_folder
 from safetensors import safe_open
 
 from flyball.cli.reach.client import ApiClient
@@ -58,9 +57,7 @@ memory_limit_bytes = "1GiB"
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="fb-") as name:
-        folder = Path(name)
-        (folder / "shm").mkdir()
+    with run_folder() as folder:
         (folder / "train.py").write_text(TRAINER)
         (folder / "ckpt.toml").write_text(SETTINGS)
         yield folder
@@ -68,8 +65,6 @@ def place() -> Iterator[Path]:
 
 
 def start(place: Path, steps: int, step_s: float, *flags: str) -> subprocess.Popen[str]:
-    base = {k: v for k, v in os.environ.items() if not k.startswith(("FLYBALL_", "PET_", "TORCHELASTIC_", "OMP_"))}
-    more = {"FLYBALL_STATE_DIR": str(place / "s"), "FLYBALL_SHM_DIR": str(place / "shm")}
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "flyball.cli.main", "run", "--job", "job", "--nproc-per-node", "2"),
@@ -79,7 +74,7 @@ def start(place: Path, steps: int, step_s: float, *flags: str) -> subprocess.Pop
         stderr=subprocess.STDOUT,
         text=True,
         cwd=place,
-        env=base | more,
+        env=environment_of(place),
     )
 
 
@@ -122,6 +117,7 @@ def test_a_stopped_job_leaves_its_last_step_in_the_store(place: Path) -> None:
     assert seen["FLYBALL_CKPT_MEMORY_LIMIT_BYTES"] == "2GiB"
 
 
+@pytest.mark.proof
 def test_a_job_that_succeeded_leaves_its_newest_saved_step_in_the_store(place: Path) -> None:
     process = start(place, 300, 0.02)
     output, _ = process.communicate(timeout=TIMEOUT_S)

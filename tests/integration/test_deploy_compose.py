@@ -1,215 +1,132 @@
-"""docker-compose.yml, started as plain processes: the same commands, environment and health checks; only addresses,
-folders and the database are this machine's. What is left out: the images, the containers, networks between them."""
+"""docker-compose.yml and the scripts of its image, as far as they can be checked without a container engine.
+`make test-compose` runs the file on a real one."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shutil
-import signal
 import subprocess
-import sys
-import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
-from own_servers import free_port
-
-from flyball.cli.reach.client import ApiClient
-from flyball.contracts.cluster import Phase
-from flyball.contracts.on_host.segments import SHM_DIR_VARIABLE
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 300.0
-STEPS = {"unknown_s": 600.0, "floor_s": 60.0, "factor": 8.0}
-PATIENT = {"silence": {"min_deadline_s": 20.0}, "stalls": {"phases": {Phase.STEP.value: STEPS}}}
-LISTENING = ("redis", "sensor", "controller", "actuator", "api")
-HOSTS = ("host-a", "host-b", "spare")
-SCRIPT = ("--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch-size", "1", "--steps", "60")
+SCRIPTS = ROOT / "deploy" / "container"
+SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+LASTING = {name: service for name, service in SERVICES.items() if name != "secrets"}
+TOKEN = "a-token-of-24-characters"
 
 
-def interpolate(text: str, values: dict[str, str]) -> str:
-    """`${NAME}` and `${NAME:?message}`, as docker compose does it."""
-
-    def value(match: re.Match[str]) -> str:
-        if not values.get(match[1]):
-            raise KeyError(f"{match[1]} {match[2] or 'is not set'}")
-        return values[match[1]]
-
-    return re.sub(r"\$\{(\w+)(?::\?([^}]*))?\}", value, text)
+def make_secrets(folder: Path) -> dict[str, str]:
+    for volume in ("cluster", "services", "database", "redis", "grafana"):
+        (folder / volume).mkdir(exist_ok=True)
+    subprocess.run([SCRIPTS / "make-secrets", folder], check=True, timeout=60)
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
-def compose(values: dict[str, str]) -> dict[str, Any]:
-    document: dict[str, Any] = yaml.safe_load(interpolate((ROOT / "docker-compose.yml").read_text(), values))
-    return document
+def test_secrets_are_made_once(tmp_path: Path) -> None:
+    first = make_secrets(tmp_path)
+    assert set(first) == {
+        *("cluster/token", "services/database_url", "services/redis_url"),
+        *("database/password", "redis/password", "redis/redis.conf", "grafana/password"),
+    }
+    own = ("cluster/token", "database/password", "redis/password", "grafana/password")
+    assert len({first[name] for name in own}) == len(own), "nobody's password is another's"
+    assert first["services/database_url"] == f"mysql://flyball:{first['database/password']}@database:3306/flyball"
+    assert first["redis/redis.conf"] == f"requirepass {first['redis/password']}\n"
+    assert make_secrets(tmp_path) == first
+    # Cut off in the middle: an empty file is no secret, and what others know stays.
+    (tmp_path / "cluster" / "token").chmod(0o644)
+    (tmp_path / "cluster" / "token").write_text("")
+    (tmp_path / "services" / "redis_url").unlink()
+    again = make_secrets(tmp_path)
+    assert len(again["cluster/token"]) == 48
+    assert {name: text for name, text in again.items() if name != "cluster/token"} == {
+        name: text for name, text in first.items() if name != "cluster/token"
+    }
 
 
-def make_secrets() -> dict[str, str]:
-    made = subprocess.run([ROOT / "deploy" / "make-secrets"], capture_output=True, text=True, check=True)
-    return dict(line.split("=", 1) for line in made.stdout.splitlines())
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_container_has_no_more_than_it_needs(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"] and service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["mem_limit"] and service["pids_limit"]
+    assert service["restart"] == {"secrets": "no", "example": "on-failure"}.get(name, "unless-stopped")
+    assert re.search(r":(local|v?\d+\.\d+\.\d+)$", service["image"]), "an exact version"
+    assert not re.search(r"PASSWORD=|TOKEN=", str(service)), "secrets come from files"
+    assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
 
 
-def until(what: str, look: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not look():
-        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
-        threading.Event().wait(0.5)  # a health check is a process
+@pytest.mark.parametrize("name", [name for name in LASTING if not name.startswith("chaos-")])
+def test_health_is_asked_without_python(name: str) -> None:
+    check = LASTING[name]["healthcheck"]
+    assert "python" not in " ".join(check["test"])
+    assert int(check["interval"].removesuffix("s")) >= 4
 
 
-class Machine:
-    """Runs what the file says, in the order of its `depends_on`, on one machine."""
+def test_who_waits_for_whom() -> None:
+    assert SERVICES["secrets"]["build"]["dockerfile"] == "deploy/Dockerfile"
+    for name, service in LASTING.items():
+        for other, how in service.get("depends_on", {}).items():
+            ends = other == "secrets"
+            assert how == {"condition": "service_completed_successfully" if ends else "service_healthy"}, name
+            assert ends or "healthcheck" in SERVICES[other]
 
-    def __init__(self, file: dict[str, Any], database_url: str) -> None:
-        self.services: dict[str, dict[str, Any]] = file["services"]
-        self.root = Path(tempfile.mkdtemp(prefix="flyball-c-"))  # short: a Unix socket's path is limited
-        self.shm_dir = Path(tempfile.mkdtemp(prefix="flyball-c-", dir="/dev/shm"))
-        self.ports = {name: free_port() for name in LISTENING}
-        self._database_url = database_url
-        self._started: dict[str, subprocess.Popen[bytes]] = {}
 
-    def here(self, text: str, service: str) -> str:
-        """A text of the file, with this machine's addresses and folders in place of the containers'."""
-        text = re.sub(r"mysql://flyball:\w+@database:3306/flyball", self._database_url, text)
-        for name, port in self.ports.items():
-            text = re.sub(rf"(?<=[@/]){name}:(6379|7370)", f"127.0.0.1:{port}", text)
-        if service in self.ports:
-            text = text.replace("127.0.0.1:7370", f"127.0.0.1:{self.ports[service]}")
-        return text.replace("/var/lib/flyball", str(self.root / service))
+def test_without_a_profile_no_fault_is_injected() -> None:
+    injecting = {name for name, service in SERVICES.items() if "inject" in service.get("command", ())}
+    assert injecting == {"chaos-host-a", "chaos-host-b", "chaos-spare"}
+    for name in injecting:
+        host = name.removeprefix("chaos-")
+        service = SERVICES[name]
+        assert (service["profiles"], service["pid"]) == (["chaos"], f"service:{host}")
+        assert service["command"][:5] == ["flyball", "inject", "chaos", "--host", host]
+        assert f"{host}:/var/lib/flyball" in service["volumes"]
 
-    def environment(self, service: str) -> dict[str, str]:
-        base = {k: v for k, v in os.environ.items() if not k.startswith(("FLYBALL_", "PET_", "TORCHELASTIC_"))}
-        said = {k: self.here(v, service) for k, v in self.services[service].get("environment", {}).items()}
-        if "FLYBALL_PORT" in said:
-            said |= {"FLYBALL_PORT": str(self.ports[service]), "FLYBALL_HOST": "127.0.0.1"}
-        name = self.services[service].get("hostname", service)
-        # Training stands still for seconds on a busy machine too: that is to be no incident.
-        said["FLYBALL_DETECTOR"] = json.dumps(PATIENT)
-        return base | said | {SHM_DIR_VARIABLE: str(self.shm_dir), "HOSTNAME": name, "OMP_NUM_THREADS": "1"}
 
-    def command(self, service: str, words: list[str]) -> list[str]:
-        program, *arguments = (self.here(word, service) for word in words)
-        match program:
-            case "python":
-                return [sys.executable, *arguments]
-            case "flyball":
-                return [sys.executable, "-P", "-m", "flyball.cli.main", *arguments]
-            case "redis-server":
-                return [program, *arguments, "--bind", "127.0.0.1", "--port", str(self.ports["redis"])]
-        raise AssertionError(f"{service} runs {program}, which the image does not have")
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        allowed = self.headers["Authorization"] == f"Bearer {TOKEN}"
+        self.send_response(200 if allowed and self.path == "/v1/jobs/one" else 404)
+        self.end_headers()
+        self.wfile.write(b'{"job":"one","state":"running"}')
 
-    def start(self, service: str) -> None:
-        (self.root / service).mkdir()
-        with (self.root / f"{service}.log").open("wb") as log:
-            self._started[service] = subprocess.Popen(
-                self.command(service, self.services[service]["command"]),
-                env=self.environment(service),
-                cwd=self.root / service if service == "redis" else ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    def is_healthy(self, service: str) -> bool:
-        """As its own health check says."""
-        assert self._started[service].poll() is None, f"{service}: {(self.root / f'{service}.log').read_text()[-2000:]}"
-        kind, *check = self.services[service]["healthcheck"]["test"]
-        assert kind == "CMD"
-        return not subprocess.run(
-            self.command(service, check),
-            env=self.environment(service),
-            capture_output=True,
-            timeout=DEADLINE_S,
-            check=False,
-        ).returncode
-
-    def up(self) -> None:
-        """docker compose up --wait"""
-        self.start("redis")
-        parts = [name for name in LISTENING if name != "redis"]
-        assert set(self.services) == {"database", *LISTENING, *HOSTS}, "nothing of the file is left out"
-        for group in (parts, HOSTS):
-            for service in group:
-                self.start(service)
-            for service in group:
-                until(f"{service} is healthy", lambda one=service: self.is_healthy(one))
-
-    def exec(self, service: str, *words: str) -> subprocess.CompletedProcess[str]:
-        """docker compose exec"""
-        try:
-            return subprocess.run(
-                self.command(service, list(words)),
-                env=self.environment(service),
-                cwd=self.root,
-                capture_output=True,
-                text=True,
-                timeout=DEADLINE_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as late:
-            raise AssertionError(f"not within {DEADLINE_S} s: {words}\n{late.stderr!r}\n{self.told()}") from None
-
-    def told(self) -> str:
-        """What the supervisor knows of the jobs and hosts, and the end of every log."""
-        with self.api() as api:
-            known = [json.dumps(api.get(path), indent=1) for path in ("/v1/jobs", "/v1/hosts", "/v1/decisions")]
-        logs = [f"{log}:\n{log.read_text(errors='replace')[-3000:]}" for log in sorted(self.root.rglob("*.log"))]
-        return "\n".join([*known, *logs])
-
-    def api(self) -> ApiClient:
-        return ApiClient(f"http://127.0.0.1:{self.ports['api']}", self.environment("api")["FLYBALL_TOKEN"])
-
-    def down(self) -> None:
-        for service in reversed(self._started):
-            self._started[service].send_signal(signal.SIGTERM)
-        for process in self._started.values():
-            process.wait(DEADLINE_S)
-        mine = (SHM_DIR_VARIABLE, str(self.shm_dir))
-        left = [p for p in psutil.process_iter(["environ"]) if mine in (p.info["environ"] or {}).items()]
-        for process in left:  # an engine outlives its daemon; a container would have ended it
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(left, DEADLINE_S)
-        shutil.rmtree(self.shm_dir)
-        shutil.rmtree(self.root)
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 @pytest.fixture
-def machine(mariadb_url: str) -> Iterator[Machine]:
-    if shutil.which("redis-server") is None:
-        pytest.skip("no redis-server is installed")
-    machine = Machine(compose(make_secrets()), mariadb_url)
-    yield machine
-    machine.down()
+def api() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
 
 
-@pytest.mark.parametrize("missing", ["FLYBALL_TOKEN", "DATABASE_PASSWORD", "REDIS_PASSWORD"])
-def test_nothing_starts_without_a_secret(missing: str) -> None:
-    with pytest.raises(KeyError, match=f"{missing} is missing, run deploy/make-secrets"):
-        compose({name: value for name, value in make_secrets().items() if name != missing})
-    assert make_secrets()[missing] != make_secrets()[missing]
-
-
-def test_what_the_file_says_trains_a_job_on_two_hosts(machine: Machine) -> None:
-    machine.up()
-    example = str(ROOT / "examples" / "train_gpt.py")
-    run = ("flyball", "run", "--use-supervisor", "--host-id", "host-a", "--job", "first", "--nnodes", "2")
-    done = machine.exec("host-a", *run, "--nproc-per-node", "1", example, *SCRIPT)
-    assert done.returncode == 0, done.stderr
-    assert "job first succeeded" in done.stderr and "host host-a has already joined" in done.stderr
-    with machine.api() as api:
-        assert {host["host_id"] for host in api.items("/v1/hosts")} == set(HOSTS)
-        job = api.get("/v1/jobs/first")
-        assert (job["state"], job["generation"], len({rank["host_id"] for rank in job["ranks"]})) == ("succeeded", 1, 2)
-        assert [decision["kind"] for decision in api.items("/v1/decisions", job="first")] == [
-            "start_job",
-            "complete_job",
-        ]
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("/v1/jobs/one",), 0),
+        (("/v1/jobs/one", '"state":"running"'), 0),
+        (("/v1/jobs/one", '"state":"failed"'), 1),
+        (("/v1/jobs/two",), 1),
+    ],
+)
+def test_a_container_is_healthy_if_the_service_says_so(
+    api: str, tmp_path: Path, arguments: tuple[str, ...], expected: int
+) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    env = os.environ | {"FLYBALL_TOKEN_FILE": str(tmp_path / "token")}
+    words = [SCRIPTS / "healthy", api, *arguments]
+    assert subprocess.run(words, env=env, timeout=60, check=False).returncode == expected
+    nobody = [SCRIPTS / "healthy", "127.0.0.1:1", *arguments]
+    assert subprocess.run(nobody, env=env, timeout=60, check=False, stderr=subprocess.DEVNULL).returncode == 1

@@ -16,11 +16,13 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from described_replies import DescribedReplies
 
-from flyball.contracts.checkpoints import SaveInterval
+from flyball.cli.main import run_cli
+from flyball.contracts.checkpoints import PeerTransport, SaveInterval
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostFacts, JobSpec, Phase
-from flyball.contracts.credentials import host_credential
+from flyball.contracts.credentials import host_credential, reader_token
 from flyball.contracts.errors import ConfigurationError, PortInUse, StateVersionMismatch
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.reports.rank_columns import CompletedSteps, RankProgress, Workers
@@ -28,6 +30,8 @@ from flyball.contracts.reports.signals import EngineRestarted, EngineStatus, Rep
 from flyball.contracts.wire import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
 from services import assembly
 from services.actuator.backends import host_daemons
+from services.dashboard import recovery_pages, training_pages
+from services.dashboard.sessions import MAX_FORM_BYTES
 from services.main import Supervisor
 from services.runtime.http import http_server
 from services.settings import load_settings
@@ -77,7 +81,9 @@ def client(supervisor: Supervisor) -> Iterator[httpx.Client]:
 
 def client_of(supervisor: Supervisor, token: str | None = None) -> httpx.Client:
     headers = {"Authorization": f"Bearer {supervisor.token if token is None else token}"}
-    return httpx.Client(base_url=supervisor.url, headers=headers, timeout=DEADLINE_S)
+    described = DescribedReplies(supervisor.app.openapi())
+    hooks = {"response": [described]}
+    return httpx.Client(base_url=supervisor.url, headers=headers, timeout=DEADLINE_S, event_hooks=hooks)
 
 
 def report(host_id: str = "host-a", **parts: Any) -> Report:  # noqa: ANN401 - fields of Report
@@ -159,7 +165,11 @@ def test_a_worker_dies_and_the_whole_way_is_visible(client: httpx.Client) -> Non
     now = CLOCK.wall_s()
     apart = SaveInterval("demo", generation, 1, 8, 1.5, 0.25)
     trained = report(
-        engine=EngineStatus(alive=True, intervals=(msgspec.structs.replace(apart, generation=0, every_steps=2), apart)),
+        engine=EngineStatus(
+            alive=True,
+            intervals=(msgspec.structs.replace(apart, generation=0, every_steps=2), apart),
+            transports=(PeerTransport("host-b", "tcp", "host-b: There is no RDMA device"),),
+        ),
         workers=(Workers("demo", generation, (0,), (9,)),),
         progress=(RankProgress((Phase.STEP,), (3,), (0.1,)),),
         completed=(CompletedSteps("demo", generation, (0,), 0, ((now - 3,), (now - 2,), (now - 1,), (now,))),),
@@ -168,6 +178,9 @@ def test_a_worker_dies_and_the_whole_way_is_visible(client: httpx.Client) -> Non
     until(lambda: client.get("/v1/jobs/demo").json()["newest_step"] == 3, "the step is known")
     interval = {"wanted_steps": 1, "every_steps": 8, "save_s": 1.5, "step_s": 0.25}
     until(lambda: client.get("/v1/jobs/demo").json()["save_interval"] == interval, "how often is saved is known")
+    (host,) = items(client, "/v1/hosts")
+    shown = {"peer": "host-b", "transport": "tcp", "reason": "host-b: There is no RDMA device"}
+    assert host["transports"] == [shown]
 
     death = Signal(
         source="host-a",
@@ -188,6 +201,15 @@ def test_a_worker_dies_and_the_whole_way_is_visible(client: httpx.Client) -> Non
     assert decision["kind"] == "restart_in_place"
     assert decision["signals"][0]["kind"] == "worker_exited"
     assert decision["action"]["commands"][0]["host_id"] == "host-a"
+    story = client.get(f"/v1/incidents/{incident['incident_id']}").json()
+    assert story["decided"][0]["decision_id"] == decision["decision_id"]
+    assert {line["part"] for line in story["story"]} >= {"signal", "state", "decision", "alternative", "action"}
+    (restart,) = items(client, "/v1/actions", incident=incident["incident_id"])
+    commands = client.get(f"/v1/actions/{restart['action_id']}").json()["commands"]
+    assert commands[0]["command_id"] == decision["action"]["commands"][0]["command_id"], "others may follow meanwhile"
+    assert [one["kind"] for one in items(client, "/v1/signals", job="demo")] == ["worker_exited"]
+    assert items(client, "/v1/incidents", cause="host_silent") == []
+    assert items(client, "/v1/jobs", state="failed") == []
     until(
         lambda: send(client, report(signals=(death,))).json()["committed"].get("inc-host-a") == 1,
         "the daemon may forget the signal",
@@ -199,6 +221,9 @@ def test_a_worker_dies_and_the_whole_way_is_visible(client: httpx.Client) -> Non
         lambda: (text := client.get("/metrics").text) and "restart_in_place" in text and text, "the metric"
     )
     assert client.post("/v1/jobs/demo/stop").status_code == 202
+    assert {"getJob", "listHosts", "listIncidents", "getDecision", "getGoodput", "getCheckpoints", "stopJob"} <= (
+        client.event_hooks["response"][0].checked
+    ), "these replies were as described"
 
 
 QUICK_DETECTOR = {"silence": {"min_deadline_s": 0.2, "expected_deadline_s": 0.2, "correlated_factor": 3.0}}
@@ -316,6 +341,13 @@ def test_a_daemon_acts_for_its_own_host_only(client: httpx.Client) -> None:
         ("DELETE", "/v1/jobs", 405),
         ("GET", "/v1/decisions/first", 422),
         ("GET", "/v1/checkpoints", 422),
+        ("GET", "/v1/jobs?stat=failed", 422),
+        ("GET", "/v1/hosts?jobs=demo", 422),
+        ("GET", "/v1/jobs/none?x=1", 422),
+        ("GET", "/v1/incidents?=1", 422),
+        ("GET", "/v1/events?Limit=1", 422),
+        ("GET", "/v1/stream?jobs=demo", 422),
+        ("POST", "/v1/jobs/none/stop?dry-run=true", 422),
         ("GET", "/v1/events?after=-1", 422),
         ("GET", "/v1/events?limit=1000000", 422),
         ("GET", "/v1/hosts/host-a/commands?incarnation=i", 403),
@@ -432,12 +464,14 @@ def test_the_page_takes_the_token_once_and_then_a_cookie(supervisor: Supervisor)
         assert "needs a token" in closed.text
         wrong = browser.get("/", params={"token": "<script>alert(1)</script>"})
         assert wrong.status_code == 401
-        assert "<script" not in wrong.text
+        assert "<script>" not in wrong.text
         answer = browser.get("/", params={"token": supervisor.token})
-        assert (answer.status_code, answer.headers["location"]) == (303, "/")
+        assert answer.status_code == 303
+        path, _, csrf = answer.headers["location"].partition("#operator=")
+        assert path == "/"
         cookie = answer.headers["set-cookie"]
         assert "HttpOnly" in cookie
-        assert "samesite=strict" in cookie.lower()
+        assert "samesite=lax" in cookie.lower()
         assert supervisor.token not in cookie
         page = browser.get("/")
         assert page.status_code == 200
@@ -447,6 +481,57 @@ def test_the_page_takes_the_token_once_and_then_a_cookie(supervisor: Supervisor)
         assert supervisor.token not in page.text
         assert browser.get("/v1/jobs").status_code == 200
         assert browser.post("/v1/jobs/demo/stop").status_code == 403, "a cookie grants reading only"
+        stop = browser.post("/v1/jobs/demo/stop", headers={"X-CSRF-Token": csrf})
+        assert stop.status_code == 404, "an operator's browser may change things: there is no such job"
+
+
+def test_the_login_leads_on_and_out_again(supervisor: Supervisor) -> None:
+    with httpx.Client(base_url=supervisor.url, timeout=DEADLINE_S) as browser:
+        closed = browser.get("/incidents", params={"state": "open"})
+        assert closed.status_code == 401
+        assert 'value="/incidents?state=open"' in closed.text
+        for token, why in (("", "This token is wrong"), (host_credential(supervisor.token, "h").token, "a host&#39;s")):
+            refused = browser.post("/login", data={"token": token, "after": "/incidents?state=open"})
+            assert 'value="/incidents?state=open"' in refused.text, "where to go is not forgotten"
+            assert (refused.status_code, why in refused.text) == (401, True)
+        form = {"token": f" {supervisor.token}\n", "after": "/incidents?state=open"}
+        for foreign in ({"Origin": "http://elsewhere"}, {"Sec-Fetch-Site": "cross-site", "Origin": supervisor.url}):
+            assert browser.post("/login", data=form, headers=foreign).status_code == 403
+        assert browser.post("/login", data=form | {"after": "x" * MAX_FORM_BYTES}).status_code == 413
+        behind_proxy = {"Sec-Fetch-Site": "same-origin", "Origin": "https://flyball.example"}
+        led = browser.post("/login", data=form, headers=behind_proxy).headers["location"]
+        assert led.startswith("/incidents?state=open#operator=")
+        kept = {"X-CSRF-Token": led.partition("#operator=")[2]}
+        assert browser.get("/session", headers=kept).json() == {"role": "operator"}
+        for away in ("//elsewhere", "https://elsewhere", "/\\elsewhere", "/login", "/a\nb"):
+            led = browser.post("/login", data={"token": reader_token(supervisor.token), "after": away})
+            assert led.headers["location"] == "/#operator=", "a reader has no CSRF token, and nobody is led away"
+        assert browser.get("/session", headers=kept).json() == {"role": "reader"}, "the operator's session is over"
+        assert browser.post("/v1/jobs/demo/stop", headers=kept).status_code == 403
+        assert browser.get("/incidents").status_code == 200
+        assert browser.get("/incidents/inc-999").status_code == 404
+        assert browser.get("/decisions/x").status_code == 404
+        assert browser.post("/logout").headers["location"] == "/login"
+        assert browser.get("/incidents").status_code == 401
+        assert browser.get("/session").status_code == 401
+
+
+def test_a_page_says_what_it_leaves_out(
+    supervisor: Supervisor, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_pages, "MAX_JOBS", 1)
+    monkeypatch.setattr(recovery_pages, "MAX_JOBS", 1)
+    with httpx.Client(base_url=supervisor.url, headers=client.headers, timeout=DEADLINE_S) as pages:
+        for name in ("first", "second"):
+            assert "The newest" not in pages.get("/").text
+            spec = JobSpec(job=name, argv=("train.py",), workdir="/tmp", hosts=("host-z",))
+            assert client.post("/v1/jobs", content=encode(spec)).status_code == 201
+        for path in ("/", "/recovery"):
+            shown = pages.get(path).text
+            assert "The newest 1 of 2 open jobs." in shown and "/jobs/second" in shown and "/jobs/first" not in shown
+        assert client.post("/v1/jobs/first/stop").status_code < 300
+        until(lambda: "/jobs/first" in pages.get("/").text, "it has ended")
+        assert "The newest" not in pages.get("/").text
 
 
 def test_the_log_has_no_secret(
@@ -536,3 +621,82 @@ def test_an_operator_drains_a_host_and_gives_it_back(client: httpx.Client) -> No
     assert [d["kind"] for d in items(client, "/v1/decisions")] == ["cordon", "uncordon"]
     (newer,) = items(client, "/v1/decisions", after=decision["decision_id"])
     assert newer["kind"] == "uncordon"
+
+
+def test_others_report_conditions_of_a_host(client: httpx.Client) -> None:
+    path = "/v1/hosts/host-a/conditions"
+    hot = {
+        "kind": "thermal",
+        "severity": "critical",
+        "message": "GPU 1 is hot.",
+        "reporter": "dcgm",
+        "subject": "gpu 1",
+    }
+    unknown = client.post(path, json=hot)
+    assert (unknown.status_code, unknown.json()["code"]) == (404, "not_found") and unknown.json()["hint"]
+    send(client, report())
+    until(lambda: items(client, "/v1/hosts"), "the host")
+    for wrong in ({}, {**hot, "severity": "bad"}, {**hot, "message": ""}, {**hot, "why": "typo"}, {**hot, "ttl_s": -1}):
+        refused = client.post(path, json=wrong)
+        assert refused.status_code == 400 and refused.headers["content-type"] == "application/problem+json"
+    assert client.post(path, json={**hot, "message": 20_000 * "x"}).status_code == 413
+    for headers in (None, as_host(client)):
+        asked = client.post(path, json={**hot, "evidence": {"celsius": 91}}, headers=headers)
+        assert asked.status_code == 202
+        (shown,) = asked.json()["conditions"]
+        assert (shown["source"], shown["evidence"], shown["until"]) == ("api:dcgm", {"celsius": 91}, None)
+    until(lambda: client.get("/v1/hosts/host-a").json()["state"] == "cordoned", "the cordon")
+    assert "GPU 1 is hot." in client.get("/v1/hosts/host-a").json()["reason"]
+
+    ended = client.delete(path, params={"kind": "thermal", "reporter": "dcgm", "subject": "gpu 1"})
+    assert ended.status_code == 202
+    until(lambda: client.get("/v1/hosts/host-a").json()["state"] == "spare", "the release")
+    assert client.get("/v1/hosts/host-a").json()["conditions"] == []
+    assert [d["rule"] for d in items(client, "/v1/decisions")] == [
+        "cordon_a_host_with_a_condition",
+        "release_a_recovered_host",
+    ]
+
+
+def test_operators_orders(
+    client: httpx.Client, supervisor: Supervisor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in ("hosts/host-a/cordon", "hosts/host-a/uncordon"):
+        assert client.post(f"/v1/{path}", json={"reason": "x"}).json()["code"] == "not_found"
+    send(client, report())
+    until(lambda: items(client, "/v1/hosts"), "the host")
+    where = ("--supervisor", supervisor.url, "--token-file", str(tmp_path / "supervisor" / "token"))
+    assert run_cli(["cordon", "host-a", "--reason", "ECC errors", *where]) == 0
+    assert "an operator cordoned it: ECC errors" in capsys.readouterr().out
+    assert run_cli(["status", *where]) == 0
+    assert "Operators' orders" in capsys.readouterr().out
+    checks = client.post("/v1/checks", json={"hosts": ["host-a", "host-x"]})
+    assert (checks.status_code, checks.json()["code"]) == (404, "not_found")
+    for wrong in ({"hosts": []}, {"hosts": ["a b"]}, {"hosts": "host-a"}, {}):
+        assert client.post("/v1/checks", json=wrong).status_code == 400
+    waits = client.post("/v1/hosts/host-a/uncordon")  # until it passes a check, but there is no daemon
+    assert (waits.status_code, waits.json()["state"]) == (202, "cordoned")
+    (order,) = [o for o in client.get("/v1/orders").json()["items"] if o["kind"] == "check"]
+    assert (order["target"], order["awaited"]) == ("host-a", "uncordon")
+    assert run_cli(["uncordon", "host-a", "--skip-check", "-o", "json", *where]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "spare"
+
+    assert run_cli(["silence", "host-a", "--for", "2h", "--reason", "firmware", "-o", "json", *where]) == 0
+    assert json.loads(capsys.readouterr().out)["target"] == "host-a"
+    for wrong in ({"for_s": 9}, {"for_s": 9, "host_id": "host-a", "failure_domain": "rack-1"}, {"for_s": -1}):
+        assert client.post("/v1/silence", json=wrong).status_code in (400, 422)
+    assert run_cli(["silence", "--failure-domain", "rack-1", "--for", "30m", *where]) == 0
+    assert [o["target"] for o in client.get("/v1/orders").json()["items"] if o["kind"] == "silence"] == [
+        "domain:rack-1",
+        "host-a",
+    ]
+    for target in ("host-a", "--failure-domain=rack-1"):
+        assert run_cli(["silence", target, "--end", *where]) == 0
+    until(lambda: not [o for o in client.get("/v1/orders").json()["items"] if o["kind"] == "silence"], "their ends")
+
+    assert run_cli(["approve", "inc-9", *where]) == 8
+    assert run_cli(["approve", "host-a", *where]) == 2
+    for wrong in (["silence"], ["silence", "host-a"], ["silence", "host-a", "--for", "soon"]):
+        assert run_cli([*wrong, *where]) == 2
+    for path in ("silence", "approve", "hosts/host-a/cordon"):
+        assert client.post(f"/v1/{path}", json={}, headers=as_host(client)).status_code == 403

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -185,3 +186,9 @@ def test_the_description_lists_the_roles(description: dict[str, Any]) -> None:
     }
     assert r"\Z" not in str(description)
     assert NAME_PATTERN in json.dumps(description)
+
+
+def test_every_type_that_the_description_names_is_in_it(description: dict[str, Any]) -> None:
+    named = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(description)))
+    assert "HostStanding" in named
+    assert named <= description["components"]["schemas"].keys()

@@ -116,7 +116,7 @@ def test_a_reader_sees_and_changes_nothing(supervisor: Supervisor, client: httpx
     for path in ("/v1/jobs", "/v1/hosts", "/v1/incidents", "/v1/decisions", "/v1/events", "/openapi.json", "/"):
         assert client.get(path, headers=reader).status_code == 200, path
     for method, path in ACCESS:
-        if method == "POST":
+        if method == "POST" and path not in ("/login", "/logout"):
             answer = client.post(path.replace("{host_id}", "host-a").replace("{job}", "j"), headers=reader)
             assert (answer.status_code, answer.json()["code"]) == (403, "forbidden"), path
             assert answer.json()["hint"]

@@ -23,6 +23,8 @@ from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import NotFound, StateVersionMismatch, Unreachable, UsageError
 from flyball.contracts.events import EventKind
 from flyball.contracts.on_host.segments import SHM_DIR_VARIABLE, shm_prefix
+from flyball.contracts.reports.conditions import Severity
+from host_daemon.probes.condition_files import ConditionFiles
 from host_daemon.store.database import HostDatabase
 from simulator.inject import faults
 from simulator.inject.processes import look_at
@@ -109,7 +111,8 @@ class Supervisor:
         }
         answers: dict[str, dict[str, Any]] = {"/v1/jobs": {"items": [job]}, "/v1/jobs/gpt": job}
         for host, pid in self.hosts.items():
-            answers[f"/v1/hosts/{host}"] = {"host_id": host, "daemon_pid": pid}
+            job_there = "gpt" if host in self.ranks.values() and self.state == "running" else ""
+            answers[f"/v1/hosts/{host}"] = {"host_id": host, "daemon_pid": pid, "job": job_there}
         return answers.get(path)
 
     def close(self) -> None:
@@ -284,6 +287,20 @@ def test_preempt_writes_the_notice_whole(api: ApiClient, supervisor: Supervisor,
     assert host.daemon.poll() is None
     assert injection.jobs == ("gpt",)
     assert supervisor.events[0]["data"] == {"fault": "preempt", "target": "host host-a, 12.5 s of notice"}
+
+
+def test_a_condition_is_reported_and_taken_back(api: ApiClient, supervisor: Supervisor, host: Host) -> None:
+    made = {"host_id": "host-a", "kind": "gpu-lost", "clock": CLOCK}
+    faults.condition(api, severity=Severity.WARNING, **made)
+    (told,) = ConditionFiles(host.root / "conditions").read().states
+    assert (told.kind, told.severity, told.subject) == ("gpu-lost", Severity.WARNING, "injected-gpu-lost")
+    for _ in range(2):
+        faults.condition(api, ends=True, **made)
+    assert ConditionFiles(host.root / "conditions").read().states == ()
+    targets = [event["data"]["target"] for event in supervisor.events]
+    assert targets == ["host host-a, warning gpu-lost", *2 * ["host host-a, gpu-lost is over"]]
+    with pytest.raises(UsageError):
+        faults.condition(api, host_id="host-a", kind="../x", clock=CLOCK)
 
 
 def test_a_host_without_a_job_is_noted_down_too(api: ApiClient, supervisor: Supervisor, host: Host) -> None:

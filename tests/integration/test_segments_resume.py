@@ -104,6 +104,7 @@ def common_steps(prefix: str, generation: int) -> set[int]:
     return set.intersection(*held)
 
 
+@pytest.mark.proof
 def test_losses_after_a_kill_equal_those_of_an_uninterrupted_run(tmp_path: Path, prefix: str) -> None:
     uninterrupted = start_group(tmp_path / "uninterrupted", {})
     try:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_python import WarmPython
 
 from ckpt_engine.rules.slot_rules import SlotState
 from ckpt_engine.slots.rank_segments import RankSegments
@@ -35,7 +35,7 @@ for step in range(start, 6):
 
 
 def run_trainer(
-    prefix: Path, lineage: Lineage, restore_step: int | None, fault: str = ""
+    python: WarmPython, prefix: Path, lineage: Lineage, restore_step: int | None, fault: str = ""
 ) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
@@ -46,15 +46,13 @@ def run_trainer(
         worker_env.LINEAGE: wire.encode(lineage).decode(),
         fault_points.VARIABLE: fault,
     }
-    return subprocess.run(
-        [sys.executable, "-c", TRAINER], env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
+    return python.run(TRAINER, environment=environment)
 
 
 @pytest.mark.parametrize("saves", [2, 3, 6])
-def test_the_step_before_a_torn_save_is_restored(tmp_path: Path, saves: int) -> None:
+def test_the_step_before_a_torn_save_is_restored(warm_python: WarmPython, tmp_path: Path, saves: int) -> None:
     prefix = tmp_path / "flyball-test"
-    killed = run_trainer(prefix, (LineageEntry(1),), None, fault=f"capture.half:{saves}")
+    killed = run_trainer(warm_python, prefix, (LineageEntry(1),), None, fault=f"capture.half:{saves}")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
 
     segments = RankSegments.open(rank_segment(str(prefix), "torn", 0))
@@ -67,16 +65,18 @@ def test_the_step_before_a_torn_save_is_restored(tmp_path: Path, saves: int) -> 
     assert segments.committed(half_written) is None
 
     lineage = branch((LineageEntry(1),), restored_step=last, generation=2)
-    resumed = run_trainer(prefix, lineage, last)
+    resumed = run_trainer(warm_python, prefix, lineage, last)
     assert resumed.returncode == 0, resumed.stderr
     assert resumed.stdout.split("\n")[0] == f"{last + 1} {last} [{last + 1}.0] [{-last - 1}.0]"
     assert max(view.step for view in segments.slots() if view.state is SlotState.COMMITTED) == 5
 
 
-def test_a_first_save_that_is_torn_leaves_nothing_and_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_a_first_save_that_is_torn_leaves_nothing_and_is_in_nobodys_way(
+    warm_python: WarmPython, tmp_path: Path
+) -> None:
     prefix = tmp_path / "flyball-test"
-    killed = run_trainer(prefix, (LineageEntry(1),), None, fault="capture.half")
+    killed = run_trainer(warm_python, prefix, (LineageEntry(1),), None, fault="capture.half")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    again = run_trainer(prefix, (LineageEntry(2),), None)
+    again = run_trainer(warm_python, prefix, (LineageEntry(2),), None)
     assert again.returncode == 0, again.stderr
     assert again.stdout.startswith("0 -1 ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +12,7 @@ from flyball.contracts import wire
 from flyball.contracts.checkpoints import LineageEntry, Replication, RestorePlan, ShardSource, Tier
 from flyball.contracts.cluster import HostRanks, Placement
 from services.actuator.rules.host_parts import host_parts
-from services.controller.round.peer_choice import choose_peers
+from services.controller.round.choices.peer_choice import choose_peers
 
 
 def placement_of(nnodes: int, per_node: int, replicas: int, replication: Replication, has_restore: bool) -> Placement:
@@ -68,3 +69,11 @@ def test_all_but_the_coordinators_part_stay_small_in_a_large_world() -> None:
     sizes = sorted(len(wire.encode(part)) for part in host_parts(whole).values())
     assert sizes[-2] < 8_000
     assert len(wire.encode(whole)) > 100 * sizes[-2]
+
+
+def test_of_another_worlds_step_every_host_gets_all_sources() -> None:
+    """Any of them may need bytes of any shard."""
+    placement = placement_of(4, 2, 1, Replication.RING, has_restore=True)
+    shrunk = msgspec.structs.replace(placement, lineage=(LineageEntry(1, 5, world_size=9), LineageEntry(2)))
+    for part in host_parts(shrunk).values():
+        assert part.restore == shrunk.restore

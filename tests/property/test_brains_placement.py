@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from flyball.contracts.cluster import HostState, JobSpec
 from flyball.contracts.decisions import Incident, IncidentState
+from services.controller.round.choices.spare_choice import free_hosts, place, recent_losses, replace
 from services.controller.round.diagnosis import HOST_RESTARTED, HOST_SILENT, WORKER_KILLED
-from services.controller.round.spare_choice import free_hosts, place, recent_losses, replace
 from services.controller.round.view import HostView
 
 domains = st.lists(st.integers(0, 4), min_size=1, max_size=20).map(

@@ -16,6 +16,8 @@ from flyball.contracts.decisions import (
     CommandUpdate,
     DecisionKind,
     GenerationPlan,
+    HostCheckPlan,
+    HostToCheck,
     RankPosition,
     StartWorkers,
     UpdateState,
@@ -36,6 +38,7 @@ NEXT = GenerationPlan(
     parent_lineage=(LineageEntry(2),),
     restart_count=1,
 )
+CHECK = HostCheckPlan(tuple(HostToCheck(name, "10.0.0.1", 7) for name in "ab"), timeout_s=15.0, stops=True)
 STARTS = (DecisionKind.START_JOB, DecisionKind.RESTART_IN_PLACE, DecisionKind.MIGRATE_TO_SPARE)
 
 kinds = st.sampled_from(sorted(PHASES))
@@ -69,6 +72,7 @@ def test_one_start_and_always_an_end(
         emergency_step=60,
         deadline_s=60.0,
         warm_hosts=("c",),
+        check=CHECK if kind is DecisionKind.CHECK_HOSTS else None,
     )
     now = 1000.0
     progress = ActionProgress("act-1", "dec-1", "inc-1", plan, ActionState.QUEUED, "", 0, now, ())

@@ -4,6 +4,7 @@ without a next step."""
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
 
 import msgspec
 from hypothesis import given, settings
@@ -19,8 +20,11 @@ from flyball.contracts.decisions import (
     Incident,
     IncidentState,
 )
+from flyball.contracts.reports.conditions import HostCondition, Severity
 from flyball.contracts.reports.drains import DrainState
 from flyball.contracts.reports.signals import (
+    ConditionBegan,
+    ConditionEnded,
     HostReturned,
     HostSilent,
     PreemptionNotice,
@@ -35,8 +39,10 @@ from services.controller.round.view import (
     GenerationView,
     HostView,
     JobView,
+    Outcome,
     PolicySettings,
     RankView,
+    StandingCondition,
     View,
 )
 from tests.checked_rules import decide
@@ -44,6 +50,8 @@ from tests.checked_rules import decide
 NOW = 10_000.0
 HOSTS = ("a", "b", "c", "d")
 SPEC = JobSpec(job="job", argv=("t.py",), workdir="/", nnodes=2, nproc_per_node=1, max_restarts=3)
+SHRINKABLE = msgspec.structs.replace(SPEC, min_nodes=1)
+SHRUNK = msgspec.structs.replace(SPEC, min_nodes=1, max_nodes=3)
 SETTINGS = PolicySettings()
 
 DRAINS = (
@@ -53,6 +61,18 @@ DRAINS = (
     DrainView(DrainState.CANCELLED, NOW - 1, NOW - 1),
 )
 
+CONDITIONS = st.builds(
+    HostCondition,
+    kind=st.sampled_from(["xid", "thermal"]),
+    severity=st.sampled_from(list(Severity)),
+    message=st.just("It is hot."),
+    source=st.just("probe gpu"),
+    since=st.sampled_from([NOW - 100, NOW - 1]),
+    until=st.sampled_from([0.0, 0.0, NOW - 0.5, NOW + 60]),
+)
+standing = st.lists(st.builds(StandingCondition, CONDITIONS, st.sampled_from([False, False, True])), max_size=2).map(
+    lambda found: tuple({one.condition.key: one for one in found}.values())
+)
 ages = st.sampled_from([0.1, 1.0, 5.0, 100.0, 1000.0])
 hosts_of = st.tuples(
     *(
@@ -70,6 +90,7 @@ hosts_of = st.tuples(
             job=st.just("job" if name in "ab" else ""),
             stale_jobs=st.sampled_from([{}, {}, {"job": 1}]),
             drain=st.sampled_from([None, None, None, *DRAINS]),
+            conditions=st.one_of(st.just(()), standing),
         )
         for name in HOSTS
     )
@@ -118,7 +139,7 @@ generations = st.builds(
 )
 jobs = st.builds(
     JobView,
-    spec=st.just(SPEC),
+    spec=st.sampled_from([SPEC, SHRINKABLE, SHRUNK]),
     state=st.just(JobState.RUNNING),
     submitted_at=st.just(NOW - 2000),
     stop_requested=st.sampled_from([False, False, False, True]),
@@ -136,6 +157,8 @@ signals_of = st.lists(
             exits,
             st.builds(HostSilent, st.sampled_from(HOSTS), st.just(3.0), st.just(2.0), st.just(())),
             st.builds(HostReturned, st.sampled_from(HOSTS), st.just(3.0)),
+            st.builds(ConditionBegan, CONDITIONS),
+            st.builds(ConditionEnded, st.just("probe gpu"), st.sampled_from(["xid", "thermal"])),
             st.builds(PreemptionNotice, st.sampled_from([NOW + 30, NOW + 4, NOW - 1, 0.0]), st.just("t")),
             st.builds(
                 RankStalled,
@@ -159,6 +182,7 @@ copies_of = st.lists(
     ),
     max_size=6,
 )  # fmt: skip
+NOTICES = ("preemption_notice", "host_condition", "drain_requested", "room_to_grow", "checkpoint_requested")
 causes = st.sampled_from(
     ["worker_killed", "worker_exception", "rank_stalled", "host_silent", "connection_lost", "restore_failed"]
 )
@@ -173,7 +197,8 @@ def views(draw: st.DrawFn) -> View:
     if shape in ("failure", "both"):
         incidents.append(draw(_incident("inc-1", draw(causes), actions)))
     if shape in ("notice", "both"):
-        incidents.append(draw(_incident("inc-2", "preemption_notice", actions)))
+        notice = draw(st.sampled_from(NOTICES))
+        incidents.append(draw(_incident("inc-2", notice, actions)))
     return View((draw(jobs),), draw(hosts_of), tuple(incidents), tuple(actions), tuple(draw(copies_of)), 3, 30)
 
 
@@ -183,7 +208,7 @@ def _incident(draw: st.DrawFn, incident_id: str, cause: str, actions: list[Actio
     number = f"1{incident_id[-1]}"
     made = draw(st.integers(0, 8)) if state is IncidentState.DECIDING else draw(st.integers(1, 8))
     if made:
-        saves = cause == "preemption_notice" and draw(st.booleans())
+        saves = cause in NOTICES and draw(st.booleans())
         following = GenerationPlan("job", 2, 1, PARTS, {}, (LineageEntry(1),), 1)
         plan = ActionPlan(
             DecisionKind.EMERGENCY_CHECKPOINT if saves else DecisionKind.RESTART_IN_PLACE,
@@ -228,6 +253,24 @@ def _incident(draw: st.DrawFn, incident_id: str, cause: str, actions: list[Actio
     )
 
 
+@settings(max_examples=100, deadline=None)
+@given(views(), st.lists(st.tuples(st.sampled_from(HOSTS), CONDITIONS), max_size=4), st.randoms(use_true_random=False))
+def test_the_order_of_simultaneous_conditions_changes_nothing(
+    view: View, began: list[tuple[str, HostCondition]], random: Random
+) -> None:
+    first = {(host, condition.key): condition for host, condition in began}  # one of each kind per host
+    signals = [Signal(host, "i", n, NOW, ConditionBegan(c)) for n, ((host, _), c) in enumerate(first.items(), 1)]
+    shuffled = random.sample(signals, len(signals))
+    one, other = decide(view, signals, SETTINGS, NOW), decide(view, shuffled, SETTINGS, NOW)
+    assert (one.decisions, one.incidents, one.hosts, one.wake_at) == (
+        other.decisions,
+        other.incidents,
+        other.hosts,
+        other.wake_at,
+    )
+    assert set(map(msgspec.json.encode, one.conditions)) == set(map(msgspec.json.encode, other.conditions))
+
+
 @settings(max_examples=150, deadline=None)
 @given(views(), signals_of)
 def test_every_round(view: View, signals: list[Signal]) -> None:
@@ -253,10 +296,14 @@ def test_every_round(view: View, signals: list[Signal]) -> None:
         assert all(states[host] is not HostState.SILENT for host in plan.stop_hosts)
         if plan.next is not None:
             placed = [part.host_id for part in plan.next.hosts]
-            assert len(set(placed)) == SPEC.nnodes
+            spec = view.jobs[0].spec
+            assert len(set(placed)) == len(placed) == plan.spec.nnodes
+            assert spec.fewest_nnodes <= len(placed) <= spec.asked_nnodes == plan.spec.asked_nnodes
+            change = {DecisionKind.SHRINK: len(placed) < SPEC.nnodes, DecisionKind.GROW: len(placed) > SPEC.nnodes}
+            assert change.get(plan.kind, len(placed) == SPEC.nnodes)
             assert all(states[host] is not HostState.SILENT for host in placed)
             assert plan.next.generation == 3
-            assert [part.ranks for part in plan.next.hosts] == [(0,), (1,)]
+            assert [part.ranks for part in plan.next.hosts] == [(number,) for number in range(len(placed))]
     for change in outcome.jobs:
         if change.state.ended:
             assert all(incident.state.closed for incident in after.values())
@@ -267,6 +314,23 @@ def test_every_round(view: View, signals: list[Signal]) -> None:
             assert incident.holding_for and outcome.wake_at > NOW, incident
         if incident.state.closed:
             assert incident.resolved_at == NOW
+
+
+def _with_conditions(view: View, outcome: Outcome) -> list[HostView]:
+    """The hosts after a round has changed their conditions."""
+    standing = {(host.host_id, one.condition.key): one for host in view.hosts for one in host.conditions}
+    for change in outcome.conditions:
+        key = (change.host_id, change.condition.key)
+        if change.has_ended:
+            del standing[key]
+        else:
+            standing[key] = StandingCondition(change.condition, change.is_overruled)
+    return [
+        msgspec.structs.replace(
+            host, conditions=tuple(one for (host_id, _), one in sorted(standing.items()) if host_id == host.host_id)
+        )
+        for host in view.hosts
+    ]
 
 
 @settings(max_examples=80, deadline=None)
@@ -296,7 +360,7 @@ def test_a_second_round_adds_nothing_to_a_hold(view: View, signals: list[Signal]
             )
             if host.host_id in hosts
             else host
-            for host in view.hosts
+            for host in _with_conditions(view, outcome)
         ),
         next_incident=view.next_incident + len(set(changed) - {i.incident_id for i in view.incidents}),
         next_decision=view.next_decision + len(outcome.decisions),
@@ -308,3 +372,27 @@ def test_a_second_round_adds_nothing_to_a_hold(view: View, signals: list[Signal]
         if (d.incident_id, d.reason) in {(o.incident_id, o.reason) for o in outcome.decisions}
     ]
     assert repeated == []
+
+
+one_each = st.tuples(
+    st.lists(st.builds(msgspec.structs.replace, exits, rank=st.just(0), generation=st.just(2)), max_size=1),
+    st.lists(st.builds(msgspec.structs.replace, exits, rank=st.just(1), generation=st.just(2)), max_size=1),
+    st.lists(st.builds(HostSilent, st.just("a"), st.just(3.0), st.just(2.0), st.just(())), max_size=1),
+    st.lists(st.builds(PreemptionNotice, st.sampled_from([NOW + 30, NOW + 4]), st.just("t")), max_size=1),
+).map(lambda parts: [body for part in parts for body in part])
+
+
+@settings(max_examples=80, deadline=None)
+@given(views(), one_each, st.randoms(use_true_random=False))
+def test_the_order_of_simultaneous_signals_changes_no_decision(
+    view: View, bodies: list[object], random: object
+) -> None:
+    """One signal about each rank and host, all of the same moment."""
+    sources = {0: "a", 1: "b"}
+    signals = [
+        Signal(sources.get(getattr(body, "rank", 2), "c"), "i", number, NOW - 0.1, body)  # type: ignore[arg-type]
+        for number, body in enumerate(bodies)
+    ]
+    shuffled = list(signals)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert decide(view, signals, SETTINGS, NOW) == decide(view, shuffled, SETTINGS, NOW)

@@ -127,3 +127,29 @@ def test_a_copy_on_a_host_without_an_engine_serves_the_ranks_beside_it_only() ->
     assert plan("a", {}) == plan("a", {"a": "a:7"}) == {"0": [("a", "")], "1": [("", "")]}
     assert plan("c", {}) is None and plan("c", {"c": ""}) is None
     assert plan("c", {"c": "c:7"}) == {"0": [("c", "c:7")], "1": [("", "")]}
+
+
+@given(copies_of, st.lists(st.integers(0, 4), min_size=3, max_size=3), worlds, reachable)
+def test_a_step_counts_if_all_ranks_that_saved_it_have_a_copy(
+    copies: list[ShardCopy], saved_by: list[int], world_size: int, in_reach: set[str]
+) -> None:
+    """Whatever the number of ranks that restore it; 0: as many as those. Any of their hosts can then have any shard."""
+    lineage = tuple(LineageEntry(number, 2 * number, world_size=saved_by[number - 1]) for number in (1, 2, 3))
+    addresses = {host: f"{host}:7" for host in in_reach}
+    hosts = [HostRanks(HOSTS[rank % 3], "ip", "", (rank,)) for rank in range(world_size)]
+    expected = set()
+    for generation in (1, 2, 3):
+        ranks = saved_by[generation - 1] or world_size
+        for step in range(2 * generation + 1):
+            there = {copy.rank for copy in copies if (copy.generation, copy.step) == (generation, step)}
+            if set(range(ranks)) <= there:
+                expected.add((step, generation))
+    assert complete_points(copies, lineage, world_size) == expected
+
+    plan = plan_restore(copies, lineage, world_size, addresses, hosts)
+    if plan is not None:
+        ranks = saved_by[plan.source_generation - 1] or world_size
+        assert plan.sources.keys() == {str(rank) for rank in range(ranks)}
+        if ranks != world_size:
+            found = [source for sources in plan.sources.values() for source in sources]
+            assert all(source.tier is Tier.PERSISTENT or source.engine_address for source in found)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flyball.contracts.checkpoints import Replication
-from services.controller.round import peer_choice
-from services.controller.round.peer_choice import PeerMap, choose_peers
+from services.controller.round.choices import peer_choice
+from services.controller.round.choices.peer_choice import PeerMap, choose_peers
 
 RING, CLIQUE = Replication.RING, Replication.CLIQUE
 hosts = st.lists(st.integers(0, 5), min_size=1, max_size=24).map(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_engine.contracts.peer_wire import TierNaming
+from ckpt_engine.contracts.peer_wire import MAX_REPORTED_STEPS, TierNaming
 from ckpt_engine.rules.retention_rules import newest_alive, removable, reported_steps, unconfirmed
 from flyball.contracts.checkpoints import Lineage, LineageEntry, ShardCopy, Tier, TierPolicy, branch, is_alive
 
@@ -123,9 +123,14 @@ def _is_tidy(world: World, held: Iterable[tuple[int, int]], naming: TierNaming) 
     return True
 
 
-@given(st.integers(1, 1024))
-def test_a_rank_reports_more_steps_than_are_kept(keep_latest: int) -> None:
-    assert reported_steps(TierPolicy(keep_latest=keep_latest)) > keep_latest
+@given(st.integers(1, 1024), st.integers(0, 7), st.integers(0, 5_000))
+def test_a_rank_reports_more_steps_than_are_kept(keep_latest: int, keep_every: int, held: int) -> None:
+    steps, policy = range(1, held), TierPolicy(keep_latest=keep_latest, keep_every=keep_every)
+    reported = reported_steps(steps, policy)
+    assert list(reported) == sorted(set(reported)) and len(reported) <= MAX_REPORTED_STEPS
+    assert {*steps[-keep_latest - 1 :]} <= {*reported}
+    others = [step for step in steps if keep_every and step % keep_every]
+    assert {*others[-min(keep_latest + 1, 900) :]} <= {*reported}
 
 
 def test_what_a_newer_generation_wrote_is_never_removed() -> None:

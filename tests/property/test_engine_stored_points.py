@@ -11,9 +11,10 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ckpt_engine.contracts.peer_wire import TierNaming
+from ckpt_engine.contracts.peer_wire import TierNaming, TierReport
 from ckpt_engine.counters import Counters
 from ckpt_engine.rules.retention_rules import removable, unconfirmed
+from ckpt_engine.rules.tier_schedule import TierSchedule
 from ckpt_engine.tiers.writing.tier_retention import TierRetention
 from flyball.contracts.checkpoints import (
     CheckpointSpec,
@@ -23,6 +24,7 @@ from flyball.contracts.checkpoints import (
     StoredPoint,
     StoredPoints,
     Tier,
+    TierPolicy,
 )
 
 BEYOND = 16
@@ -51,11 +53,15 @@ class Folder:
         return may_go_on()
 
 
+SCHEDULED: dict[str, Any] = {"policy": TierPolicy(1, keep_latest=1), "world_size": 1, "restore_step": -1}
+
+
 @dataclass
 class World:
     """A job on one host that writes its steps at once, and its supervisor."""
 
     keep_latest: int
+    schedule: TierSchedule = field(default_factory=lambda: TierSchedule(Tier.PERSISTENT, **SCHEDULED))
     folder: Folder = field(default_factory=Folder)
     step: int = -1
     is_linked: bool = True
@@ -73,7 +79,7 @@ class World:
         generation: Any = SimpleNamespace(
             job="job",
             lineage=(LineageEntry(1),),
-            local_ranks=(0,),
+            stored_ranks=(0,),
             ended=threading.Event(),
             generation_of=lambda step: 1,
             configure=SimpleNamespace(spec=CheckpointSpec(persistent_dir="/d", persistent_every_steps=1)),
@@ -86,15 +92,16 @@ class World:
             counters=Counters(),
             in_touch=lambda: self.in_touch,
             stored_points=lambda: self.known_points,
+            on_spared=self.schedule.spare,
         )
         self.retention.begin()
 
-    def write(self) -> None:
-        """Write the next step, and prune."""
+    def write(self, spared: tuple[int, ...] = ()) -> None:
+        """Write the next step, and prune; `spared` as in a naming."""
         self.step += 1
         self.folder.steps.add(self.step)
         kept = tuple(sorted(self.folder.steps)[-self.keep_latest :])
-        self.retention.prune(TierNaming(Tier.PERSISTENT, self.step, kept))
+        self.retention.prune(TierNaming(Tier.PERSISTENT, self.step, kept, spared))
 
     def do(self, event: str) -> None:
         match event:
@@ -145,6 +152,31 @@ def test_what_a_restore_would_name_is_there(keep_latest: int, history: list[str]
             assert known in world.folder.steps, "however far behind the supervisor is"
         if world.stored >= 0 and not is_overrun:
             assert world.stored in world.folder.steps, f"of {sorted(world.folder.steps)}"
+
+
+def test_a_host_out_of_touch_keeps_what_the_coordinators_host_reports_until_both_are_given_up() -> None:
+    """Ranks of two hosts. The supervisor hears of both ranks' steps from the one that is in touch."""
+    near, away = World(1), World(1)
+
+    def write() -> None:
+        naming = near.schedule.naming
+        assert naming is not None
+        near.write(naming.spared)
+        away.write(naming.spared)
+
+    near.schedule.report(0, TierReport(Tier.PERSISTENT, -1, -1))
+    for _ in range(30):
+        near.do("report")
+        near.do("store")
+        near.do("learn")
+        write()
+    near.do("report")
+    near.do("cut")
+    near.do("touch is over")
+    for _ in range(30):
+        write()
+        assert near.reported in near.folder.steps & away.folder.steps
+    assert len(away.folder.steps) < 10, "and not all that there ever was"
 
 
 @given(st.none() | st.integers(0, 99), st.sets(st.integers(0, 99)))

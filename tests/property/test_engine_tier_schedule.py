@@ -6,14 +6,14 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine.contracts.generation import WorldView
 from ckpt_engine.contracts.peer_wire import TierNaming, TierReport, WorldStep
 from ckpt_engine.rules.coordinator import Coordinator
-from ckpt_engine.rules.retention_rules import removable
-from ckpt_engine.rules.tier_schedule import TierSchedule
+from ckpt_engine.rules.retention_rules import removable, reported_steps
+from ckpt_engine.rules.tier_schedule import StepMarks, TierSchedule
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier, TierPolicy
 
 RANKS, KEPT, EVERY = 3, 2, 2
@@ -84,11 +84,19 @@ class World:
         self.step = 0
         self.now_s = 0.0
         self.best = -1
+        self.clean: int | None = None  # the newest step that is not suspect
         self.restart()
 
     def restart(self) -> None:
         """Restart rank 0's engine."""
-        schedule = TierSchedule(Tier.DISK, policy=self.policy, world_size=RANKS, restore_step=-1, now_s=self.now_s)
+        schedule = TierSchedule(
+            Tier.DISK,
+            policy=self.policy,
+            world_size=RANKS,
+            restore_step=-1,
+            now_s=self.now_s,
+            marks=StepMarks(clean_step=lambda: self.clean),
+        )
         known = self.ranks[0].world.present.world_step
         self.coordinator = Coordinator(WorldStep("job", 1, known), world_size=RANKS, schedules=[schedule])
 
@@ -174,6 +182,69 @@ def test_the_newest_step_that_all_disks_have_is_never_lost_and_there_are_always_
     world.run_well(4)
     assert world.best > before
     assert all(len(rank.disk) <= KEPT + 1 for rank in world.ranks)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(EVENTS, max_size=60), st.lists(EVENTS, max_size=60), st.sampled_from([BY_STEPS, BY_SECONDS, ON_DEMAND]))
+def test_a_clean_step_that_only_memory_has_is_written_while_newer_ones_are_suspect_and_then_stays(
+    before: list[tuple[str, int]], after: list[tuple[str, int]], policy: TierPolicy
+) -> None:
+    """Training goes on all the time, and the engines may be killed again and again."""
+    world = World(policy)
+    world.run_well(2)
+    for event, rank in before:
+        world.do(event, world.ranks[rank])
+    world.clean = clean = world.coordinator.world_step
+    for event in ("report", "tick", "receive", "write") * 4:  # within one step of the training
+        for rank in world.ranks:
+            world.do(event, rank)
+    common = set.intersection(*(rank.disk for rank in world.ranks))
+    assume(clean in world.ranks[0].slots or clean in common)  # no rank had to give it up for a write that failed
+    assert clean in common or clean <= world.coordinator.schedules[0].named
+    kept = max((step for step in common if step <= clean), default=-1)
+    for event, rank in after:
+        world.do(event, world.ranks[rank])
+    world.run_well(6)
+    assert all(kept in rank.disk for rank in world.ranks) or kept < 0
+    assert world.coordinator.world_step > clean  # nobody waits for anybody
+
+
+@pytest.mark.parametrize("keep_every", [0, 2, 5])
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_clean_step_stays_however_many_multiples_follow_it(keep_every: int, restarts: bool) -> None:
+    clean, suspect_from, ends = 53, 60, 400
+    policy = TierPolicy(1, keep_latest=8, keep_every=keep_every)
+    disk: set[int] = set()
+    known = True  # to the coordinator, whether steps are suspect
+
+    def start() -> TierSchedule:
+        return TierSchedule(
+            Tier.DISK,
+            policy=policy,
+            world_size=1,
+            restore_step=-1,
+            marks=StepMarks(
+                clean_step=lambda: clean if known and max(disk) >= suspect_from else None, is_known=lambda: known
+            ),
+        )
+
+    schedule = start()
+    for step in range(1, ends):
+        disk.add(step)
+        if restarts and step % 90 == 0:  # the supervisor is heard a few steps later
+            schedule, known = start(), False
+        elif step % 90 == 5:
+            known = True
+        schedule.offer([step], 0.0)
+        schedule.report(0, TierReport(Tier.DISK, step, step, reported_steps(sorted(disk), policy)))
+        naming = schedule.naming
+        assert naming is not None
+        copies = [copy_of(0, held) for held in disk]
+        gone = removable(copies, naming=naming, lineage=(LineageEntry(1),), ranks=None, keep_every=keep_every)
+        disk -= {copy.step for copy in gone}
+        assert step < clean or clean in disk
+    others = [step for step in disk if not keep_every or step % keep_every]
+    assert len(others) <= policy.keep_latest + 1
 
 
 def test_a_disk_slower_than_a_step_makes_all_ranks_skip_the_same_steps() -> None:
@@ -351,3 +422,32 @@ def test_what_all_have_written_is_sealed_also_if_that_is_known_before_the_folder
     assert coordinator.seals_reported(TierReport(tier, -1, -1, (2,)))
     assert coordinator.to_seal == {tier: 3}
     assert coordinator.namings == (TierNaming(tier, 3, (2,)),)
+
+
+def test_while_newer_steps_are_suspect_the_newest_clean_one_stays() -> None:
+    """Steps go on being written and kept; the clean one is kept as long as it is called so, and none is if none is."""
+    clean: list[int | None] = [None]
+    proven: list[int | None] = [None]
+    marks = StepMarks(clean_step=lambda: clean[0], proven_step=lambda: proven[0])
+    schedule = TierSchedule(Tier.DISK, policy=BY_STEPS, world_size=1, restore_step=-1, marks=marks)
+    disk: set[int] = set()
+
+    def write(step: int) -> tuple[int, ...]:
+        disk.add(step)
+        schedule.offer([step], 0.0)
+        schedule.report(0, TierReport(Tier.DISK, step, step, tuple(sorted(disk))))
+        assert schedule.naming is not None
+        disk.intersection_update({*schedule.naming.kept})
+        return schedule.naming.kept
+
+    assert [write(step) for step in (2, 4, 6)] == [(2,), (2, 4), (4, 6)]
+    clean[0] = 5
+    assert [write(step) for step in (8, 10, 12)] == [(4, 6, 8), (4, 8, 10), (4, 10, 12)]
+    clean[0] = -1
+    assert write(14) == (12, 14)
+    clean[0] = 13
+    assert write(16) == (12, 14, 16)
+    clean[0] = None
+    assert write(18) == (16, 18)
+    proven[0] = 17  # a replay found nothing then, and nothing is known about what follows
+    assert [write(step) for step in (20, 22, 24)] == [(16, 18, 20), (16, 20, 22), (16, 22, 24)]

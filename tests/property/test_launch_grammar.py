@@ -175,5 +175,6 @@ def test_variables_stand_in_for_flags_as_with_torchrun(variables: dict[object, s
     assert request.argv == (theirs.training_script, *theirs.training_script_args)
     assert request.module == (theirs.module and not theirs.run_path)
     if config is not None:
-        assert (request.nnodes, request.max_nnodes) == (config.min_nodes, config.max_nodes)
+        most = config.max_nodes if request.rendezvous or request.supervisor else 1  # alone, no other host can join
+        assert (request.min_nnodes, request.nnodes) == (config.min_nodes, most)
         assert request.nproc_per_node in (str(config.nproc_per_node), theirs.nproc_per_node.strip())

@@ -138,3 +138,16 @@ def test_a_world_of_another_size_is_refused_where_manifests_tell() -> None:
     manifest = Manifest(1, "v", "job", 1, STEP, 0, 4, 0, 1, b"", ())
     plan = plan_step(STEP, [copy_of(0, Tier.DISK, "a")], WantedWorld(1, {0: "a"}), manifests={"1-0": manifest})
     assert unrestorable(plan, 0) is NotUsable.OTHER_WORLD_SIZE
+
+
+def test_a_step_of_another_world_is_planned_if_the_history_says_so() -> None:
+    found = [copy_of(rank, Tier.MEMORY, "ab"[rank // 2]) for rank in range(4)]
+    manifest = Manifest(1, "v", "job", 1, STEP, 0, 4, 0, 1, b"", ())
+    here = WantedWorld(2, {0: "a", 1: "b"})
+    grown = (LineageEntry(1, STEP, world_size=4), LineageEntry(2, world_size=2))
+    plan = plan_step(STEP, found, here, lineage=grown, manifests={"1-0": manifest})
+    assert plan.is_restorable
+    assert [(shard.rank, shard.home) for shard in plan.shards] == [(rank, "") for rank in range(4)]
+    assert {source.origin for shard in plan.shards for source in shard.sources} == {Origin.REMOTE_MEMORY}
+    assert unrestorable(plan_step(STEP, found[:2], here, lineage=grown), 3) is NotUsable.NO_COPY
+    assert plan_step(STEP, found[:2], here).is_restorable, "without a history they are what two ranks saved"

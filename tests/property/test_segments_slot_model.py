@@ -74,7 +74,7 @@ class HealingWithSlowTiers(Healing):
 
 
 MODEL = settings(
-    max_examples=80, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck), database=None
+    max_examples=40, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck), database=None
 )
 
 
@@ -89,9 +89,10 @@ WORLDS = [
 ]
 
 
+@pytest.mark.parametrize("histories", [40, pytest.param(120, marks=pytest.mark.proof)])
 @pytest.mark.parametrize("world", WORLDS)
-def test_no_history_ends_without_a_common_restorable_step(world: type[World]) -> None:
-    run_state_machine_as_test(world, settings=MODEL)
+def test_no_history_ends_without_a_common_restorable_step(world: type[World], histories: int) -> None:
+    run_state_machine_as_test(world, settings=settings(MODEL, max_examples=histories))
 
 
 def _also_the_world_step(slot: SlotView, world_step: int, lineage: Lineage, abandoned: Container[int]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,13 +14,20 @@ from services.store.reports.persistent_steps import KEPT_STEPS, MULTIPLES, Wante
 
 WORLD = 2
 
-lineages = st.lists(st.integers(0, 60), max_size=3).map(
-    lambda cuts: (*(LineageEntry(n, cut) for n, cut in enumerate(sorted(cuts), 1)), LineageEntry(len(cuts) + 1))
-)
+world_sizes = st.sampled_from([0, 0, 1, WORLD, WORLD + 1])  # 0: of the job
+
+
+@st.composite
+def lineages(draw: st.DrawFn) -> Lineage:
+    cuts = draw(st.lists(st.integers(0, 60), max_size=3))
+    older = (LineageEntry(n, cut, world_size=draw(world_sizes)) for n, cut in enumerate(sorted(cuts), 1))
+    return (*older, LineageEntry(len(cuts) + 1, world_size=draw(world_sizes)))
+
+
 stored = st.dictionaries(
-    st.tuples(st.integers(1, 4), st.integers(0, 60)), st.sets(st.integers(0, WORLD - 1), min_size=1), max_size=40
+    st.tuples(st.integers(1, 4), st.integers(0, 60)), st.sets(st.integers(0, WORLD), min_size=1), max_size=40
 )
-wanteds = st.builds(Wanted, lineages, st.just(WORLD), st.integers(1, 20), st.sampled_from([0, 0, 5, 20]))
+wanteds = st.builds(Wanted, lineages(), st.just(WORLD), st.integers(1, 20), st.sampled_from([0, 0, 5, 20]))
 
 
 def copies_of(held: dict[tuple[int, int], set[int]]) -> list[ShardCopy]:
@@ -53,10 +61,24 @@ def test_what_is_read_has_the_newest_recovery_points_that_the_store_still_has(he
     assert len(seen) <= wanted.keep_latest + 2
 
 
+@settings(max_examples=150, deadline=None)
+@given(stored, wanteds, st.sets(st.integers(0, 60), max_size=2))
+def test_the_newest_recovery_point_before_a_known_harm_is_read_however_many_are_newer(
+    held, wanted: Wanted, clean: set[int]
+) -> None:
+    found = read(held, msgspec.structs.replace(wanted, clean_steps=tuple(sorted(clean))))
+    assert {*read(held, wanted)} <= {*found} and len(found) == len({*found})
+    seen = points(copies_of({mark: held[mark] for mark in found}), wanted.lineage)
+    known = points(copies_of(held), wanted.lineage)
+    for step in clean:
+        assert [p for p in seen if p[0] <= step][-1:] == [p for p in known if p[0] <= step][-1:]
+
+
 @settings(max_examples=300, deadline=None)
 @given(stored, wanteds, st.integers(0, 60))
 def test_nothing_is_forgotten_that_a_restore_may_want_now_or_after_any_branch(held, wanted: Wanted, cut: int) -> None:
-    gone = forgettable(held, wanted, {mark: len(ranks) for mark, ranks in held.items()})
+    ranks = {mark: sum(rank < wanted.saved_by(mark[0]) for rank in ranks) for mark, ranks in held.items()}
+    gone = forgettable(held, wanted, ranks)
     left = {mark: ranks for mark, ranks in held.items() if mark not in gone}
     known, kept = (points(copies_of(part), wanted.lineage) for part in (held, left))
     newest = max(KEPT_STEPS, wanted.keep_latest)
@@ -68,11 +90,12 @@ def test_nothing_is_forgotten_that_a_restore_may_want_now_or_after_any_branch(he
     if gone:
         assert len(known) >= newest
         assert gone == sorted(gone, key=lambda mark: (mark[1], mark[0]))
-        incomplete = [mark for mark in left if len(left[mark]) < WORLD]
+        incomplete = [mark for mark in left if ranks[mark] < wanted.saved_by(mark[0])]
         assert len(left) - len(incomplete) <= newest + MULTIPLES
     # A later generation continues from an older step: what it may want exists if it was kept for this one.
     entries = (
-        LineageEntry(e.generation, cut if e.upto_step is None else min(e.upto_step, cut)) for e in wanted.lineage
+        msgspec.structs.replace(e, upto_step=cut if e.upto_step is None else min(e.upto_step, cut))
+        for e in wanted.lineage
     )
     branched = (*entries, LineageEntry(9))
     oldest = kept[-newest][0] if len(kept) >= newest else 0

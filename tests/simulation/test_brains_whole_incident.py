@@ -157,7 +157,9 @@ def test_an_identical_exception_fails_the_job(new_world: NewWorld, spec: JobSpec
     assert world.store.decisions[-1].rule == "fail_on_identical_exception"
     assert "loss is nan" in world.job.message
     assert only_incident(world).state is IncidentState.ESCALATED
-    assert world.job.generation.generation == 2
+    rules = [decision.rule for decision in world.store.decisions if decision.incident_id]
+    assert rules == ["restart_in_place", "leave_the_host_of_an_identical_exception", "fail_on_identical_exception"]
+    assert world.job.generation.generation == 3, "the host was to blame, before the job is"
     world.run(lambda: all(action.state.ended for action in world.store.actions.values()), within_s=30.0)
 
 

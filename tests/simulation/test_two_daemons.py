@@ -12,7 +12,7 @@ from simulator.cluster import Cluster, Scenario
 from simulator.ports.memory import record_of
 from simulator.world.events import BEGAN_AT, MachineClock
 from simulator.world.host import Host
-from simulator.world.training import SIGKILL, Ending
+from simulator.world.training import SIGKILL, ProcessEnd
 
 
 class Twin(Host):
@@ -25,7 +25,7 @@ class Twin(Host):
 
 def restart_a_rank(cluster: Cluster) -> None:
     group, worker = next(pair for host in cluster.world.hosts.values() for pair in host.workers.values())
-    cluster.world.exit(group, worker, Ending(signal_number=SIGKILL))
+    cluster.world.exit(group, worker, ProcessEnd(signal_number=SIGKILL))
 
 
 @pytest.mark.parametrize("seed", range(4))

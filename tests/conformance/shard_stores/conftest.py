@@ -50,6 +50,7 @@ class Place(ABC):
 
     tier: Tier
     url: str
+    flip_every = 1  # how many bytes lie between two that a test flips
 
     def storage(self) -> Storage:
         return open_storage(self.url, SETTINGS)
@@ -95,6 +96,7 @@ class Folder(Place):
 
 class Bucket(Place):
     tier = Tier.PERSISTENT
+    flip_every = 7  # what arrives is verified by the code that verifies files, and each flip costs several requests
 
     def __init__(self, endpoint: str) -> None:
         self.client: Any = boto3.client("s3", endpoint_url=endpoint)
@@ -150,6 +152,11 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 @pytest.fixture
 def folder(tmp_path: Path) -> Folder:
     return Folder(Tier.DISK, tmp_path)
+
+
+@pytest.fixture
+def persistent_folder(tmp_path: Path) -> Folder:
+    return Folder(Tier.PERSISTENT, tmp_path)
 
 
 @pytest.fixture(params=["persistent folder", "s3"])

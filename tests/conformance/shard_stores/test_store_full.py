@@ -138,7 +138,7 @@ class FaultyCalls:
                 return faulty.get(name) or getattr(real_os, name)
 
         monkeypatch.setattr(durable_files, "os", Os())
-        monkeypatch.setattr(durable_files, "_reserve", self._counted(durable_files._reserve))
+        monkeypatch.setattr(durable_files, "reserve", self._counted(durable_files.reserve))
         for name in ("rename", "mkdir", "unlink"):
             monkeypatch.setattr(Path, name, self._counted(getattr(Path, name)))
 

@@ -19,8 +19,11 @@ from ckpt_engine.contracts.control_views import RestoreState
 from ckpt_engine.counters import Counters
 from ckpt_engine.host.engine_host import EngineHost
 from ckpt_engine.host.job import EngineJob
+from ckpt_engine.peers.broadcast.bandwidths import MeasuredBandwidths
 from ckpt_engine.peers.peer_access import PeerAccess
+from ckpt_engine.peers.shard_transports import ShardTransports
 from ckpt_engine.peers.transport.port import ByteCounters, Identity
+from ckpt_engine.peers.transport.rdma.nics import Nics
 from ckpt_engine.rules.rate_limit import RateLimit
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.tiers.shard_store import ShardStore
@@ -51,6 +54,10 @@ class Contact:
 
     in_touch: Callable[[], bool]
     stored_points: Callable[[], StoredPoints | None]
+    knows_clean_steps: bool = True
+
+    def clean_step(self, _job: str) -> int | None:
+        return None
 
 
 @pytest.fixture
@@ -74,6 +81,7 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., EngineJob]]:
                 tmp_path / host_id,
                 str(tmp_path / host_id / "flyball-test"),
                 settings,
+                MeasuredBandwidths(tmp_path / host_id / "bandwidths.json", SystemClock()),
                 rate_limits={Tier.PERSISTENT: limit} if limit else {},
             ),
             peers=PeerAccess(
@@ -82,6 +90,7 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., EngineJob]]:
                 settings=settings,
                 counters=counters,
                 total=ByteCounters(),
+                transports=ShardTransports(host_id, settings=settings, queue_pairs=Nics(settings, ByteCounters())),
                 on_up=lambda host_id: None,
             ),
             contact=contact,
@@ -275,6 +284,23 @@ def test_the_newest_step_that_the_supervisor_knows_stays_however_far_behind_it_i
     host.is_in_touch, host.stored_points = True, {"job": StoredPoint(26, 1)}
     host.save_steps(27)
     host.comes_to_leave(26, 27)
+
+
+def test_all_ranks_hear_from_the_coordinators_host_what_the_supervisor_may_know(
+    shared_place: Place, start_job: Callable[..., EngineJob]
+) -> None:
+    host = CutHost(shared_place, start_job, stored_points={})
+    host.save_steps(0, 1, 2)
+    running = host.job.running
+    assert running is not None
+
+    def spared() -> list[tuple[int, ...]]:
+        return [naming.spared for schedule in running.durable.schedules if (naming := schedule.naming) is not None]
+
+    wait_for(lambda: spared() == [(0, 1, 2)])
+    host.stored_points = {"job": StoredPoint(2, 1)}
+    host.save_steps(3)
+    wait_for(lambda: spared() == [(2, 3)])
 
 
 def test_what_a_generation_began_with_stays_until_the_supervisor_reports_what_it_stored(

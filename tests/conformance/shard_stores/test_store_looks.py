@@ -13,6 +13,7 @@ import pytest
 
 from ckpt_engine.contracts.peer_wire import TierNaming
 from ckpt_engine.format.manifest import Manifest
+from ckpt_engine.format.stored_layout import StoredShard
 from ckpt_engine.tiers.shard_listing import side_by_side
 from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.tiers.storage import Storage
@@ -84,6 +85,8 @@ def test_a_rank_asks_a_shared_store_as_often_as_it_has_steps_however_large_the_w
     assert store.copies() == shared_place.store().scan()
     assert len(store.copies()) == world_size * len(STEPS)
     assert {copy.step for copy in store.newest_copies(LINEAGE, 2)} == {20, 30}
+    assert {copy.step for copy in store.newest_copies(LINEAGE, 1, clean_step=29)} == {20, 30}
+    assert {copy.step for copy in store.newest_copies(LINEAGE, 1, clean_step=5)} == {30}
     store.remove_unfinished((1,))
     assert storage.take()["remove"] == 0
 
@@ -309,7 +312,7 @@ def test_a_shard_whose_manifest_could_not_be_written_goes_with_its_step(
     store, _ = view(place, 0)
     store.scan()
     with monkeypatch.context() as patched:
-        patched.setattr(store, "_write_checked", full)
+        patched.setattr(store, "write_description", full)
         with pytest.raises(StorageFull):
             store.write(*shard(10))
     store.write(*shard(20))
@@ -331,5 +334,5 @@ def test_a_shard_gets_its_manifest_before_it_is_removed_for_want_of_one(place: P
     assert {"g1/step10/rank0.safetensors", "g1/step10/rank0.manifest"} <= {*place.names()}
 
 
-def full(name: str, data: bytes) -> int:
-    raise StorageFull(f"There is no room for {name}.")
+def full(stored: StoredShard) -> int:
+    raise StorageFull(f"There is no room for the manifest of step {stored.manifest.step}.")

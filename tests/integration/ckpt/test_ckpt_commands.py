@@ -15,11 +15,12 @@ from safetensors import safe_open
 
 from ckpt_engine.format.manifest import entries_of
 from ckpt_engine.format.shard_format import read_header
+from ckpt_engine.host.state_dir import TransportsFile
 from ckpt_engine.inspect.copy_places import SlotPlace
 from ckpt_engine.inspect.inventory import CopyInventory
 from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts import wire
-from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier
+from flyball.contracts.checkpoints import LineageEntry, PeerTransport, ShardCopy, Tier
 from flyball.contracts.on_host.segments import CONTROL_SUFFIX, rank_segment
 
 
@@ -66,11 +67,22 @@ def test_ls_lists_every_tier_and_marks_the_recovery_point(site: Site) -> None:
     assert listed["steps"][0]["missing_ranks"] == [0]
     assert listed["steps"][1]["size_bytes"] == sum(len(shard(11, rank)[2]) for rank in (0, 1))
     assert {p["tier"] for p in listed["places"]} == {"memory", "peer", "disk", "persistent"}
+    assert listed["transports"] == []
     table = site.run("ls", COLUMNS="80").stdout
+    assert "Shards between hosts" not in table
     assert "recovery point" in table
     assert "lacks rank 0" in table
     assert "2/2 unsealed" in table
     assert max(map(len, table.splitlines())) <= 80
+
+
+def test_ls_shows_what_carries_shards_between_the_hosts(site: Site) -> None:
+    site.put_memory(10)
+    shown = PeerTransport("host-b", "tcp", "host-b: There is no RDMA device")
+    TransportsFile(site.state / "host-a").store((shown,))
+    (listed,) = site.json("ls")["transports"]
+    assert listed == {"host_id": "host-a", "peer": "host-b", "transport": "tcp", "reason": shown.reason}
+    assert "host-b: There is no RDMA device" in site.run("ls", COLUMNS="100").stdout
 
 
 def test_a_folder_alone_is_enough(site: Site) -> None:
@@ -98,8 +110,8 @@ def test_steps_that_a_restart_gave_up_are_shown_on_demand(site: Site) -> None:
     everything = site.json("ls", "--all")
     assert [(s["step"], s["alive"]) for s in everything["steps"]] == [(6, True), (5, True), (9, False)]
     assert everything["lineage"] == [
-        {"generation": 1, "upto_step": 5, "after_step": None},
-        {"generation": 2, "upto_step": None, "after_step": None},
+        {"generation": 1, "upto_step": 5, "after_step": None, "world_size": 0},
+        {"generation": 2, "upto_step": None, "after_step": None, "world_size": 0},
     ]
     inferred = site.json("ls", "--dir", "disk", "--all")  # not recorded here
     assert [(s["step"], s["alive"]) for s in inferred["steps"]] == [(6, True), (5, True), (9, False)]

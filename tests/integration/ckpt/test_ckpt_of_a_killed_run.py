@@ -130,7 +130,7 @@ def test_a_run_is_seen_alive_and_after_it_was_killed(run: Run) -> None:
         with safe_open(shard["path"], "np") as file:
             assert set(file.get_tensor("weight").tolist()) == set(file.get_tensor("step").tolist()) == {float(point)}
     site.json("rm", "--memory", "--yes", "--force")
-    assert [path for path in site.shm.iterdir() if not path.name.endswith((".beacon", ".seen"))] == []
+    assert [path for path in site.shm.iterdir() if not path.name.endswith((".beacon", ".seen", ".stacks"))] == []
     rest = site.json("ls")
     assert {t["tier"] for s in rest["steps"] for t in s["tiers"]} == {"disk"}
     assert rest["recovery_point"] % 5 == 0

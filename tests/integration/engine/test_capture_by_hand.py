@@ -7,13 +7,12 @@ import hashlib
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from own_servers import free_port
 from safetensors.torch import load
+from warm_python import WarmPython
 
 from ckpt_engine.rules.slot_rules import SlotState
 from ckpt_engine.slots.rank_segments import RankSegments
@@ -61,7 +60,7 @@ for number in range(100_000):
 """
 
 
-def run_until_killed(prefix: Path, *how: str, lines: int) -> tuple[dict[int, str], str]:
+def run_until_killed(python: WarmPython, prefix: Path, *how: str, lines: int) -> tuple[dict[int, str], str]:
     """The loop's state at each save, by step, and its output."""
     environment = {
         **os.environ,
@@ -74,20 +73,13 @@ def run_until_killed(prefix: Path, *how: str, lines: int) -> tuple[dict[int, str
         "OMP_NUM_THREADS": "1",
     }
     digests: dict[int, str] = {}
-    with subprocess.Popen(
-        [sys.executable, "-c", LOOP, *how],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as loop:
-        assert loop.stdout is not None
+    with python.start(LOOP, *how, environment=environment) as loop:
         for line in loop.stdout:
             number, digest = line.split()
             digests[int(number)] = digest
             if len(digests) == lines:
                 loop.send_signal(signal.SIGKILL)
-        log = loop.stderr.read() if loop.stderr else ""
+        log = loop.stderr.read()
     assert len(digests) >= lines, log
     return digests, log
 
@@ -95,10 +87,12 @@ def run_until_killed(prefix: Path, *how: str, lines: int) -> tuple[dict[int, str
 @pytest.mark.parametrize("how_often", ["always", "now and then"])
 @pytest.mark.parametrize("model", ["plain", "fsdp2"])
 @pytest.mark.parametrize("way", ["data", "no_grad"])
-def test_what_is_committed_is_what_the_state_was(tmp_path: Path, way: str, model: str, how_often: str) -> None:
+def test_what_is_committed_is_what_the_state_was(
+    warm_python: WarmPython, tmp_path: Path, way: str, model: str, how_often: str
+) -> None:
     lines = random.Random(f"{way}{model}{how_often}").randrange(25, 60)
     prefix = tmp_path / "flyball-test"
-    digests, log = run_until_killed(prefix, way, model, how_often, lines=lines)
+    digests, log = run_until_killed(warm_python, prefix, way, model, how_often, lines=lines)
     segments = RankSegments.open(rank_segment(str(prefix), "by-hand", 0))
     committed = [view for view in segments.slots() if view.state is SlotState.COMMITTED]
     assert max(view.step for view in committed) >= lines - 8, log

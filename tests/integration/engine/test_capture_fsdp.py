@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 from own_servers import free_port
+from warm_python import WarmPython
 
 from flyball.contracts.on_host import worker_env
 
@@ -93,7 +92,9 @@ dist.destroy_process_group()
 """
 
 
-def test_sharded_models_are_captured_whole_and_restored_to_the_last_bit(tmp_path: Path) -> None:
+def test_sharded_models_are_captured_whole_and_restored_to_the_last_bit(
+    warm_python: WarmPython, tmp_path: Path
+) -> None:
     common = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
@@ -106,21 +107,14 @@ def test_sharded_models_are_captured_whole_and_restored_to_the_last_bit(tmp_path
         worker_env.GENERATION: "1",
     }
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
+        warm_python.start(RANK, environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)
     ]
     try:
-        ended = [rank.communicate(timeout=300) for rank in ranks]
+        ended = [rank.communicate(timeout_s=300) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait(timeout=60)
+            rank.close()
     assert [rank.returncode for rank in ranks] == [0, 0], [errors for _, errors in ended]
     found = [json.loads(output) for output, _ in ended]
     assert [entry["torn"] for entry in found] == [[], []]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +14,7 @@ from safetensors.numpy import save
 
 from ckpt_engine.contracts.control_views import RestoreState
 from ckpt_engine.contracts.peer_wire import ListShards, ShardList
+from ckpt_engine.inspect.host_folder import read_host_folder
 from ckpt_engine.peers.transport.handshake import introduce
 from ckpt_engine.peers.transport.port import ByteCounters, Connection, Identity
 from ckpt_engine.peers.transport.tcp import connect_tcp
@@ -20,12 +22,13 @@ from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Replication, RestorePlan, Tier
 from flyball.contracts.on_host.segments import replica_segment
-from services.controller.round.peer_choice import choose_peers
+from services.controller.round.choices.peer_choice import choose_peers
 
 if TYPE_CHECKING:
     from tests.integration.engine.conftest import Cluster, EngineHost, Trainer
 
 Until = Callable[..., None]
+HAS_RDMA = any(Path("/sys/class/infiniband").glob("*"))
 
 
 def call(host: EngineHost) -> Connection:
@@ -54,6 +57,49 @@ def test_a_peer_lists_what_it_holds_of_the_requested_ranks(
         assert connection.request(ListShards("another", 0), ShardList, timeout_s=60).copies == ()
     digests = {copy.digest for copy in a.status.copies if (copy.rank, copy.step) == (0, 1)}
     assert digests == {held[0].digest}
+
+
+@pytest.mark.skipif(HAS_RDMA, reason="this machine has RDMA")
+def test_without_rdma_shards_go_over_tcp_and_the_status_says_why(
+    cluster: Cluster, trainer: type[Trainer], until: Until
+) -> None:
+    a, _ = cluster.host("a"), cluster.host("b")
+    cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
+    ranks = [trainer(cluster.hosts[name], rank) for rank, name in enumerate("ab")]
+    for rank in ranks:
+        rank.save(0)
+    until(lambda: all(rank.world_step == 0 for rank in ranks))
+    (shown,) = a.status.transports
+    assert (shown.peer, shown.transport) == ("b", "tcp")
+    assert shown.reason.startswith("a: ")
+    assert read_host_folder(a.state_dir, str(a.shm_dir)).transports == (shown,)  # for `flyball ckpt ls`
+    (logged,) = a.logged("peer_transport")
+    assert logged["reason"] == shown.reason
+    counters = a.status.counters
+    assert counters["peer_bytes_sent"] > 1_000_000 and counters["peer_bytes_sent_rdma"] == 0
+
+
+@pytest.mark.skipif(HAS_RDMA, reason="this machine has RDMA")
+def test_required_rdma_that_is_not_there_sends_no_byte_and_says_why(
+    cluster: Cluster, trainer: type[Trainer], until: Until
+) -> None:
+    for name in "ab":
+        cluster.host(name, TRANSPORT="rdma", **IMPATIENT)
+    cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
+    ranks = [trainer(cluster.hosts[name], rank) for rank, name in enumerate("ab")]
+    for rank in ranks:
+        rank.save(0)
+    # One of the two gives up first, as with any peer that takes no replica. The other may learn that the step is lost
+    # before its own time is up, and then it reports nothing.
+    until(lambda: any(host.status.failures for host in cluster.hosts.values()))
+    gave_up = next(host for host in cluster.hosts.values() if host.status.failures)
+    (shown,) = gave_up.status.transports
+    assert (shown.peer, shown.transport) == ("b" if gave_up.host_id == "a" else "a", "none")
+    failure = gave_up.status.failures[0]
+    assert failure.step == 0
+    assert "transport = rdma" in failure.message and shown.reason in failure.message
+    assert gave_up.status.counters["peer_bytes_sent"] == 0
+    assert ranks[0].world_step == -1
 
 
 def ready(

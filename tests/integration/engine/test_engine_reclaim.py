@@ -9,7 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+from warm_python import WarmPython
+
+from ckpt_engine.path_saves.path_memory import memory_root
 from ckpt_engine.slots.rank_segments import RankSegments
+from ckpt_engine.trainer.path_saves.load_path import load_path
+from flyball.contracts import fault_points
 from flyball.contracts.on_host.segments import rank_segment
 
 if TYPE_CHECKING:
@@ -66,3 +72,21 @@ def test_an_engine_reclaims_the_segments_of_dead_jobs_and_of_no_others(
     host.start()  # the job is known again before the first sweep
     until(lambda: len(host.logged("segments_reclaimed")) == 2)
     assert RankSegments.open(rank_segment(host.prefix, "job", 0)).find(1, 0) is not None
+
+
+def test_an_engine_writes_what_a_killed_worker_saved_to_a_path(
+    cluster: Cluster,
+    until: Callable[..., None],
+    warm_python: WarmPython,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = cluster.host("a", SEGMENT_TTL_S="0.1")
+    monkeypatch.setenv("FLYBALL_SHM_DIR", str(host.shm_dir))
+    path = tmp_path / "ckpt.pt"
+    script = "import sys, torch, flyball; flyball.save({'x': torch.ones(1000)}, sys.argv[1]).wait()"
+    environment = {**os.environ, fault_points.VARIABLE: "slot.before_manifest"}
+    assert warm_python.run(script, str(path), environment=environment).returncode == -signal.SIGKILL
+    until(lambda: path.stat().st_size > 4096 and not list(memory_root(os.environ).iterdir()))
+    assert {entry["state"] for entry in host.logged("path_save")} <= {"written", "freed"}
+    assert load_path(path, None)["x"].sum() == 1000

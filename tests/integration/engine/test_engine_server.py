@@ -186,12 +186,12 @@ def test_a_lost_host_is_restored_on_a_spare_from_the_peers_memory(
     until(lambda: c.status.restores and b.status.restores)
     (report,) = c.status.restores
     assert (report.source_tier, report.source_host, report.step) == (Tier.PEER, "b", 2)
-    assert report.socket_bytes >= len(expected)
+    assert report.socket_bytes >= len(expected) and report.transport == "tcp"
     until(lambda: b.status.counters.get("restore_bytes_sent", 0) >= report.socket_bytes)  # counted after sending
     assert b.status.counters["restore_bytes_sent"] == report.socket_bytes
     until(lambda: b.status.counters["peer_bytes_sent"] - sent_before >= report.socket_bytes)
     (local,) = b.status.restores
-    assert (local.source_tier, local.socket_bytes) == (Tier.MEMORY, 0)
+    assert (local.source_tier, local.socket_bytes, local.transport) == (Tier.MEMORY, 0, "")
     until(lambda: c.holds(Tier.PEER, 2, 1))  # re-replicated to the new peer
     for step in (3, 4, 5):
         moved.save(step)

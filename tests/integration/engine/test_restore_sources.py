@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 import torch
+from attached_jobs import attached
 
 from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts.checkpoints import CheckpointSpec, Lineage, LineageEntry, RestorePlan, ShardSource, Tier
 from flyball.contracts.errors import RestoreFailed
 from flyball.contracts.on_host.engine_wire import Flush
-from flyball.contracts.on_host.segments import beacon_path, rank_segment, replica_segment
-from flyball.sdk.beacon import create_beacon
+from flyball.contracts.on_host.segments import rank_segment, replica_segment
 from flyball.sdk.trainer import Job
-from flyball.sdk.worker_identity import WorkerIdentity
 
 if TYPE_CHECKING:
     from tests.integration.engine.conftest import Cluster, EngineHost
@@ -41,35 +40,6 @@ def spec(cluster: Cluster) -> CheckpointSpec:
     )
 
 
-@contextmanager
-def attached(
-    host: EngineHost, rank: int, lineage: Lineage, restore_step: int | None, spec: CheckpointSpec
-) -> Iterator[Job]:
-    """What `flyball.attach` gives one of two workers, in this process."""
-    generation = lineage[-1].generation
-    beacon = beacon_path(host.prefix, JOB, generation, rank)
-    create_beacon(beacon)
-    job = Job(
-        WorkerIdentity(
-            job=JOB,
-            generation=generation,
-            rank=rank,
-            world_size=2,
-            local_world_size=1,
-            beacon=beacon,
-            shm_prefix=host.prefix,
-            engine_notify=str(host.state_dir / "notify.sock"),
-            restore_step=restore_step,
-            checkpoint=spec,
-            lineage=lineage,
-        )
-    )
-    try:
-        yield job
-    finally:
-        job.close()
-
-
 def state(value: float) -> dict[str, Any]:
     return {"weights": torch.full((700_000,), value), "step": int(value)}
 
@@ -81,7 +51,8 @@ def is_restored(found: dict[str, Any]) -> bool:
 @pytest.fixture
 def saved(cluster: Cluster, spec: CheckpointSpec, until: Until) -> tuple[EngineHost, EngineHost]:
     """Two hosts, and step 3 of both ranks in every tier."""
-    a, b = cluster.host("a"), cluster.host("b")
+    # Without broadcast, in which b would pass on what is bad in a's file: both ranks have the same bytes.
+    a, b = cluster.host("a", BROADCAST="off"), cluster.host("b", BROADCAST="off")
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}), spec)
     first = (LineageEntry(1),)
     with attached(a, 0, first, None, spec) as one, attached(b, 1, first, None, spec) as other:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from warm_python import WarmPython, WarmScript
 
 from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts import wire
@@ -47,8 +47,8 @@ job.close()
 
 
 def start_trainer(
-    host: EngineHost, rank: int, lineage: Lineage, restore_step: int | None, steps: int
-) -> subprocess.Popen[str]:
+    python: WarmPython, host: EngineHost, rank: int, lineage: Lineage, restore_step: int | None, steps: int
+) -> WarmScript:
     generation = lineage[-1].generation
     beacon = beacon_path(host.prefix, JOB, generation, rank)
     create_beacon(beacon)
@@ -65,16 +65,19 @@ def start_trainer(
         worker_env.RESTORE_STEP: "" if restore_step is None else str(restore_step),
         worker_env.LINEAGE: wire.encode(lineage).decode(),
     }
-    return subprocess.Popen(
-        [sys.executable, "-c", TRAINER, str(steps)], env=environment, stderr=subprocess.PIPE, text=True
-    )
+    return python.start(TRAINER, str(steps), environment=environment)
 
 
-def test_an_emergency_step_survives_the_loss_of_its_host(cluster: Cluster, until: Callable[..., None]) -> None:
+def test_an_emergency_step_survives_the_loss_of_its_host(
+    warm_python: WarmPython, cluster: Cluster, until: Callable[..., None]
+) -> None:
     a, b = cluster.host("a"), cluster.host("b")
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
     first = (LineageEntry(1),)
-    trainers = [start_trainer(a, 0, first, None, 1_000_000), start_trainer(b, 1, first, None, 1_000_000)]
+    trainers = [
+        start_trainer(warm_python, a, 0, first, None, 1_000_000),
+        start_trainer(warm_python, b, 1, first, None, 1_000_000),
+    ]
     try:
         beacons = [BeaconReader(beacon_path(host.prefix, JOB, 1, rank)) for rank, host in enumerate((a, b))]
         until(lambda: all(beacon.snapshot().step >= 3 for beacon in beacons), 180.0)
@@ -92,7 +95,8 @@ def test_an_emergency_step_survives_the_loss_of_its_host(cluster: Cluster, until
     finally:
         for trainer in trainers:
             trainer.kill()
-            assert trainer.wait(timeout=90) == -signal.SIGKILL, trainer.stderr and trainer.stderr.read()
+            assert trainer.wait() == -signal.SIGKILL, trainer.stderr.read()
+            trainer.close()
     a.lose()
 
     c = cluster.host("c")
@@ -103,9 +107,11 @@ def test_an_emergency_step_survives_the_loss_of_its_host(cluster: Cluster, until
     )
     placement = cluster.placement({"c": (0,), "b": (1,)}, generation=2, lineage=second, restore=plan)
     assert all(reply.ok for reply in cluster.configure(placement).values())
-    resumed = [start_trainer(host, rank, second, named, named + 20) for rank, host in enumerate((c, b))]
+    resumed = [start_trainer(warm_python, host, rank, second, named, named + 20) for rank, host in enumerate((c, b))]
     for trainer in resumed:
-        assert trainer.wait(timeout=180) == 0, trainer.stderr and trainer.stderr.read()
+        _, errors = trainer.communicate(timeout_s=180)
+        assert trainer.wait() == 0, errors
+        trainer.close()
     reports = {report.rank: report for report in c.ask(GetStatus()).restores}
     assert (reports[0].source_tier, reports[0].source_host) == (Tier.PEER, "b")
     assert reports[0].socket_bytes >= reports[0].size_bytes > 400_000

@@ -32,7 +32,7 @@ from recovery_processes import (  # noqa: E402 - found by the path above
 )
 
 ARMED_EXAMPLE = Path(__file__).parent / "armed_gpt.py"
-PACE_S = 0.12
+PACE_S = 0.25  # every step is computed once more, by an uninterrupted run
 # A lost connection is told by its own host, and the kill behind it by another one, which may be held up for seconds:
 # nothing is decided before, and incidents have the cause that the tests gave them.
 ROOT_CAUSE = {"FLYBALL_POLICY__ROOT_CAUSE_WINDOW_S": "30.0"}
@@ -70,15 +70,23 @@ class Stack:
             self._api = ApiClient(part.url, part.token)
         return self._api
 
-    def add_hosts(self, *host_ids: str, behind: Forwarder | None = None, network: Network | None = None) -> None:
-        """`behind`: what stands between their daemons and the supervisor. `network`: in which they are."""
+    def add_hosts(
+        self,
+        *host_ids: str,
+        behind: Forwarder | None = None,
+        network: Network | None = None,
+        probed: Path | None = None,
+    ) -> None:
+        """`behind`: what stands between their daemons and the supervisor. `network`: in which they are. `probed`: where
+        each has a folder of recorded readings."""
         for host_id in host_ids:
             token_file = self.root / "supervisor" / "token"
             url = behind.url if behind is not None else self.daemons_url
             place: dict[str, Any] = {}
             if network is not None:
                 place = {"address": network.address[host_id], "inside": network.inside(host_id)}
-            self.hosts[host_id] = Host(self.root, host_id, url, token_file, self.environment, **place)
+            readings = {} if probed is None else {"FLYBALL_PROBE_ROOT": str(probed / host_id)}
+            self.hosts[host_id] = Host(self.root, host_id, url, token_file, self.environment | readings, **place)
             self.hosts[host_id].start()
         until(f"reports of {', '.join(host_ids)}", lambda: set(host_ids) <= set(self.host_states()))
 
@@ -107,7 +115,9 @@ class Stack:
         argv = (str(ARMED_EXAMPLE), "--steps", "100000", *SMALL, *QUIET, "--losses-dir", str(job.losses_dir))
         env = {"ARMED_DIR": str(job.folder), "ARMED_PACE_S": str(PACE_S)}
         shape = {"nnodes": nnodes, "nproc_per_node": nproc_per_node, "max_restarts": 100}
-        self.submit(job, {"argv": argv, "env": env, **shape, **spec})
+        # On a busy machine saves would become less frequent, and more steps would be lost than the tests allow.
+        saved = {"checkpoint": {"adapt_interval": False}}
+        self.submit(job, {"argv": argv, "env": env, **shape, **saved, **spec})
         job.train_on()
         return job
 

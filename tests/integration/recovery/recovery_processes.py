@@ -53,13 +53,15 @@ def until(what: str, condition: Callable[[], T | None], timeout_s: float = DEADL
             return found
         assert time.monotonic() < deadline_s, f"not within {timeout_s:.0f} s: {what}"
         pause.wait(pause_s)
-        pause_s = min(pause_s * 1.2, 0.1)  # many conditions ask the supervisor, and cost as much as its own work
+        pause_s = min(pause_s * 1.2, 0.25)  # many conditions ask the supervisor, and cost as much as its own work
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's, without what would steer Flyball or torchrun; one thread per rank, as torchrun has it."""
+    """This process's, without what would steer Flyball or torchrun; one thread per rank, as torchrun has it; and no
+    probe sees this machine, whose load would be signals among those of the faults."""
     ours = ("FLYBALL_", "PET_", "TORCHELASTIC_")
-    return {k: v for k, v in os.environ.items() if not k.startswith(ours)} | {"OMP_NUM_THREADS": "1"}
+    own = {"OMP_NUM_THREADS": "1", "FLYBALL_PROBE_ROOT": "/nowhere"}
+    return {k: v for k, v in os.environ.items() if not k.startswith(ours)} | own
 
 
 def processes_with(entry: str) -> list[int]:

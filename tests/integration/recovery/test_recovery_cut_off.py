@@ -62,7 +62,7 @@ def test_a_host_that_only_the_supervisor_cannot_reach_is_not_touched(cut) -> Non
     suspect = stack.until("suspicion", lambda: [h for h in [hosts(stack)["host-b"]] if h["state"] == "suspect"])
     reason = str(suspect[0]["reason"])  # which of host-a's answer and the steps is told first is chance
     assert "only its way to the supervisor is cut" in reason, reason
-    job.train_on(300)  # for longer than it takes to be called silent without a witness
+    job.train_on(60)  # for longer than it takes to be called silent without a witness
     assert hosts(stack)["host-b"]["state"] == "suspect"
     ways["host-b"].heal()
     stack.until("trust", lambda: hosts(stack)["host-b"]["state"] == "healthy")

@@ -20,7 +20,7 @@ SELDOM = 100_000  # steps between two saves: nobody comes so far
 
 @pytest.fixture(scope="module")
 def job(make_stack):
-    stack = make_stack(**PATIENT)
+    stack = make_stack(FLYBALL_LEAVE_TIMEOUT_S="120", **PATIENT)  # a busy machine saves and moves slowly
     stack.start_supervisor()
     stack.add_hosts("host-a", "host-b", "host-c")
     return stack.train("drained", nnodes=2, nproc_per_node=1, checkpoint={"every_steps": SELDOM})

@@ -80,12 +80,13 @@ def test_a_killed_worker_is_restarted_from_memory(job, reference) -> None:
     assert incident["lost_steps"] <= 1
 
 
-def check_stall(job, reference, incident: dict[str, Any], rank: int) -> None:
+def check_stall(job, reference, incident: dict[str, Any], rank: int, *, looks: bool) -> None:
+    """`looks`: the stacks of all ranks are taken before the restart."""
     assert (incident["cause"], incident["signal"]) == ("rank_stalled", "rank_stalled")
-    (decision,) = job.decisions(incident)
     # Ranks that wait for it in the all-reduce may be named too: their beacons stopped within the same milliseconds.
-    assert str(rank) in decision["evidence"]["ranks"].split(",")
-    check_recovered(job, reference, incident, ["restart_in_place"], ["restart_in_place"])
+    assert str(rank) in job.decisions(incident)[0]["evidence"]["ranks"].split(",")
+    kinds, rules = (["take_stacks"], ["see_where_ranks_stand"]) if looks else ([], [])
+    check_recovered(job, reference, incident, [*kinds, "restart_in_place"], [*rules, "restart_in_place"])
     check_restored(job, incident, IN_MEMORY)
     assert incident["lost_steps"] <= 1
 
@@ -93,19 +94,19 @@ def check_stall(job, reference, incident: dict[str, Any], rank: int) -> None:
 def test_a_frozen_worker_is_found_by_its_beacon(job, reference) -> None:
     with job.next_incident() as incident:
         faults.hang(job.stack.api, job=JOB, rank=2, clock=CLOCK)
-    check_stall(job, reference, incident, 2)
+    check_stall(job, reference, incident, 2, looks=False)
 
 
 def test_a_worker_that_spins_is_found_by_its_beacon(job, reference) -> None:
     with job.next_incident() as incident:
         job.arm("spin", 3)
-    check_stall(job, reference, incident, 3)
+    check_stall(job, reference, incident, 3, looks=True)
 
 
 def test_a_rank_that_never_enters_the_all_reduce_is_found_by_the_beacons(job, reference) -> None:
     with job.next_incident() as incident:
         job.arm("absent", 1)
-    check_stall(job, reference, incident, 1)
+    check_stall(job, reference, incident, 1, looks=True)
 
 
 @pytest.mark.usefixtures("spare")

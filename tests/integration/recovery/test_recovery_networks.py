@@ -72,7 +72,7 @@ def test_a_host_that_the_supervisor_does_not_hear_is_not_touched(network, job) -
     spawned, before = job.spawns(), job.incidents()
     network.link("host-b", SUPERVISOR, loss=1.0, both_ways=False)
     job.stack.until("suspicion", lambda: states(job)["host-b"] == "suspect")
-    job.train_on(300)  # for longer than it takes to be called silent without a witness
+    job.train_on(60)  # for longer than it takes to be called silent without a witness
     assert states(job)["host-b"] == "suspect"
     network.link("host-b", SUPERVISOR)
     job.stack.until("trust", lambda: states(job)["host-b"] == "healthy")

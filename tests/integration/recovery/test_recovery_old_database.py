@@ -17,7 +17,7 @@ from flyball.contracts.clock import SystemClock
 from services.store.sql.database import Database
 from simulator.database_check import check_database
 
-SETTLED_S = 120.0
+SETTLED_S = 300.0
 BOUND_S = 90.0  # for an incident to be closed
 SLEEP = ("/bin/sh", "-c", "exec sleep 100000")  # a worker that shows no steps: its life is all that is watched
 # What a worker that shows no steps has to live for, to prove that it is well.
@@ -119,16 +119,16 @@ def test_a_wiped_database_adopts_the_job_that_runs(cluster: Cluster) -> None:
 def test_backups_of_every_age_adopt_the_job_as_it_runs(cluster: Cluster, tmp_path: Path) -> None:
     backups = []
     cluster.submit("aged")
-    for generation in range(1, 5):
+    for generation in range(1, 4):
         backups.append(tmp_path / f"before-{generation}.sqlite")
         cluster.back_up(backups[-1])
         cluster.run_on("aged", generation)
         backups.append(tmp_path / f"in-{generation}.sqlite")
         cluster.back_up(backups[-1])
-        if generation < 4:
+        if generation < 3:
             cluster.kill_one("aged")
-    generation = 4
-    for backup in backups:
+    generation = 3
+    for backup in backups[::2] + backups[-1:]:  # before each generation, and of the newest
         before = cluster.run_on("aged", generation)
         cluster.restore(backup)
         assert cluster.run_on("aged", generation) == before, backup.name

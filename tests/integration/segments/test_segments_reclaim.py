@@ -15,12 +15,11 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.rules.memory_plan import MemoryPlan
-from ckpt_engine.rules.reclaim_rules import is_reclaimable, unused_s
 from ckpt_engine.rules.slot_rules import SlotState
 from ckpt_engine.slots import control_file, segment_files
 from ckpt_engine.slots.control_file import boot_time_ns, read_last_use, write_last_use
 from ckpt_engine.slots.rank_segments import RankSegments
-from ckpt_engine.slots.reclaim import Reclaimer, list_memory, remove_job
+from ckpt_engine.slots.reclaim import Reclaimer, is_reclaimable, list_memory, remove_job, unused_s
 from ckpt_engine.tiers.memory import MemoryTier, PeerTier
 from flyball.contracts.errors import Conflict
 from flyball.contracts.on_host.segments import parse_segment, rank_segment, replica_segment, shm_prefix

@@ -1,0 +1,49 @@
+"""What `flyball.attach` gives a worker of an engine's host, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from engine_hosts import JOB, EngineHost
+
+from flyball.contracts.checkpoints import CheckpointSpec, Lineage
+from flyball.contracts.on_host.segments import beacon_path
+from flyball.sdk.beacon import create_beacon
+from flyball.sdk.trainer import Job
+from flyball.sdk.worker_identity import WorkerIdentity
+
+
+@contextmanager
+def attached(
+    host: EngineHost,
+    rank: int,
+    lineage: Lineage,
+    restore_step: int | None,
+    spec: CheckpointSpec,
+    *,
+    world_size: int = 2,
+) -> Iterator[Job]:
+    """One of several workers."""
+    generation = lineage[-1].generation
+    beacon = beacon_path(host.prefix, JOB, generation, rank)
+    create_beacon(beacon)
+    job = Job(
+        WorkerIdentity(
+            job=JOB,
+            generation=generation,
+            rank=rank,
+            world_size=world_size,
+            local_world_size=1,
+            beacon=beacon,
+            shm_prefix=host.prefix,
+            engine_notify=str(host.state_dir / "notify.sock"),
+            restore_step=restore_step,
+            checkpoint=spec,
+            lineage=lineage,
+        )
+    )
+    try:
+        yield job
+    finally:
+        job.close()

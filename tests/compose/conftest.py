@@ -1,0 +1,8 @@
+"""Helpers beside the tests are found by path."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))

@@ -1,0 +1,130 @@
+"""Runs an example of a framework: by itself, and under `flyball run` with a worker killed by `flyball inject kill`.
+
+Everything is a process of its own: the frameworks, torch and the supervisor as users have them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from own_commands import run_here
+from run_folders import environment_of
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+DEADLINE_S = 300.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that has succeeded: the job as `flyball run -o json` tells it, and the output of its ranks."""
+
+    job: dict[str, Any]
+    output: str
+
+
+def losses(output: str) -> list[str]:
+    """The last loss of each rank, which the examples print as a hexadecimal number: nothing is rounded."""
+    return sorted(re.findall(r"rank \d+: -?0x[0-9a-f.]+p[+-]\d+", output))
+
+
+class Place:
+    """A folder with the state of all runs, and their outputs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "shm").mkdir()
+        self.environment = environment_of(
+            folder, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false"
+        )
+
+    def uninterrupted(self, script: Path, *arguments: str, ranks: int = 1) -> str:
+        """As somebody runs it who has no Flyball. Returns its output."""
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        done = subprocess.run(
+            [sys.executable, *torchrun, str(script), *arguments],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            cwd=self.folder,
+            env=self.environment,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def killed(
+        self,
+        script: Path,
+        *arguments: str,
+        kills: dict[int, int],
+        lost: int = 1,
+        flags: tuple[str, ...] = (),
+        ranks: int = 1,
+    ) -> Ended:
+        """Under `flyball run`. `kills` has the rank to kill at each step, ascending. Each time training must go on from
+        a step that is not older than that one by more than `lost` steps."""
+        events = self.folder / f"{script.stem}.events"
+        job, log = script.stem.replace("_", "-"), self.folder / f"{script.stem}.log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "flyball.cli.main", "run", "--job", job, "-o", "json"),
+                    *("--nproc-per-node", str(ranks), *flags, str(script), *arguments),
+                ],
+                stdout=subprocess.PIPE,
+                stderr=out,
+                text=True,
+                cwd=self.folder,
+                env=self.environment | {"FLYBALL_EVENTS": str(events)},
+            )
+        try:
+            for step, rank in kills.items():
+                self._wait_for(lambda step=step: self._step_of(job) >= step, process, log, f"step {step}")
+                killed = run_here("inject", "kill", "--job", job, "--rank", str(rank), environment=self.environment)
+                assert killed.returncode == 0, killed.stderr
+            stdout, _ = process.communicate(timeout=DEADLINE_S)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait(DEADLINE_S)
+        assert process.returncode == 0, log.read_text()
+        ended = Ended(json.loads(stdout), log.read_text())
+        assert ended.job["restart_count"] == len(kills), ended.output
+        begun = first_steps(events)
+        assert begun[1] == 0
+        assert all(begun[number + 2] >= step - lost for number, step in enumerate(kills)), begun
+        return ended
+
+    def _step_of(self, job: str) -> int:
+        """The newest step of all ranks; -1 before there is one."""
+        shown = run_here("status", "--job", job, "-o", "json", environment=self.environment)
+        if shown.returncode != 0:
+            return -1
+        [found] = json.loads(shown.stdout)["jobs"]
+        return -1 if found.get("newest_step") is None else int(found["newest_step"])
+
+    @staticmethod
+    def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], log: Path, what: str) -> None:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline_s, f"{what} did not happen: {log.read_text()}"
+            time.sleep(0.05)
+
+
+def first_steps(events: Path) -> dict[int, int]:
+    """The first step of each generation, as the ranks told it. Ranks append at the same time, so lines may be blank."""
+    found: dict[int, int] = {}
+    for event in map(json.loads, filter(None, events.read_text().splitlines())):
+        if event["kind"] == "steps":
+            generation, step = event["generation"], event["data"]["first_step"]
+            found[generation] = min(step, found.get(generation, step))
+    return found

@@ -1,0 +1,92 @@
+"""The loss passed to `job.step` is visible to users."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from own_commands import run_here
+from run_folders import environment_of, run_folder
+
+TIMEOUT_S = 240.0
+SCRIPT = """
+import os, time, torch
+import flyball
+job = flyball.attach()
+loss = torch.tensor(4.0)
+for step in range(10_000):
+    time.sleep(0.02)
+    if job.rank == 0:
+        job.step(step, loss=loss)
+        print(f"step {step} loss {loss.item()}", flush=True)
+        loss *= 0.999  # in place
+    else:
+        job.step(step, loss=100.0)
+    if os.path.exists("enough"):
+        break
+job.step(step + 1, loss=float("nan"))
+job.close()
+"""
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder with a path short enough for sockets."""
+    with run_folder() as folder:
+        yield folder
+
+
+def status(place: Path, *more: str) -> str:
+    done = run_here("status", "--job", "lossy", *more, environment=environment_of(place))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def job_of(place: Path) -> dict[str, Any]:
+    return dict(json.loads(status(place, "-o", "json"))["jobs"][0])
+
+
+def answer(url: str, token: str) -> str:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(request, timeout=10.0) as got:
+        return str(got.read().decode())
+
+
+def test_the_api_shows_the_loss_that_the_script_printed(place: Path) -> None:
+    (place / "train.py").write_text(SCRIPT)
+    line = [sys.executable, "-m", "flyball.cli.main", "run", "--nproc-per-node", "2", "--job", "lossy"]
+    with (place / "out").open("wb") as out, (place / "err").open("wb") as err:
+        process = subprocess.Popen([*line, "train.py"], stdout=out, stderr=err, cwd=place, env=environment_of(place))
+    try:
+        deadline = time.monotonic() + TIMEOUT_S
+        while "step 60 " not in (place / "out").read_text():
+            assert time.monotonic() < deadline and process.poll() is None, (place / "err").read_text()
+            time.sleep(0.05)
+        output = (place / "err").read_text()
+        url = re.findall(r"status page (http://[0-9.:]+)", output)[0]
+        token = Path(re.findall(r"state and logs in (\S+)", output)[0], "supervisor", "token").read_text().strip()
+        loss = None
+        while not loss or loss["step"] < 60:
+            assert time.monotonic() < deadline, loss
+            job = json.loads(answer(f"{url}/v1/jobs/lossy", token))
+            loss = job["loss"]
+        assert re.search(r'flyball_job_loss\{training_job="lossy"\} [0-9.]+', answer(f"{url}/metrics", token))
+        (place / "enough").touch()
+        assert process.wait(TIMEOUT_S) == 0, (place / "err").read_text()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(60.0)
+    printed = dict(re.findall(r"step (\d+) loss ([0-9.e-]+)", (place / "out").read_text()))
+    assert loss["value"] == float(printed[str(loss["step"])]), "unchanged since the call"
+    ended = job_of(place)
+    assert ended["loss"]["value"] == "nan" and loss["step"] < ended["loss"]["step"] <= ended["newest_step"]
+    assert re.search(r"\bnan\b", status(place))

@@ -1,0 +1,146 @@
+"""The same command with another number of ranks resumes from where the others were: real processes, bit for bit."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from own_processes import processes_of
+from run_folders import environment_of, run_folder
+
+TIMEOUT_S = 300.0
+TRAINER = """
+import itertools, os, time
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+import flyball
+
+def truth(step):
+    return torch.arange(24 * 5000, dtype=torch.float64).reshape(24, 5000).mul_(1.0001).add_(step)
+
+job = flyball.attach()
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+mesh = init_device_mesh("cpu", (world,))
+
+def sharded(step):
+    return distribute_tensor(truth(step), mesh, [Shard(0)], src_data_rank=None)
+
+state = {"rows": sharded(-1), "whole": torch.full((1000,), -1.0, dtype=torch.float64), "rank": rank}
+begin = job.restore(state)
+if begin:
+    assert torch.equal(state["rows"].to_local(), sharded(begin - 1).to_local()), "not what was saved"
+    assert torch.equal(state["whole"], torch.full((1000,), begin - 1.0, dtype=torch.float64))
+for step in itertools.count(begin):
+    state["rows"].to_local().copy_(sharded(step).to_local())
+    state["whole"].fill_(step)
+    job.step(step)
+    job.save(step, state)
+    with open(f"w{world}-r{rank}.new", "w") as file:
+        file.write(f"{begin} {step}")
+    os.replace(f"w{world}-r{rank}.new", f"w{world}-r{rank}")
+    if os.path.exists("enough"):
+        break
+    time.sleep(0.02)
+job.close()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder for the script and all state; afterwards no process of it is left."""
+    with run_folder() as folder:
+        (folder / "train.py").write_text(TRAINER)
+        yield folder
+
+
+class Run:
+    """`flyball run` of the trainer with some ranks."""
+
+    def __init__(self, place: Path, ranks: int) -> None:
+        self.place, self.ranks = place, ranks
+        self.log = place / f"out-{ranks}"
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "flyball.cli.main", "run", "--job", "gpt"),
+                    *("--nproc-per-node", str(ranks), "--shutdown-timeout", "120", "train.py"),
+                ],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=place,
+                env=environment_of(place),
+            )
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def steps(self) -> list[tuple[int, int]]:
+        """Where each rank began, and its newest step."""
+        files = [self.place / f"w{self.ranks}-r{rank}" for rank in range(self.ranks)]
+        found = (file.read_text().split() for file in files if file.exists())
+        return [(int(begin), int(step)) for begin, step in found]
+
+    def train(self, more: int = 8) -> int:
+        """Wait until every rank has made some steps; where they began."""
+        self._wait_for(lambda: len(self.steps()) == self.ranks and all(s >= b + more for b, s in self.steps()))
+        (begin,) = {begin for begin, _ in self.steps()}
+        return begin
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert self.process.poll() is None, self.text
+            assert time.monotonic() < deadline_s, self.text
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(TIMEOUT_S) == 128 + signal.SIGTERM, self.text
+
+    def kill_everything(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while left := processes_of(self.place):
+            assert time.monotonic() < deadline_s
+            for process in left:
+                try:
+                    process.kill()
+                except psutil.NoSuchProcess:
+                    continue
+            time.sleep(0.01)
+
+
+@pytest.mark.proof
+def test_four_ranks_save_two_resume_from_disk_and_three_from_memory(place: Path) -> None:
+    four = Run(place, 4)
+    assert four.train() == 0
+    four.stop()
+
+    two = Run(place, 2)
+    begun = two.train()
+    assert begun > 0, two.text
+    assert f"resuming from step {begun - 1} (" in two.text
+    assert "on 4 ranks, and resharded to 2 (--fresh starts over)" in two.text
+    two.kill_everything()
+
+    three = Run(place, 3)
+    again = three.train()
+    assert again > begun, three.text
+    assert f"resuming from step {again - 1} (memory, verified)" in three.text
+    assert "on 2 ranks, and resharded to 3 (--fresh starts over)" in three.text
+    (place / "enough").touch()
+    assert three.process.wait(TIMEOUT_S) == 0, three.text
+    assert list((place / "shm").iterdir()) == []

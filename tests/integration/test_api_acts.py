@@ -1,0 +1,176 @@
+"""What operators do through the API: tried before, repeated safely, recorded; and how often anybody may ask."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from described_replies import DescribedReplies
+
+from flyball.contracts.clock import SystemClock
+from flyball.contracts.cluster import HostFacts
+from flyball.contracts.credentials import host_credential, reader_token
+from flyball.contracts.reports.signals import EngineStatus, Report
+from flyball.contracts.wire import WIRE_VERSION, encode
+from services.main import Supervisor
+from services.settings import load_settings
+
+PATIENCE_S = 300.0
+SPEC = {"job": "gpt", "argv": ["train.py"], "workdir": "/", "env": {"KEY": "a-secret"}, "nnodes": 1}
+
+
+@pytest.fixture(scope="module")
+def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("supervisor") / "state"
+
+
+@pytest.fixture(scope="module")
+def supervisor(state_dir: Path) -> Iterator[Supervisor]:
+    supervisor = Supervisor(load_settings(state_dir=state_dir, port=0, start_timeout_s=PATIENCE_S))
+    supervisor.start()
+    yield supervisor
+    supervisor.stop()
+
+
+@pytest.fixture
+def client(supervisor: Supervisor) -> Iterator[httpx.Client]:
+    headers = {"Authorization": f"Bearer {supervisor.token}"}
+    hooks = {"response": [DescribedReplies(supervisor.app.openapi())]}
+    with httpx.Client(base_url=supervisor.url, headers=headers, timeout=PATIENCE_S, event_hooks=hooks) as client:
+        for host_id in ("host-a", "host-b"):
+            daemon = {"Authorization": f"Bearer {host_credential(supervisor.token, host_id).token}"}
+            assert client.post("/v1/reports", content=encode(report(host_id)), headers=daemon).status_code == 200
+            until_s = time.monotonic() + PATIENCE_S
+            while client.get(f"/v1/hosts/{host_id}").status_code == 404:  # the sensor stores it behind the reply
+                assert time.monotonic() < until_s
+        yield client
+
+
+def report(host_id: str) -> Report:
+    facts = HostFacts(
+        host_id=host_id,
+        address="127.0.0.1",
+        failure_domain=host_id,
+        engine_address="127.0.0.1:1",
+        free_port=29_500,
+        daemon_version="0.1.0",
+        pid=1,
+    )
+    return Report(
+        version=WIRE_VERSION,
+        incarnation=f"inc-{host_id}",
+        sent_at=SystemClock().wall_s(),
+        interval_s=600.0,
+        facts=facts,
+        engine=EngineStatus(alive=True),
+    )
+
+
+def audit(client: httpx.Client, **query: str) -> list[dict[str, Any]]:
+    return list(client.get("/v1/audit", params=query).json()["items"])
+
+
+def test_a_dry_run_shows_the_decision_and_changes_nothing(client: httpx.Client) -> None:
+    known = len(audit(client))
+    answer = client.post("/v1/jobs?dry_run=true", json=SPEC)
+    assert answer.status_code == 200
+    preview = answer.json()
+    assert (preview["status"], preview["reply"]["job"], preview["reply"]["state"]) == (201, "gpt", "submitted")
+    (start,) = [one for one in preview["decisions"] if one["job"] == "gpt"]
+    assert start["kind"] == "start_job"
+    assert len(start["hosts"]) == 1 and start["reason"]
+    assert client.get("/v1/jobs/gpt").status_code == 404
+    for path, body in (
+        ("/v1/hosts/host-a/drain", {"within_s": 60.0}),
+        ("/v1/hosts/host-a/undrain", None),
+        ("/v1/hosts/host-a/cordon", {"reason": "fans"}),
+        ("/v1/hosts/host-a/uncordon", None),
+        ("/v1/silence", {"for_s": 60.0, "host_id": "host-a"}),
+        ("/v1/hosts/host-a/conditions", {"kind": "xid", "severity": "critical", "message": "XID 48"}),
+    ):
+        tried = client.post(f"{path}?dry_run=true", json=body)
+        assert (tried.status_code, tried.json()["status"]) == (200, 202), path
+    assert client.post("/v1/hosts/none/drain?dry_run=true", json={}).status_code == 404
+    assert client.post("/v1/approve?dry_run=true", json={"target": "inc-9"}).status_code == 404
+    assert client.post("/v1/jobs/none/checkpoint?dry_run=true", json={}).status_code == 404
+    alive = client.delete("/v1/hosts/host-a?dry_run=true")
+    assert (alive.status_code, alive.json()["code"]) == (409, "conflict")
+    host = client.get("/v1/hosts/host-a").json()
+    assert (host["drain"], host["conditions"]) == (None, [])
+    assert client.get("/v1/orders").json()["items"] == []
+    assert len(audit(client)) == known
+
+
+def test_a_key_is_carried_out_once(client: httpx.Client) -> None:
+    key = {"Idempotency-Key": "b2a5d3c0-7d0e-4a0e-9a55-1f2e3d4c5b6a"}
+    order = {"for_s": 600.0, "host_id": "host-b", "reason": "fans"}
+    first = client.post("/v1/silence", json=order, headers=key)
+    again = client.post("/v1/silence", json=order, headers=key)
+    assert first.status_code == again.status_code == 202
+    assert again.content == first.content
+    assert again.headers["Idempotency-Replayed"] == "true" and "Idempotency-Replayed" not in first.headers
+    other = client.post("/v1/silence", json=order | {"for_s": 601.0}, headers=key)
+    assert (other.status_code, other.json()["code"]) == (409, "conflict")
+    assert len(audit(client, operation="silence")) == 1
+    long = client.post("/v1/silence", json=order, headers={"Idempotency-Key": "x" * 256})
+    assert (long.status_code, long.json()["errors"][0]["field"]) == (422, "Idempotency-Key")
+    assert client.post("/v1/silence", json=order | {"for_s": 0.0}).status_code == 202
+
+
+@pytest.mark.parametrize("path", ["/v1/hosts/host-a/token", "/v1/reader-token"])
+def test_a_token_is_never_stored(client: httpx.Client, supervisor: Supervisor, state_dir: Path, path: str) -> None:
+    """Not even for repetitions of its request, which get the same token anyway."""
+    key = {"Idempotency-Key": path}
+    first = client.post(path, headers=key)
+    again = client.post(path, headers=key)
+    assert first.status_code == 200
+    assert (again.content, again.headers["Cache-Control"]) == (first.content, "no-store")
+    token = reader_token(supervisor.token) if "reader" in path else host_credential(supervisor.token, "host-a").token
+    assert token in first.text
+    files = list(state_dir.glob("flyball.sqlite*"))
+    assert files and not [file.name for file in files if token.encode() in file.read_bytes()]
+
+
+def test_the_audit_log_shows_who_did_what(client: httpx.Client, supervisor: Supervisor) -> None:
+    assert client.post("/v1/jobs", json=SPEC).status_code == 201
+    assert client.post("/v1/jobs/gpt/stop").status_code == 202
+    assert client.post("/v1/hosts/none/drain", json={"reason": "fans"}).status_code == 404
+    submitted, stopped, refused = audit(client)[-3:]
+    assert (submitted["operation"], submitted["status"], submitted["detail"]) == ("submitJob", 201, {"job": "gpt"})
+    assert (stopped["operation"], stopped["target"], stopped["client"]) == ("stopJob", "gpt", "127.0.0.1")
+    assert (refused["target"], refused["status"], refused["code"]) == ("none", 404, "not_found")
+    assert refused["detail"] == {"reason": "fans"}
+    assert client.post("/v1/checks", json={"hosts": ["host-a", "host-b"]}).status_code == 202
+    (checked,) = audit(client, operation="checkHosts")
+    assert checked["detail"] == {"hosts": "host-a, host-b"}
+    assert submitted["token"] == stopped["token"] and submitted["token"] not in supervisor.token
+    assert "a-secret" not in client.get("/v1/audit").text
+    reader = {"Authorization": f"Bearer {reader_token(supervisor.token)}"}
+    assert client.get("/v1/audit", headers=reader).status_code == 200
+
+
+def test_users_have_a_limit_and_daemons_have_none(tmp_path: Path) -> None:
+    settings = load_settings(state_dir=tmp_path, port=0, start_timeout_s=PATIENCE_S, max_requests_per_s=0.001)
+    supervisor = Supervisor(settings)
+    supervisor.start()
+    try:
+        daemon = {"Authorization": f"Bearer {host_credential(supervisor.token, 'host-a').token}"}
+        operator = {"Authorization": f"Bearer {supervisor.token}"}
+        with httpx.Client(base_url=supervisor.url, timeout=PATIENCE_S) as client:
+            assert client.get("/v1/jobs", headers=operator).status_code == 200
+            refused = client.get("/v1/jobs", headers=operator)
+            assert (refused.status_code, refused.json()["code"]) == (429, "too_busy")
+            assert 1 <= int(refused.headers["Retry-After"]) <= 1000
+            assert client.get("/hosts", headers=operator).status_code == 429, "a page counts as well"
+            assert [client.post("/login", data={"token": "x"}).status_code for _ in range(2)] == [401, 429]
+            for _ in range(5):
+                answer = client.post("/v1/reports", content=encode(report("host-a")), headers=daemon)
+                assert answer.status_code == 200
+                assert client.get("/healthz").status_code == 200
+                assert client.get("/static/js/session.js", headers=operator).status_code == 200
+    finally:
+        supervisor.stop()

@@ -1,0 +1,114 @@
+"""Whole runs of scenarios: reproducible, checked, and in agreement with closed forms and published figures."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from goodput.predict.prediction import SECONDS_PER_DAY, expected_ettr, rate_interval
+from simulator.fleet import scenario
+from simulator.fleet.report import to_html
+from simulator.fleet.result import Result, simulate
+from simulator.fleet.world import FleetWorld
+
+# What Meta's formula assumes: each fault ends the run, costs the same, and nothing else is lost.
+FORMULA = """
+about = "The assumptions of the closed form."
+days = {days}
+[job]
+nodes = {nodes}
+step_s = 1.0
+[cluster]
+spares = 0
+[checkpoint]
+every_s = {every_s}
+replicate_s = 0.0
+[times]
+notice_s = 0.0
+stop_s = 1.0
+start_s = 100.0
+restore_s = 18.8
+[[causes]]
+name = "fault"
+effect = "process"
+per_1000_node_days = {rate}
+"""
+RESTART_S = 120.0  # stop, answer of the start (0.2 s), start, restore
+
+
+def _run(name: str, seed: int, *settings: str) -> Result:
+    return simulate(scenario.load(name, settings), seed, name).result
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_small_scenario_breaks_no_check(seed: int) -> None:
+    found = _run("small", seed)
+    assert found.violations == ()
+    assert found.useful + found.recomputed + found.saving + found.down == pytest.approx(1.0)
+
+
+def test_lemons_blasts_and_repairs_that_do_not_hold_break_no_check() -> None:
+    settings = ["cluster.lemons=0.3", "cluster.repairs_that_hold=0.3", "causes.rack-power.count=6", "cluster.spares=8"]
+    found = _run("small", 5, *settings, "job.nodes=32", "observed={nodes=8, days=7}")
+    assert found.violations == ()
+    assert found.interruptions > 50
+
+
+def test_a_seed_gives_the_same_run_under_any_hash_seed() -> None:
+    found = _run("small", 2, "days=2")
+    code = (
+        "from simulator.fleet import scenario, result;"
+        "print(result.simulate(scenario.load('small', ['days=2']), 2, 'small').result.digest)"
+    )
+    env = {**os.environ, "PYTHONHASHSEED": "99"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == found.digest
+    assert _run("small", 3, "days=2").digest != found.digest
+
+
+def test_another_cause_shifts_none_of_the_others() -> None:
+    def moments(world: FleetWorld) -> dict[str, list[float]]:
+        world.run()
+        names = {fault.cause for fault in world.faults} - {"hang"}
+        return {name: [fault.at_s for fault in world.faults if fault.cause == name] for name in names}
+
+    with_hangs = moments(FleetWorld(scenario.load("small"), 4))
+    without = moments(FleetWorld(scenario.load("small", ["causes.hang.count=0"]), 4))
+    assert with_hangs == without
+
+
+@pytest.mark.parametrize("nodes", [64, 512])
+@pytest.mark.parametrize("rate", [2.0, 10.0])
+@pytest.mark.parametrize("every_s", [300.0, 900.0])
+def test_the_closed_form_and_the_simulation_agree(nodes: int, rate: float, every_s: float) -> None:
+    per_day = nodes * rate / 1000.0
+    days = min(3650.0, 60.0 / per_day)
+    text = FORMULA.format(days=days, nodes=nodes, rate=rate, every_s=every_s)
+    found = simulate(scenario.parse(text, "formula"), 1, "formula").result
+    expected = expected_ettr(nodes=nodes, failures_per_1000_node_days=rate, restart_s=RESTART_S, interval_s=every_s)
+    assert found.violations == ()
+    assert found.useful == pytest.approx(expected, abs=0.02)
+
+
+@pytest.mark.slow
+def test_llama3_is_as_published() -> None:
+    found = simulate(scenario.load("llama3"), 1, "llama3").result
+    assert found.violations == ()
+    assert found.goodput.ettr is not None
+    assert found.goodput.ettr > 0.9
+    published = {cause.name: cause.count or 0.0 for cause in scenario.load("llama3").causes}
+    for cause in found.causes:
+        likely = rate_interval(cause.faults, 1.0, confidence=0.999)
+        assert likely.low <= published[cause.name] <= likely.high, cause.name
+    assert found.days * SECONDS_PER_DAY == pytest.approx(found.goodput.elapsed_s)
+
+
+def test_a_report_says_the_answer_and_the_assumptions() -> None:
+    chosen = scenario.load("small", ["days=1"])
+    page = to_html(simulate(chosen, 1, "small"), chosen, ["days=1"])
+    assert "of the time became training that counts" in page
+    assert "All figures are made up." in page
+    assert page.index("The answer") < page.index("Where the time went")

@@ -1,0 +1,229 @@
+"""Which hosts a plan asks, which actions a decision ends, and to which step a failed restore goes back."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, ShardCopy, Tier
+from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase
+from flyball.contracts.decisions import ActionPlan, ActionState, DecisionKind, Incident, IncidentState
+from services.controller.round import plans
+from services.controller.round.round import Case, Round
+from services.controller.round.verdict import Verdict
+from services.controller.round.view import (
+    ActionView,
+    GenerationView,
+    HostView,
+    JobView,
+    PastFailure,
+    PolicySettings,
+    RankView,
+    View,
+)
+from services.controller.rules.recovery_rules import restart_from_an_older_recovery_point
+
+NOW = 10_000.0
+SETTINGS = PolicySettings()
+SPEC = JobSpec("job", ("t.py",), "/", nnodes=2, checkpoint=CheckpointSpec(every_steps=1), max_restarts=9)
+GENERATION = GenerationView(
+    generation=4,
+    parent=2,
+    lineage=(LineageEntry(2, 40), LineageEntry(4)),
+    hosts=(HostRanks("a", "ip", "a:7", (0,)), HostRanks("b", "ip", "b:7", (1,))),
+    peers={},
+    started_at=NOW - 100,
+    restore_step=40,
+    restart_count=1,
+    ranks=(RankView(0, "a", 40, Phase.RESTORING, NOW), RankView(1, "b", 40, Phase.RESTORING, NOW)),
+)
+JOB = JobView(SPEC, JobState.RUNNING, NOW - 1000, False, GENERATION)
+PLAN = ActionPlan(DecisionKind.RESTART_IN_PLACE, "job", SPEC, generation=2)
+INCIDENT = Incident(
+    "inc-1", "job", "b", "restore_failed", IncidentState.DECIDING, NOW, NOW, "Rank 1 could not restore.", 4
+)
+
+
+def host(name: str, state: HostState = HostState.HEALTHY, **more: object) -> HostView:
+    facts = {"address": "ip", "failure_domain": name, "engine_address": f"{name}:7", "free_port": 1} | more
+    return HostView(host_id=name, state=state, since=NOW - 500, last_report_at=NOW - 0.1, **facts)  # type: ignore[arg-type]  # a builder
+
+
+def action(number: int, plan: ActionPlan, state: ActionState = ActionState.SUCCEEDED) -> ActionView:
+    return ActionView(f"act-{number}", f"dec-{number}", "inc-1", plan, state, "stop", NOW - 10)
+
+
+def case(
+    *actions: ActionView,
+    hosts: tuple[HostView, ...] = (host("a"), host("b"), host("c")),
+    copies: tuple[ShardCopy, ...] = (),
+    job: JobView = JOB,
+    incident: Incident = INCIDENT,
+) -> Case:
+    view = View((job,), hosts, (incident,), actions, copies, next_incident=2, next_decision=5)
+    return Case(Round(view, SETTINGS, NOW), job, incident)
+
+
+def change(plan: ActionPlan, **changes: object) -> ActionPlan:
+    return msgspec.structs.replace(plan, **changes)
+
+
+# --- whom a plan asks ------------------------------------------------------------------------------------------------
+
+
+def asked(case: Case) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    plan = plans.end_plan(case, DecisionKind.STOP_JOB, 0.0)
+    return plan.stop_hosts, plan.unreachable_hosts
+
+
+def test_hosts_of_earlier_actions_may_have_workers_too_and_each_is_asked_once() -> None:
+    older = action(1, change(PLAN, stop_hosts=("c", "a"), unreachable_hosts=("d",)))
+    saved = action(2, change(PLAN, kind=DecisionKind.EMERGENCY_CHECKPOINT, stop_hosts=("e", "c")))
+    known = (host("a"), host("b"), host("c"), host("d"), host("e"))
+    assert asked(case(older, saved, hosts=known)) == (("a", "b", "c", "d", "e"), ())
+    assert asked(case(hosts=known)) == (("a", "b"), ())
+
+
+def test_actions_of_other_jobs_and_those_that_end_strays_say_nothing_of_the_jobs_hosts() -> None:
+    other = action(1, change(PLAN, job="other", stop_hosts=("c",), unreachable_hosts=("d",)))
+    strays = action(2, change(PLAN, kind=DecisionKind.CORDON, stop_hosts=("c",), unreachable_hosts=("d",)))
+    mine = action(3, change(PLAN, stop_hosts=("e",)))
+    known = tuple(host(name) for name in "abcde")
+    assert asked(case(other, strays, mine, hosts=known)) == (("a", "b", "e"), ()), "and those after it count"
+
+
+def test_hosts_that_get_no_commands_are_told_apart_in_the_order_of_the_others() -> None:
+    older = action(1, change(PLAN, stop_hosts=("c",), unreachable_hosts=("gone",)))
+    known = (host("a", HostState.SILENT), host("b"), host("c", HostState.SUSPECT))
+    assert asked(case(older, hosts=known)) == (("b",), ("a", "c", "gone"))
+
+
+def test_a_job_lacks_ranks_only_if_a_host_of_its_present_generation_is_unreachable() -> None:
+    older = action(1, change(PLAN, stop_hosts=("c",)))
+    present = (host("a"), host("b"), host("c", HostState.SILENT))
+    assert not plans.end_plan(case(older, hosts=present), DecisionKind.STOP_JOB, 0.0).lacks_ranks
+    lost = (host("a"), host("b", HostState.SILENT), host("c"))
+    assert plans.end_plan(case(older, hosts=lost), DecisionKind.STOP_JOB, 0.0).lacks_ranks
+
+
+def test_a_host_that_was_given_up_is_asked_no_more_though_it_is_heard() -> None:
+    plan = plans.restart_plan(
+        case(),
+        GENERATION,
+        GENERATION.hosts,
+        kind=DecisionKind.MIGRATE_TO_SPARE,
+        incident=INCIDENT,
+        given_up=("b",),
+    )
+    assert (plan.stop_hosts, plan.unreachable_hosts) == (("a",), ("b",))
+
+
+# --- what a decision ends --------------------------------------------------------------------------------------------
+
+
+def test_a_decision_ends_the_open_actions_of_its_job_alone_and_once() -> None:
+    asks = case(
+        action(1, PLAN, ActionState.DISPATCHED),
+        action(2, PLAN, ActionState.SUCCEEDED),
+        action(3, change(PLAN, job="other"), ActionState.DISPATCHED),
+        action(4, change(PLAN, kind=DecisionKind.CORDON), ActionState.DISPATCHED),
+        action(5, PLAN, ActionState.QUEUED),
+    )
+    round_ = asks.round
+    round_.supersede_all("job")
+    round_.supersede_all("job")
+    assert round_.outcome().superseded_actions == ("act-1", "act-5")
+    states = [one.state for one in round_.actions.values()]
+    assert states == [
+        ActionState.SUPERSEDED,
+        ActionState.SUCCEEDED,
+        ActionState.DISPATCHED,
+        ActionState.DISPATCHED,
+        ActionState.SUPERSEDED,
+    ]
+    assert list(round_.actions) == [f"act-{number}" for number in range(1, 6)]
+    assert [one.action_id for one in round_.actions.values()] == list(round_.actions)
+    assert list(round_.open_actions("job")) == []
+
+
+def test_the_hosts_of_an_action_that_was_ended_are_free_for_other_jobs() -> None:
+    asks = case(action(1, change(PLAN, stop_hosts=("c",)), ActionState.DISPATCHED))
+    other = msgspec.structs.replace(SPEC, job="other")
+
+    def free() -> list[str]:
+        return [found.host_id for found in asks.round.free_hosts(other)]
+
+    assert free() == ["a", "b"]
+    asks.round.supersede_all("job")
+    assert free() == ["a", "b", "c"]
+
+
+# --- a restore that failed -------------------------------------------------------------------------------------------
+
+
+def copies(*steps: int, job: str = "job", generation: int = 2) -> tuple[ShardCopy, ...]:
+    return tuple(ShardCopy(job, generation, step, n, Tier.MEMORY, "ab"[n], 1, "d") for step in steps for n in (0, 1))
+
+
+def older(case: Case) -> Verdict:
+    verdict = restart_from_an_older_recovery_point(case)
+    assert verdict is not None
+    return verdict
+
+
+def failed(*generations: int, cause: str = "restore_failed") -> JobView:
+    failures = tuple(PastFailure(generation, cause, "", "", 40) for generation in generations)
+    return msgspec.structs.replace(JOB, failures=failures)
+
+
+def test_the_step_that_failed_is_left_out_of_the_history_and_the_one_before_it_named() -> None:
+    verdict = older(case(copies=copies(38, 40)))
+    assert "Step 40 is left out: generation 5 goes back to step 38." in verdict.reason
+    assert verdict.plan is not None and verdict.plan.next is not None
+    assert verdict.plan.next.parent_lineage == (LineageEntry(2, 39), LineageEntry(4, 39))
+    assert (verdict.plan.next.known_step, verdict.kind) == (38, DecisionKind.RESTART_IN_PLACE)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        copies(40),  # the step itself
+        copies(38, job="other"),
+        copies(38)[:1],  # of rank 0 alone
+        copies(38, generation=3),  # of a generation that is not in the history
+    ],
+)
+def test_without_an_older_step_of_all_ranks_it_is_tried_once_more(held: tuple[ShardCopy, ...]) -> None:
+    assert restart_from_an_older_recovery_point(case(copies=held)) is None
+
+
+@pytest.mark.parametrize(
+    ("job", "gives_up"),
+    [
+        (failed(), False),
+        (failed(4), False),
+        (failed(4, 4), True),
+        (failed(3, 4), True),
+        (failed(2, 4), False),  # that was another attempt
+        (failed(2, 2), False),
+        (failed(3, 4, cause="worker_killed"), False),
+    ],
+)
+def test_after_a_second_failure_in_a_row_without_an_older_step_it_begins_anew(job: JobView, gives_up: bool) -> None:
+    verdict = restart_from_an_older_recovery_point(case(job=job))
+    assert (verdict is not None) is gives_up
+    if verdict is not None:
+        assert "generation 5 goes back to the beginning, since no older step is complete." in verdict.reason
+
+
+def test_other_failures_and_those_of_other_generations_leave_no_step_out() -> None:
+    held = copies(38, 40)
+    for incident in (
+        msgspec.structs.replace(INCIDENT, cause="worker_killed"),
+        msgspec.structs.replace(INCIDENT, generation=3),
+    ):
+        assert restart_from_an_older_recovery_point(case(copies=held, incident=incident)) is None
+    fresh = msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, restore_step=None))
+    assert restart_from_an_older_recovery_point(case(copies=held, job=fresh)) is None
+    first = msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, restore_step=0))
+    assert restart_from_an_older_recovery_point(case(copies=copies(0), job=first)) is None

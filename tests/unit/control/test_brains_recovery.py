@@ -1,0 +1,336 @@
+"""Rules for a generation that failed: restart in place, a spare, an older recovery point, or the end of the job."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, ShardCopy, Tier
+from flyball.contracts.cluster import HostRanks, HostState, JobState, Phase, WorkerError
+from flyball.contracts.decisions import ActionState, DecisionKind, IncidentState
+from flyball.contracts.identity import run_id
+from flyball.contracts.reports.signals import HostSilent, WorkerExited
+from services.controller.round.view import HostView, JobView, PastFailure
+from tests.checked_rules import decide
+from tests.policy_views import (
+    GENERATION,
+    HOSTS,
+    JOB,
+    KILLED,
+    NOW,
+    SAVED,
+    SEEN_BEFORE,
+    SETTINGS,
+    SPEC,
+    STOPPED,
+    action,
+    decided,
+    exited,
+    host,
+    incident,
+    rank,
+    say,
+    view,
+    with_exit,
+)
+
+
+def test_a_killed_worker_restarts_in_place() -> None:
+    outcome = decide(view(copies=SAVED), [say(KILLED, source="b")], SETTINGS, NOW)
+    decision = decided(outcome)
+    assert decision.rule == "restart_in_place" and decision.incident_id == "inc-7" and decision.decision_id == "dec-70"
+    assert decision.reason == (
+        "Rank 1 on b (pid 4242) was killed by signal 9 (SIGKILL) after step 50. "
+        "No host has to be replaced: generation 3 starts in place. This is restart 2 of 3."
+    )
+    plan = decision.action
+    assert plan is not None and plan.next is not None
+    assert (plan.generation, plan.stop_hosts, plan.next.generation, plan.next.parent) == (2, ("a", "b"), 3, 2)
+    assert plan.next.parent_lineage == GENERATION.lineage and plan.next.restart_count == 2
+    assert plan.next.run == run_id(JOB.submitted_at)  # of all generations of the job
+    (opened,) = outcome.incidents
+    assert (opened.cause, opened.state, opened.action_id, opened.failed_step) == (
+        "worker_killed",
+        IncidentState.ACTING,
+        "act-70",
+        50,
+    )
+    assert outcome.jobs[0].failure is not None and outcome.jobs[0].failure.cause == "worker_killed"
+
+
+def test_a_silent_host_is_replaced() -> None:
+    silent = say(HostSilent("b", 3.0, 2.0, ("a",)), source="sensor.1", at=NOW + 3)
+    outcome = decide(view(), [silent], SETTINGS, NOW)
+    decision = decided(outcome)
+    plan = decision.action
+    assert plan is not None and plan.next is not None
+    assert (plan.stop_hosts, plan.unreachable_hosts) == (("a",), ("b",))
+    assert [(part.host_id, part.ranks) for part in plan.next.hosts] == [("a", (0,)), ("c", (1,))]
+    assert plan.next.restart_count == 1 and "c" in plan.warm_hosts
+    assert outcome.hosts[0].state is HostState.SILENT
+    assert "a cannot reach it either" in decision.reason
+
+
+def came_back_empty(*numbers: int) -> JobView:
+    ranks = tuple(msgspec.structs.replace(r, is_gone=r.rank in numbers) for r in GENERATION.ranks)
+    return msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, ranks=ranks))
+
+
+def test_ranks_that_a_newer_daemon_of_their_host_does_not_know_have_failed() -> None:
+    decision = decided(decide(view(job=came_back_empty(1), copies=SAVED), [], SETTINGS, NOW))
+    assert (decision.kind, decision.rule) == (DecisionKind.RESTART_IN_PLACE, "restart_in_place")
+    assert decision.reason == (
+        "b came back empty: the daemon that runs there now knows nothing of rank 1. "
+        "No host has to be replaced: generation 3 starts in place. This burns no restart."
+    )
+    both = decided(decide(view(job=came_back_empty(0, 1)), [], SETTINGS, NOW))
+    assert both.reason.startswith("a, b came back empty: the daemons that run there now know nothing of ranks 0, 1.")
+    assert (
+        decide(view(job=came_back_empty(1)), [say(exited(0, error="Connection reset by peer"))], SETTINGS, NOW)
+        .incidents[0]
+        .cause
+        == "host_restarted"
+    )
+
+
+def test_a_worker_whose_end_a_restarted_daemon_told_has_failed_by_that() -> None:
+    ranks = (GENERATION.ranks[0], msgspec.structs.replace(GENERATION.ranks[1], is_gone=True, exited=KILLED))
+    job = msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, ranks=ranks))
+    assert decide(view(job=job), [], SETTINGS, NOW).incidents[0].cause == "worker_killed"
+
+
+@pytest.mark.parametrize(("step", "known"), [(-1, 47), (3, 3)])
+def test_a_generation_that_made_no_step_cuts_no_history_off(step: int, known: int) -> None:
+    """It was to begin from scratch on a spare that was dead, while the holder of step 47 could not be reached."""
+    ranks = (rank(0, "a", step=step, phase=Phase.STARTING), rank(1, "b", step=step, phase=Phase.STARTING))
+    generation = msgspec.structs.replace(
+        GENERATION, lineage=(LineageEntry(2),), parent_lineage=(LineageEntry(1),), restore_step=None, ranks=ranks
+    )
+    held = [ShardCopy("job", 1, 47, number, Tier.MEMORY, "c", 1, "x") for number in (0, 1)]
+    held += [ShardCopy("job", 2, 3, number, Tier.MEMORY, "ab"[number], 1, "x") for number in (0, 1) if step >= 3]
+    job = msgspec.structs.replace(JOB, generation=generation)
+    killed = msgspec.structs.replace(KILLED, last_step=step)
+    (decision,) = decide(view(job=job, copies=held), [say(killed)], SETTINGS, NOW).decisions
+    assert decision.action is not None and decision.action.next is not None
+    plan = decision.action.next
+    assert plan.known_step == known
+    # It may have made steps that nobody reported, since reports wait while the bus is away.
+    may_count = (LineageEntry(1), LineageEntry(2, after_step=-1))
+    assert plan.parent_lineage == (may_count if step < 0 else (LineageEntry(2),))
+
+
+def test_a_restart_asks_a_host_that_the_job_has_left_if_it_holds_more() -> None:
+    """b's memory went with its restart; c had been left by the job, and still has what a and b do not have together."""
+    held = [ShardCopy("job", 1, 30, number, Tier.MEMORY, "c", 1, "x") for number in (0, 1)]
+    outcome = decide(view(job=came_back_empty(1), copies=held), [], SETTINGS, NOW)
+    plan = decided(outcome).action
+    assert plan is not None and plan.next is not None
+    assert (plan.stop_hosts, plan.next.known_step) == (("a", "b", "c"), 30)
+    newer = [msgspec.structs.replace(copy, step=35, host_id="a") for copy in held]
+    plan = decided(decide(view(job=came_back_empty(1), copies=held + newer), [], SETTINGS, NOW)).action
+    assert plan is not None and plan.stop_hosts == ("a", "b"), "nobody else is waited for"
+
+
+def test_a_spare_takes_the_place_of_the_lost_host_among_the_peers() -> None:
+    ring = {"a": ("e",), "e": ("b",), "b": ("d",), "d": ("a",)}  # not the ring that would be made anew
+    parts = tuple(HostRanks(name, "10.0.0.1", f"{name}:7", (number,)) for number, name in enumerate("abde"))
+    ranks = tuple(rank(number, name) for number, name in enumerate("abde"))
+    generation = msgspec.structs.replace(GENERATION, hosts=parts, peers=ring, ranks=ranks)
+    job = msgspec.structs.replace(JOB, spec=msgspec.structs.replace(SPEC, nnodes=4), generation=generation)
+    hosts = (*(host(name, job="job") for name in "abde"), host("c"))
+    silent = say(HostSilent("b", 3.0, 2.0, ("a",)), source="sensor.1", at=NOW + 3)
+    plan = decided(decide(view(job=job, hosts=hosts), [silent], SETTINGS, NOW)).action
+    assert plan is not None and plan.next is not None
+    assert plan.next.peers == {"a": ("e",), "e": ("c",), "c": ("d",), "d": ("a",)}
+
+
+def test_a_silent_host_supersedes_a_restart_that_waits_for_it() -> None:
+    generation = msgspec.structs.replace(GENERATION, started_at=0.0, ranks=(), restore_step=None)
+    job = msgspec.structs.replace(JOB, generation=generation)
+    silent = say(HostSilent("b", 3.0, 2.0, ()), source="sensor.1", at=NOW + 3)
+    stopping = action(state=ActionState.DISPATCHED, phase="stop", positions={"0": 51}, restore_step=None)
+    outcome = decide(view(job=job, incidents=[incident()], actions=[stopping]), [silent], SETTINGS, NOW)
+    assert decided(outcome).kind is DecisionKind.MIGRATE_TO_SPARE
+    assert outcome.superseded_actions == ("act-1",)
+    (same,) = outcome.incidents
+    assert same.incident_id == "inc-1" and same.cause == "host_silent" and same.decisions_made == 2
+    plan = decided(outcome).action
+    assert plan is not None and plan.next is not None
+    assert (plan.next.generation, plan.next.parent, plan.next.restart_count) == (3, 1, 1)
+
+
+def test_an_identical_exception_fails_the_job() -> None:
+    past = PastFailure(1, "worker_exception", "ValueError", "boom at 0x7f01", 50)
+    job = msgspec.structs.replace(JOB, failures=(past,))
+    outcome = decide(view(job=job), [say(exited(error="boom at 0xdead"))], SETTINGS, NOW)
+    assert decided(outcome).rule == "fail_on_identical_exception"
+    assert outcome.jobs[-1].state is JobState.FAILED
+    assert outcome.incidents[-1].state is IncidentState.ESCALATED
+    other = decide(view(job=job), [say(exited(error="another"))], SETTINGS, NOW)
+    assert decided(other).kind is DecisionKind.RESTART_IN_PLACE
+
+
+def out_of_gpu_memory(tried: str) -> WorkerExited:
+    text = f"CUDA out of memory. Tried to allocate {tried}. Including non-PyTorch memory, this process has 15.48 GiB "
+    return msgspec.structs.replace(exited(), error=WorkerError("OutOfMemoryError", f"{text}memory in use."))
+
+
+def test_a_lack_of_gpu_memory_at_the_same_step_twice_fails_the_job_whatever_its_figures() -> None:
+    past = PastFailure(1, "worker_exception", "OutOfMemoryError", "CUDA out of memory. Tried to allocate 1 GiB.", 50)
+    job = msgspec.structs.replace(JOB, failures=(past,))
+    decision = decided(decide(view(job=job), [say(out_of_gpu_memory("2.00 GiB"))], SETTINGS, NOW))
+    assert decision.rule == "fail_on_identical_exception"
+    assert (
+        decision.reason.endswith("GPU memory in use: rank 1 15.48 GiB.") and "a lack of GPU memory" in decision.reason
+    )
+    elsewhere = msgspec.structs.replace(JOB, failures=(msgspec.structs.replace(past, step=49),))
+    again = decided(decide(view(job=elsewhere), [say(out_of_gpu_memory("2.00 GiB"))], SETTINGS, NOW))
+    assert again.kind is DecisionKind.RESTART_IN_PLACE
+
+
+def test_a_worker_killed_for_lack_of_memory_is_retried_once_without_progress() -> None:
+    body = msgspec.structs.replace(KILLED, error_class="host_out_of_memory")
+    assert decided(decide(view(), [say(body)], SETTINGS, NOW)).kind is DecisionKind.RESTART_IN_PLACE
+    past = PastFailure(1, "worker_killed", "host_out_of_memory", "", 50)
+    again = msgspec.structs.replace(JOB, failures=(past,))
+    decision = decided(decide(view(job=again), [say(body)], SETTINGS, NOW))
+    assert (decision.kind, decision.rule) == (DecisionKind.FAIL_JOB, "fail_on_repeated_lack_of_memory")
+    assert "2 generations without progress" in decision.reason
+    assert decided(decide(view(job=again), [say(KILLED)], SETTINGS, NOW)).kind is DecisionKind.RESTART_IN_PLACE
+    progressed = msgspec.structs.replace(GENERATION, furthest_step=0)
+    refilled = msgspec.structs.replace(again, generation=progressed)
+    assert decided(decide(view(job=refilled), [say(body)], SETTINGS, NOW)).kind is DecisionKind.RESTART_IN_PLACE
+
+
+def on_b(generation: int = 1, host_id: str = "b") -> PastFailure:
+    return PastFailure(generation, "worker_exception", "ValueError", "boom", 50, host_id)
+
+
+def test_a_flaky_host_is_left_before_its_exception_is_blamed_on_the_job() -> None:
+    job = msgspec.structs.replace(JOB, failures=(on_b(),))
+    decision = decided(decide(view(job=job), [say(exited())], SETTINGS, NOW))
+    assert (decision.kind, decision.rule) == (
+        DecisionKind.MIGRATE_TO_SPARE,
+        "leave_the_host_of_an_identical_exception",
+    )
+    assert "This failure ended 2 generations on b, and none elsewhere." in decision.reason
+    assert decision.action is not None and decision.action.next is not None
+    assert [part.host_id for part in decision.action.next.hosts] == ["a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("failures", "hosts", "also_on_a"),
+    [((on_b(host_id="a"),), HOSTS, False), ((on_b(),), HOSTS, True), ((on_b(),), HOSTS[:2], False)],
+    ids=["on another host before", "on another host, too", "no spare"],
+)
+def test_the_same_exception_on_two_hosts_or_without_a_spare_fails_the_job(
+    failures: tuple[PastFailure, ...], hosts: tuple[HostView, ...], also_on_a: bool
+) -> None:
+    job = msgspec.structs.replace(JOB, failures=failures)
+    signals = [say(exited())]
+    if also_on_a:
+        signals.append(say(exited(0), at=NOW + 0.1, seq=2))
+    assert decided(decide(view(job=job, hosts=hosts), signals, SETTINGS, NOW)).rule == "fail_on_identical_exception"
+
+
+def test_a_step_that_cannot_be_restored_is_left_out_by_ranks_that_move_too() -> None:
+    body = msgspec.structs.replace(exited(exit_code=23), error=WorkerError("RestoreFailed", "no source"))
+    copies = [ShardCopy("job", 1, step, n, Tier.PERSISTENT, "", 10, "d") for step in (39, 40) for n in range(2)]
+    leaves = (HOSTS[0], host("b", job="job", state=HostState.CORDONED), HOSTS[2])
+    decision = decided(decide(view(hosts=leaves, copies=copies), [say(body)], SETTINGS, NOW))
+    assert (decision.kind, decision.rule) == (
+        DecisionKind.MIGRATE_TO_SPARE,
+        "restart_from_an_older_recovery_point",
+    )
+    assert decision.action is not None and decision.action.next is not None
+    assert decision.action.next.parent_lineage == (LineageEntry(1, 39), LineageEntry(2, 39))
+    assert decision.action.next.known_step == 39
+
+
+def test_a_job_that_fails_gets_no_grace_and_keeps_its_history() -> None:
+    decision = decided(decide(view(job=SEEN_BEFORE), [say(exited())], SETTINGS, NOW))
+    plan = decision.action
+    assert plan is not None and plan.history is not None
+    assert (plan.kind, plan.grace_s, plan.deadline_s, plan.generation) == (DecisionKind.FAIL_JOB, 0.0, 40.0, 2)
+    assert plan.history.lineage == GENERATION.lineage and plan.emergency_step == -1
+    durable = msgspec.structs.replace(SPEC, checkpoint=CheckpointSpec(every_steps=1, disk_dir="/d", disk_every_steps=9))
+    job = msgspec.structs.replace(STOPPED, spec=durable)
+    plan = decided(decide(view(job=job), [], SETTINGS, NOW)).action
+    assert plan is not None and plan.deadline_s == 2.0 * durable.stop_grace_s + 40.0 + 60.0
+
+
+def test_an_exception_of_a_script_without_steps_is_left_to_max_restarts() -> None:
+    ranks = tuple(rank(n, on, step=-1, phase=Phase.STARTING) for n, on in enumerate("ab"))
+    generation = msgspec.structs.replace(GENERATION, ranks=ranks, restore_step=None)
+    past = PastFailure(1, "worker_exception", "ValueError", "boom", -1)
+    job = msgspec.structs.replace(JOB, generation=generation, failures=(past,))
+    body = msgspec.structs.replace(exited(), last_step=-1)
+    assert decided(decide(view(job=job), [say(body)], SETTINGS, NOW)).kind is DecisionKind.RESTART_IN_PLACE
+
+
+def test_restarts_are_used_up() -> None:
+    job = msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, restart_count=3))
+    outcome = decide(view(job=job), [say(KILLED)], SETTINGS, NOW)
+    assert decided(outcome).rule == "fail_when_restarts_are_used_up"
+    assert "All 3 restarts" in outcome.jobs[-1].message
+    silent = say(HostSilent("b", 3.0, 2.0, ()), source="sensor.1", at=NOW + 3)
+    assert decided(decide(view(job=job), [silent], SETTINGS, NOW)).kind is DecisionKind.MIGRATE_TO_SPARE
+
+
+def test_a_start_in_which_no_worker_failed_burns_no_restart() -> None:
+    started = msgspec.structs.replace(GENERATION, restart_count=3, ranks=())
+    job = msgspec.structs.replace(JOB, generation=started)
+    late = action(state=ActionState.TIMED_OUT, message="b did not answer in phase start in time.")
+    again = decided(decide(view(job=job, incidents=[incident()], actions=[late]), [], SETTINGS, NOW))
+    assert again.kind is DecisionKind.RESTART_IN_PLACE and "This burns no restart." in again.reason
+    assert again.action is not None and again.action.next is not None and again.action.next.restart_count == 3
+    never = decide(view(job=job), [], SETTINGS, NOW)  # the job's first start: there is no incident yet
+    assert never.incidents[0].cause == "start_overdue"
+    assert decided(never).kind is DecisionKind.RESTART_IN_PLACE
+    endless = incident(cause="start_overdue", decisions_made=8)
+    bounded = decide(view(job=job, incidents=[endless], actions=[late]), [], SETTINGS, NOW)
+    assert decided(bounded).rule == "fail_after_too_many_decisions"
+
+
+def test_too_many_decisions_escalate() -> None:
+    stuck = incident(state=IncidentState.DECIDING, generation=2, decisions_made=8, action_id="")
+    outcome = decide(view(job=with_exit(KILLED), incidents=[stuck]), [], SETTINGS, NOW)
+    assert decided(outcome).rule == "fail_after_too_many_decisions"
+
+
+def test_a_failed_action_is_followed_by_another_with_growing_pauses() -> None:
+    failed = action(state=ActionState.FAILED, message="b could not stop: no disk", phase="stop")
+    generation = msgspec.structs.replace(GENERATION, started_at=0.0, ranks=(), restore_step=None)
+    job = msgspec.structs.replace(JOB, generation=generation)
+    first = decide(view(job=job, incidents=[incident()], actions=[failed]), [], SETTINGS, NOW)
+    assert decided(first).kind is DecisionKind.RESTART_IN_PLACE
+    assert "act-1 ended failed: b could not stop: no disk." in decided(first).reason
+    later = decide(view(job=job, incidents=[incident(decisions_made=3)], actions=[failed]), [], SETTINGS, NOW)
+    assert decided(later).rule == "back_off_after_a_failed_action" and later.wake_at == NOW + 1.0
+
+
+def test_a_failed_restore_goes_to_an_older_point() -> None:
+    def copy(step: int, number: int) -> ShardCopy:
+        return ShardCopy("job", 1, step, number, Tier.MEMORY, "ab"[number], 10, "d")
+
+    body = msgspec.structs.replace(exited(exit_code=23), error=WorkerError("RestoreFailed", "no source"))
+    older = [copy(step, n) for step in (39, 40) for n in range(2)]
+    decision = decided(decide(view(copies=older), [say(body)], SETTINGS, NOW))
+    assert decision.rule == "restart_from_an_older_recovery_point"
+    assert decision.action is not None and decision.action.next is not None
+    assert decision.action.next.parent_lineage == (LineageEntry(1, 39), LineageEntry(2, 39))
+    assert decision.action.next.restart_count == 1
+    assert "generation 3 goes back to step 39" in decision.reason
+    none_older = decided(decide(view(copies=older[2:]), [say(body)], SETTINGS, NOW))
+    assert none_older.rule == "restart_in_place"  # once more, before everything is given up
+    job = msgspec.structs.replace(JOB, failures=(PastFailure(1, "restore_failed", "", "", 40),))
+    scratch = decided(decide(view(job=job, copies=older[2:]), [say(body)], SETTINGS, NOW))
+    assert "the beginning" in scratch.reason
+
+
+def test_after_a_migration_the_job_says_where_it_runs_now() -> None:
+    silent = say(HostSilent("b", 3.0, 2.0, ()), source="sensor.1", at=NOW + 3)
+    outcome = decide(view(), [silent], SETTINGS, NOW)
+    assert decided(outcome).kind is DecisionKind.MIGRATE_TO_SPARE
+    assert outcome.jobs[-1].message == "running on a, c"
+    assert outcome.jobs[-1].state is JobState.RUNNING

@@ -1,0 +1,112 @@
+"""Saves that training had to wait for: counted, shown on their handles, and reported from time to time."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engine_reports import signals_of
+
+from ckpt_engine.contracts.notices import LATE_S, SaveWaited
+from ckpt_engine.host.save_reports import REPORT_EVERY_S, LateSaveLog
+from ckpt_engine.rules.slot_rules import SlotView
+from ckpt_engine.trainer.commit_link import EngineLink
+from flyball.contracts.checkpoints import CheckpointSpec
+from flyball.contracts.on_host.engine_wire import EngineReply, LateSaves
+from flyball.contracts.reports.signals import SaveLate
+from flyball.sdk.trainer import Job
+from flyball.sdk.worker_identity import WorkerIdentity
+
+
+def waited(step: int, waited_s: float = 0.2, *, rank: int = 0) -> SaveWaited:
+    return SaveWaited(job="job", rank=rank, generation=1, step=step, waited_s=waited_s)
+
+
+def test_the_first_late_save_is_reported_at_once_and_later_ones_together() -> None:
+    log = LateSaveLog("job")
+    log.note(waited(3), 1000.0)
+    log.note(waited(3, rank=1), 1000.5)
+    for step in range(4, 500):
+        log.note(waited(step, 0.9 if step == 40 else 0.2), 1000.0 + step / 10)
+    assert [(late.rank, late.count, late.step) for late in log.newest()] == [(0, 1, 3), (1, 1, 3)]
+    log.note(waited(500), 1000.0 + REPORT_EVERY_S)
+    assert log.newest()[-1] == LateSaves("job", 1, 0, 500, 0.9, 497, 1000.0 + REPORT_EVERY_S)
+    log.note(waited(501), 500.0)
+    assert log.newest()[-1].count == 1, "a clock that was set back delays no report"
+
+
+def test_the_rest_is_reported_when_the_generation_ends() -> None:
+    log = LateSaveLog("job")
+    for step in (3, 4, 5):
+        log.note(waited(step, 0.2 * step), 1000.0 + step)
+    log.note(waited(3, rank=1), 1000.0)
+    for _ in range(2):
+        log.report_rest(1010.0)
+    assert [(late.rank, late.count, late.step, late.waited_s) for late in log.newest()] == [
+        (0, 1, 3, 0.2 * 3),
+        (1, 1, 3, 0.2),
+        (0, 2, 5, 1.0),
+    ]
+
+
+class Slow:
+    """A slow committer that remembers what it received."""
+
+    alive = True
+
+    def __init__(self, job: Job) -> None:
+        self._inner = job._engine._link
+        self.delay_s = 0.0
+        self.received: list[tuple[int, float]] = []
+
+    def captured(self, view: SlotView) -> None:
+        commit = threading.Timer(self.delay_s, lambda: self._inner.captured(view))  # type: ignore[union-attr]  # it is there
+        commit.daemon = True
+        commit.start()
+
+    def waited(self, step: int, waited_s: float) -> None:
+        self.received.append((step, waited_s))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+
+def test_a_save_that_waits_for_a_slot_shows_it_on_its_handle_and_is_counted(lone_rank: WorkerIdentity) -> None:
+    identity = replace(lone_rank, checkpoint=CheckpointSpec(save_timeout_s=120.0))
+    with Job(identity) as job:
+        link = Slow(job)
+        job._engine._link = job._engine._free_slots._link = job._engine.outcomes.link = link  # type: ignore[union-attr,assignment]  # it is open
+        handles = [job.save(0, {"t": torch.ones(10)})]
+        link.delay_s = 3 * LATE_S
+        while not job.late_saves and len(handles) < 100:  # if this thread is delayed, a save finds the slot free
+            handles.append(job.save(len(handles), {"t": torch.ones(10)}))
+        slow = [(handle.step, handle.waited_s) for handle in handles if handle.waited_s >= LATE_S]
+        assert slow and job.late_saves == len(slow) and [sent for sent in link.received if sent[1] >= LATE_S] == slow
+        assert job.failed_saves == 0
+
+
+def test_hold_ups_of_one_save_count_together_and_once(
+    lone_rank: WorkerIdentity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = replace(lone_rank, engine_notify=str(tmp_path / "notify"))
+    sent: list[int] = []
+    monkeypatch.setattr(EngineLink, "waited", lambda self, step, waited_s: sent.append(step))
+    with Job(identity) as job:
+        handle = job.save(7, {"t": torch.ones(10)})
+        saved_s = handle.waited_s
+        for _ in range(5):  # optimizers' steps that waited for the copy
+            job._engine._note_blocked(int(LATE_S / 2 * 1e9))
+        assert handle.waited_s - saved_s == pytest.approx(2.5 * LATE_S)
+        assert (job.late_saves, sent) == (1, [7, 7]), (
+            "sent once when it affects the save interval, and again when it is late"
+        )
+
+
+def test_the_daemon_makes_one_signal_of_a_report_that_its_engine_repeats() -> None:
+    late = [LateSaves("job", 1, 0, step, 0.4, 3, 1000.0 + step) for step in range(2)]
+    answers = (late[:1], late, late)
+    put = signals_of(*(EngineReply(ok=True, late=tuple(answer)) for answer in answers))
+    assert put == [SaveLate("job", 1, 0, step, 0.4, 3) for step in range(2)]

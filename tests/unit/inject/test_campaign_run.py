@@ -1,0 +1,130 @@
+"""A campaign against a supervisor that answers from a script: what it waits for, and what it reports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flyball.contracts.clock import SystemClock
+from flyball.contracts.errors import Forbidden, Unreachable
+from simulator.inject.campaign import run
+from simulator.inject.campaign.draws import Draw
+from simulator.inject.campaign.mixes import MixedFault
+from simulator.inject.campaign.outcome import FaultVerdict
+from simulator.inject.campaign.run import Campaign
+from simulator.inject.injector import FaultRequest, InjectedFault
+
+KILL = Draw(0.0, MixedFault("kill", 1.0, "CPU"), 0.9)
+
+
+class Cluster:
+    """One job of two ranks, which makes five steps whenever somebody looks. A fault opens an incident, which is closed
+    at the second look; `fails`: the job does not survive it."""
+
+    def __init__(self, *, fails: bool = False, refuses: bool = False) -> None:
+        self.fails, self.refuses = fails, refuses
+        self.step, self.looks = 0, 0
+        self.requests: list[FaultRequest] = []
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        return ()
+
+    def inject(self, request: FaultRequest) -> InjectedFault:
+        if self.refuses:
+            raise Forbidden("Job gpt may not be broken on purpose.", hint="mark it")
+        self.requests.append(request)
+        return InjectedFault("one", "kill", 100.0, "rank 1 on host-b", "host-b", 1, 1, ("gpt",), 0.0)
+
+    def get(self, path: str, **_: str | int | None) -> Any:  # noqa: ANN401 - JSON
+        if path == "/v1/jobs/gpt":
+            self.step += 5
+            ranks = [{"rank": 0, "host_id": "host-a"}, {"rank": 1, "host_id": "host-b"}]
+            state = "failed" if self.fails and self.requests else "running"
+            return {"job": "gpt", "state": state, "message": "no more", "newest_step": self.step, "ranks": ranks}
+        assert path == "/v1/incidents"
+        if not self.requests:
+            return {"items": []}
+        self.looks += 1
+        incident = {
+            "incident_id": "inc-1",
+            "cause": "worker_killed",
+            "signal": "worker_exited",
+            "state": "resolved" if self.looks > 1 else "open",
+            "host_id": "host-b",
+            "opened_at": 100.5,
+            "observed_at": 100.2,
+            "resolved_at": 102.0,
+            "decisions": ["restart_in_place"],
+            "lost_steps": 0,
+            "message": "",
+            "holding_for": "",
+        }
+        return {"items": [incident]}
+
+    def post(self, path: str, body: object = None) -> None:
+        raise AssertionError(f"{path}: the injector records faults, not the campaign: {body}")
+
+
+def campaign(cluster: Cluster, lines: list[str]) -> Campaign:
+    return Campaign(cluster, cluster, job="gpt", clock=SystemClock(), announce=lines.append, patience_s=30.0)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "LOOK_INTERVAL_S", 0.0)
+
+
+def test_a_fault_is_followed_until_the_job_trains_again() -> None:
+    cluster, lines = Cluster(), []
+    outcomes, early = campaign(cluster, lines).run([KILL])
+    assert early == "" and [o.verdict for o in outcomes] == [FaultVerdict.RECOVERED]
+    assert (outcomes[0].recovered_s, outcomes[0].stands_for) == (2.0, "CPU")
+    assert cluster.requests == [FaultRequest("kill", job="gpt", rank=1)], "the place of the draw, among two ranks"
+    assert "recovered after 2.0 s" in lines[0]
+
+
+def test_a_job_that_a_fault_ends_is_the_fault_that_was_handled_wrong() -> None:
+    outcomes, early = campaign(Cluster(fails=True), []).run([KILL, KILL])
+    assert "the job has ended: failed" in early
+    assert [o.verdict for o in outcomes] == [FaultVerdict.WRONG] and "has ended" in outcomes[0].why
+
+
+def test_what_cannot_be_injected_is_in_the_report() -> None:
+    outcomes, _ = campaign(Cluster(refuses=True), []).run([KILL])
+    assert (outcomes[0].verdict, outcomes[0].why) == (
+        FaultVerdict.NOT_INJECTED,
+        "Job gpt may not be broken on purpose.",
+    )
+
+
+def test_a_supervisor_that_stays_away_ends_the_campaign_and_leaves_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster()
+    running = Campaign(cluster, cluster, job="gpt", clock=SystemClock(), announce=lambda _: None, patience_s=0.0)
+    answer = cluster.get
+
+    def get(path: str, **query: str | int | None) -> Any:  # noqa: ANN401 - JSON
+        if len(cluster.requests) > 1:
+            raise Unreachable("The supervisor is away.", hint="wait")
+        return answer(path, **query)
+
+    monkeypatch.setattr(cluster, "get", get)
+    outcomes, early = running.run([KILL, KILL, KILL])
+    assert len(outcomes) == 1 and len(cluster.requests) == 2
+    assert "fault 2 (kill, rank 1 on host-b) was injected, and has no verdict: The supervisor is away." in early
+
+
+def test_an_interrupted_campaign_reports_what_there_is() -> None:
+    cluster = Cluster()
+    running = Campaign(
+        cluster,
+        cluster,
+        job="gpt",
+        clock=SystemClock(),
+        announce=lambda _: None,
+        is_over=lambda: bool(cluster.requests),
+    )
+    later = Draw(1e9, KILL.fault, 0.0)
+    outcomes, early = running.run([KILL, later])
+    assert early == "it was interrupted" and len(outcomes) <= 1

@@ -1,0 +1,131 @@
+"""Checkpoints that older releases wrote are read for ever, and those of newer releases are refused with the reason."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from kept_json import of_json
+from saved_steps import bytes_of, same
+
+from ckpt_engine.format import manifest as manifests
+from ckpt_engine.format import sealed_file, stored_layout, world_manifest
+from ckpt_engine.format.stored_layout import StoredLayout, StoredTogether
+from ckpt_engine.trainer.path_saves.load_path import load_path
+from ckpt_engine.trainer.restore.load_shard import read_description, read_manifest
+from ckpt_engine.trainer.restore.load_step import load_step
+from flyball.contracts.errors import CorruptShard, NewerFormat
+
+KEPT = sorted(path for path in (Path(__file__).parents[2] / "kept_checkpoints").iterdir() if path.is_dir())
+each_release = pytest.mark.parametrize("kept", [path for path in KEPT if path.name[0].isdigit()], ids=lambda p: p.name)
+
+
+def truth(kept: Path) -> dict[str, Any]:
+    return of_json(json.loads((kept / "truth.json").read_text()))
+
+
+def as_plain(value: Any) -> Any:  # noqa: ANN401 - any state
+    """Ordered dicts as dicts."""
+    if isinstance(value, dict):
+        return {key: as_plain(item) for key, item in value.items()}
+    return [as_plain(item) for item in value] if isinstance(value, list) else value
+
+
+@each_release
+def test_what_is_kept_is_as_it_was_written(kept: Path) -> None:
+    for line in (kept / "SHA256SUMS").read_text().splitlines():
+        digest, name = line.split("  ")
+        assert hashlib.sha256((kept / name).read_bytes()).hexdigest() == digest, f"{name} must never be made anew"
+
+
+@pytest.mark.parametrize("step", ["step3", "step4"])
+@each_release
+def test_a_kept_step_of_two_ranks_is_loaded_whole(kept: Path, step: str) -> None:
+    """The second one is stored once: each file has what the other has not."""
+    layout = read_description(kept / "g1" / step / "rank0.safetensors").layout
+    assert (layout is not None) == (step == "step4")
+    expected = truth(kept)
+    empty = {name: torch.zeros_like(tensor) for name, tensor in expected["model"].items()}
+    empty["head"] = empty["embedding"]  # tied
+    for rank in range(2):
+        state: dict[str, Any] = {**dict.fromkeys(expected), "model": dict(empty), "rank": -1}
+        load_step(kept / "g1" / step, state, rank=rank)
+        assert state.pop("rank") == rank and same(as_plain(state), expected)
+
+
+@each_release
+def test_a_kept_file_is_loaded(kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYBALL_SHM_DIR", str(tmp_path))
+    assert same(as_plain(load_path(kept / "ckpt.pt", None)), truth(kept))
+    with_the_library = safetensors.torch.load_file(kept / "ckpt.pt")
+    assert bytes_of(with_the_library["model.columns"]) == bytes_of(truth(kept)["model"]["columns"])
+
+
+# --- newer ones ---
+
+
+def newer_manifest(step: Path) -> None:
+    """With a field of another type, which this release could not even parse."""
+    manifest = json.loads(manifests.content_of_file((step / "rank0.manifest").read_bytes(), ""))
+    data = json.dumps(manifest | {"version": 9, "code_version": "4.2.0", "step": {"a": "b"}}).encode()
+    (step / "rank0.manifest").write_bytes(manifests.as_file(data))
+
+
+def newer_shard(step: Path) -> None:
+    """Its header says so."""
+    payload = (step / "rank0.safetensors").read_bytes()
+    payload = payload.replace(b'"flyball.format":"1"', b'"flyball.format":"2"')
+    old = read_manifest(step / "rank0.safetensors")
+    made = manifests.describe(
+        memoryview(payload),
+        job=old.job,
+        generation=old.generation,
+        step=old.step,
+        rank=0,
+        world_size=2,
+        code_version="4.2.0",
+        chunk_bytes=old.chunk_bytes,
+    )
+    (step / "rank0.safetensors").write_bytes(payload)
+    (step / "rank0.manifest").write_bytes(manifests.as_file(manifests.encode(made)))
+
+
+@pytest.mark.parametrize(("change", "said"), [(newer_manifest, "format 9"), (newer_shard, "format 2")])
+def test_a_step_of_a_newer_release_is_refused_with_the_release_that_reads_it(
+    tmp_path: Path, change: Callable[[Path], None], said: str
+) -> None:
+    step = shutil.copytree(KEPT[0] / "g1" / "step3", tmp_path / "step3")
+    change(step)
+    with pytest.raises(NewerFormat, match=f"{said}; this release .* reads up to .*use Flyball 4.2.0, or newer"):
+        load_step(step, {"epoch": 0}, rank=0)
+
+
+def test_a_file_of_a_newer_release_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYBALL_SHM_DIR", str(tmp_path))
+    content = (KEPT[0] / "ckpt.pt").read_bytes()
+    assert content.endswith(sealed_file.SEAL_MAGIC)
+    (tmp_path / "ckpt.pt").write_bytes(content[:-1] + b"2")
+    with pytest.raises(NewerFormat, match="A sealed file has format 2"):
+        load_path(tmp_path / "ckpt.pt", None)
+
+
+def test_a_world_manifest_of_a_newer_release_is_refused() -> None:
+    data = json.loads(world_manifest.describe("job", 1, 3, [("00", 1)])) | {"version": 9}
+    with pytest.raises(NewerFormat, match="A world manifest has format 9"):
+        world_manifest.decode(json.dumps(data).encode(), job="job", generation=1, step=3)
+    with pytest.raises(CorruptShard, match="does not parse"):
+        manifests.decode(b'{"version": "3"}')
+
+
+def test_a_layout_of_a_newer_release_is_refused() -> None:
+    manifest = read_manifest(KEPT[0] / "g1" / "step3" / "rank0.safetensors")
+    layout = StoredLayout(9, StoredTogether("0" * 32, ((0, 1),)), ())
+    with pytest.raises(NewerFormat, match="A layout has format 9"):
+        stored_layout.decode(stored_layout.encode(layout), manifest)
