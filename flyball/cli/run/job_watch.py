@@ -96,7 +96,7 @@ class JobWatch:
             try:
                 job = self._poll()
             except Unreachable:
-                if not stop_by:
+                if not stop_by and not self._leaves:
                     raise
                 return ended  # the supervisor ended with the job, perhaps before this command saw the job's end
             if job:
@@ -142,16 +142,21 @@ class JobWatch:
         return leave.next_step(job, hosts, is_acting=self._is_acting)
 
     def _request_stop(self) -> bool:
-        """Ask the supervisor to stop the job. False if that failed for a supervisor of this process, whose workers are
-        then ended directly."""
+        """Ask the supervisor to stop the job. False if that failed for a supervisor of this process, or because all
+        hosts leave and its host was first: the workers are then ended directly."""
         try:
             self._client.post(f"/v1/jobs/{self._spec.job}/stop")
         except FlyballError as error:
-            if self._supervisor is None and self._given_up is None:
+            has_left = self._leaves and isinstance(error, Unreachable)  # the supervisor's host leaves too
+            if self._supervisor is None and self._given_up is None and not has_left:
                 raise
             announce(f"{error.message} Ending the workers without it.")
             return False
         return True
+
+    @property
+    def _leaves(self) -> bool:
+        return self._leave is not None and self._leave.has_begun
 
     def _wait_for_news(self) -> bool:
         """Wait a moment. Returns True early if a supervisor in this process has news."""
@@ -253,7 +258,7 @@ class JobWatch:
 
     def _keep_daemon(self) -> None:
         """Restart a dead host daemon, which then adopts the workers; they live on."""
-        if self._daemon is None or (self._leave is not None and self._leave.has_begun):
+        if self._daemon is None or self._leaves:
             return
         try:
             self._daemon.check()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import signal
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from flyball.cli.run import job_watch
+from flyball.cli.run.host_leave import HostLeave
 from flyball.cli.run.job_watch import DAEMON_RESTART_WINDOW_S, MAX_DAEMON_RESTARTS, JobWatch
 from flyball.contracts.cluster import JobSpec
 from flyball.contracts.errors import ConfigurationError, FlyballError, NotFound, StorageFull, Unreachable
@@ -148,6 +150,25 @@ def test_a_supervisor_that_ends_with_its_stopped_job_is_not_waited_for(time: Tim
     watch = JobWatch(EndsWithTheJob(time, 10_000.0), SPEC, signals, trains=lambda: time.now_s < 20.0)
     assert watch.wait()["state"] == "running"
     assert 20.0 < time.now_s < 35.0, "ten seconds after workers were last seen, instead of the usual minute"
+
+
+def test_a_host_that_leaves_last_ends_without_the_supervisor(time: Time) -> None:
+    """All hosts get notice. The one with the supervisor ends before this one's request to stop."""
+
+    class LeavesToo(Supervisor):
+        def get(self, path: str) -> dict[str, Any]:
+            return {"state": "running"} if time.now_s == 0.0 else super().get(path)
+
+        def everything(self, _path: str) -> list[dict[str, Any]]:
+            return [{"host_id": "h1", "state": "healthy", "job": SPEC.job, "preempt_deadline_at": 1.0}]
+
+    signals = SimpleNamespace(count=1, first=signal.SIGTERM)
+    leave = HostLeave(SPEC, "h1", None)
+    assert JobWatch(LeavesToo(time, 10_000.0), SPEC, signals, leave=leave).wait()["state"] == "running"
+    assert time.now_s < 5.0
+    gone = HostLeave(SPEC, "h1", SimpleNamespace(has_ended=False, give_notice=lambda: None))
+    watch = JobWatch(Supervisor(time, 10_000.0), SPEC, signals, leave=gone, away_limit_s=1.0)
+    assert watch.wait()["state"] == "running"
 
 
 def test_a_daemon_that_keeps_dying_is_given_up(time: Time) -> None:
