@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 JOBS   ?= 4
+# Options of pytest, e.g. AGAIN=--last-failed: only what failed the last time.
+AGAIN  ?=
 RUNTIME := $(VENV)/.runtime
 DEV     := $(VENV)/.dev
 MUTANTS := $(VENV)/.mutants
@@ -23,14 +25,14 @@ demo-mnist: $(EXAMPLES)
 	@$(BIN)/python examples/mnist_killed.py
 
 test: $(DEV)
-	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5 $(AGAIN)
 
 # Whole clusters whose processes, services and databases are killed; the command line's flows from start to end; what
 # `make test` has half of: simulated clusters, kills, slot histories; the demo; the benchmarks at their smallest (those of
 # DCP, of resharding and of goodput under faults with -m slow).
 # "not slow" again, since pytest forgets the -m of pyproject.toml.
 proofs: $(DEV)
-	$(BIN)/pytest -m "proof and not slow" tests/integration tests/corruption tests/simulation tests/property -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10 --durations-min 5
+	$(BIN)/pytest -m "proof and not slow" tests/integration tests/corruption tests/simulation tests/property -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10 --durations-min 5 $(AGAIN)
 
 # On a real RDMA stack: two virtual machines, each with a Soft-RoCE device, are two hosts. Without qemu or apt it says so.
 RDMA_VM = $(BIN)/python deploy/rdma_vm.py --boot-deadline-s 300
@@ -68,7 +70,7 @@ test-compose: $(DEV)
 
 # The adapters for other frameworks, with the frameworks themselves: their examples are killed, and go on.
 test-integrations: $(INTEGRATIONS)/.done
-	$(INTEGRATIONS)/bin/python -m pytest -m frameworks tests/frameworks -n 2 --dist load --durations 10
+	$(INTEGRATIONS)/bin/python -m pytest -m frameworks tests/frameworks -n 2 --dist load --durations 10 $(AGAIN)
 
 # For every save of a file: no processes, no databases, no properties.
 test-fast: $(DEV)
@@ -97,7 +99,7 @@ docs: $(DOCS)/.done
 
 # A user's first hour, from the wheel: pip installs it, and all that it needs, into an environment outside the repository.
 first-hour: $(DEV)
-	FLYBALL_FIRST_HOUR_INSTALL=full $(BIN)/pytest -m first_hour tests/first_hour -n 2 --dist load
+	FLYBALL_FIRST_HOUR_INSTALL=full $(BIN)/pytest -m first_hour tests/first_hour -n 2 --dist load $(AGAIN)
 
 wheel: $(RUNTIME)
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
