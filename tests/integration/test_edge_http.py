@@ -669,7 +669,7 @@ def test_operators_orders(
     assert run_cli(["cordon", "host-a", "--reason", "ECC errors", *where]) == 0
     assert "an operator cordoned it: ECC errors" in capsys.readouterr().out
     assert run_cli(["status", *where]) == 0
-    assert "Operators' orders" in capsys.readouterr().out
+    assert "1 cordon (flyball get orders)" in capsys.readouterr().out
     checks = client.post("/v1/checks", json={"hosts": ["host-a", "host-x"]})
     assert (checks.status_code, checks.json()["code"]) == (404, "not_found")
     for wrong in ({"hosts": []}, {"hosts": ["a b"]}, {"hosts": "host-a"}, {}):

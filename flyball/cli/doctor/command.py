@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from flyball.cli.reach.options import command_help
 from flyball.cli.show.output import Format, OutputOption, announce, printable, printed
+from flyball.contracts.errors import UsageError
+
+if TYPE_CHECKING:
+    from flyball.cli.doctor.findings import Check
 
 COMMAND = command_help(
-    "Check what this host needs: memory for checkpoints, folders, the configured supervisor and database, RDMA. Each "
-    "line is ok, a warning or an error, with the command that mends it. The exit code is that of the first error, else "
-    "0.",
+    "Check what this host needs: PyTorch, memory for checkpoints, folders, limits, clock, network, the supervisor and "
+    "database that the environment names, what a daemon could watch, RDMA. Each line is ok, a warning or an error, "
+    "with the command that mends it. The exit code is that of the first error, else 0.",
     "flyball doctor",
+    "flyball doctor torch 'shared memory'",
     "flyball doctor --fix rdma",
     "flyball doctor -o json",
 )
@@ -29,6 +35,9 @@ class Fix(StrEnum):
 
 def command(
     *,
+    subjects: Annotated[
+        list[str] | None, typer.Argument(metavar="[CHECK]...", help="only these, by the names that the report shows")
+    ] = None,
     fix: Annotated[
         Fix | None, typer.Option("--fix", help="first mend this; rdma: make Debian's pyverbs importable here")
     ] = None,
@@ -42,8 +51,9 @@ def command(
         from flyball.cli.doctor.fix_rdma import link_pyverbs
 
         announce(link_pyverbs())
+    chosen = [_check_named(name, CHECKS) for name in subjects or ()] or CHECKS
     found: list[Finding] = []
-    for finding in findings(CHECKS, CheckedHost(dict(os.environ))):
+    for finding in findings(chosen, CheckedHost(dict(os.environ))):
         found.append(finding)
         if not output.is_for_programs:
             typer.echo(_line(finding.level, finding.subject, finding.detail))
@@ -55,6 +65,13 @@ def command(
     ):
         typer.echo(f"{levels['ok']} ok, {levels['warning']} warnings, {levels['error']} errors")
     return exit_code(found)
+
+
+def _check_named(name: str, checks: Sequence[Check]) -> Check:
+    found = next((check for check in checks if check.subject == name), None)
+    if found is None:
+        raise UsageError(f"There is no check {name!r}.", hint=f"the checks: {', '.join(c.subject for c in checks)}")
+    return found
 
 
 def _line(level: str, subject: str, text: str) -> str:

@@ -72,6 +72,7 @@ def ports(host: CheckedHost) -> Iterator[Finding]:
 def memlock(host: CheckedHost) -> Iterator[Finding]:
     """How much memory a process may register: slots can fill the whole folder of shared memory."""
     if not _ports(host):
+        yield ok("memlock", f"{_locked(verbs.memlock_limit())}; nothing but RDMA needs that")
         return
     folder = host.environ.get(SHM_DIR_VARIABLE) or DEFAULT_SHM_DIR
     needed_bytes = shutil.disk_usage(folder).total if Path(folder).is_dir() else _TRY_BYTES
@@ -80,8 +81,11 @@ def memlock(host: CheckedHost) -> Iterator[Finding]:
     except RdmaUnavailable as error:
         yield _missing("memlock", error, host)
     else:
-        limit = verbs.memlock_limit()
-        yield ok("memlock", "unlimited" if limit is None else f"{readable_size(limit)} may be locked")
+        yield ok("memlock", _locked(verbs.memlock_limit()))
+
+
+def _locked(limit: int | None) -> str:
+    return "unlimited" if limit is None else f"{readable_size(limit)} may be locked"
 
 
 def transfers(host: CheckedHost) -> Iterator[Finding]:

@@ -135,7 +135,7 @@ def _print_host(found: Json, now: float) -> None:
             **{"check": check.get("state"), "check message": check.get("message")},
         }
     )
-    print_conditions([host], now, everything=True)
+    print_conditions([host], now)
     print_transports([host])
     _print_newest("incidents", found["incidents"], now)
 

@@ -2,57 +2,31 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
-
-import typer
 
 from flyball.cli.show.output import print_table
 from flyball.cli.show.times import ago, clock, rough
 
-HOSTS_SHOWN = 8  # with more hosts, show only the unhealthy ones, unless --hosts asks for all
-MAX_UNHEALTHY_SHOWN = 40
 HEALTHY = ("healthy", "spare")
 
 
-def print_hosts(hosts: list[dict[str, Any]], now: float, *, everything: bool, ended_at: float | None) -> None:
+def print_hosts(hosts: list[dict[str, Any]], now: float, *, ended_at: float | None) -> None:
     when = f", as of the supervisor's end at {clock(ended_at, now)} UTC" if ended_at else ""
-    if everything:
-        columns = ("host", "state", "for", "job", "last report", "address", "domain", "reason")
-        rows = [[*host_row(h, now), h.get("address"), h.get("failure_domain"), h.get("reason")] for h in hosts]
-        print_table(f"Hosts{when}", columns, rows)
-        return
-    shown = hosts
-    title = "Hosts"
-    if len(hosts) > HOSTS_SHOWN:
-        counts = Counter("left" if host.get("left_at") else str(host.get("state")) for host in hosts)
-        title = f"{len(hosts)} hosts: " + ", ".join(f"{n} {state}" for state, n in counts.most_common())
-        shown = [host for host in hosts if host.get("state") not in HEALTHY or _drain(host) or host.get("left_at")]
-        if not shown:
-            typer.echo(f"{title}{when} (--hosts lists them)")
-            return
-        title += "; not healthy:"
-    rows = [[*host_row(host, now), host.get("reason")] for host in shown[:MAX_UNHEALTHY_SHOWN]]
-    print_table(f"{title}{when}", ("host", "state", "for", "job", "last report", "reason"), rows)
-    if len(shown) > MAX_UNHEALTHY_SHOWN:
-        typer.echo(f"and {len(shown) - MAX_UNHEALTHY_SHOWN} more (--hosts lists all)")
+    columns = ("host", "state", "for", "job", "last report", "address", "domain", "reason")
+    rows = [[*host_row(h, now), h.get("address"), h.get("failure_domain"), h.get("reason")] for h in hosts]
+    print_table(f"Hosts{when}", columns, rows)
 
 
-def print_conditions(hosts: list[dict[str, Any]], now: float, *, everything: bool) -> None:
-    """What stands against hosts; what is for the record only with --hosts or -o wide."""
-    found = [(host.get("host_id"), one) for host in hosts for one in host.get("conditions") or ()]
+def print_conditions(hosts: list[dict[str, Any]], now: float) -> None:
+    """What stands against hosts, also what is for the record only."""
     rows = [
         [
-            host_id,
+            host.get("host_id"),
             f"{one['severity']}, overruled" if one.get("is_overruled") else one["severity"],
-            rough(now - one["since"]),
-            one["kind"],
-            one.get("subject"),
-            one["source"],
-            one["message"],
+            *(rough(now - one["since"]), one["kind"], one.get("subject"), one["source"], one["message"]),
         ]
-        for host_id, one in found
-        if everything or one["severity"] != "info"
+        for host in hosts
+        for one in host.get("conditions") or ()
     ]
     if rows:
         print_table("Conditions", ("host", "severity", "for", "kind", "of", "source", "what is wrong"), rows)

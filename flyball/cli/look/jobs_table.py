@@ -11,23 +11,22 @@ MANY_HOSTS = 8  # more are counted in words
 JOB_COLUMNS = ("job", "state", "for", "started", "step", "loss", "last step", "a step", "restarts")
 
 
+def short_loss(job: dict[str, Any]) -> str | None:
+    """The loss, of the newest step of which it is known."""
+    loss = job.get("loss")
+    return None if loss is None else f"{float(loss['value']):.5g}"
+
+
 def _loss(job: dict[str, Any]) -> str | None:
     """The loss, with its step if that is not the newest: a loss on a device is reported one step later."""
-    loss = job.get("loss")
-    if loss is None:
-        return None
-    value = f"{float(loss['value']):.5g}"
-    return value if loss["step"] == job.get("newest_step") else f"{value} (step {loss['step']})"
+    value, step = short_loss(job), (job.get("loss") or {}).get("step")
+    return value if value is None or step == job.get("newest_step") else f"{value} (step {step})"
 
 
 def _restarts(job: dict[str, Any]) -> str:
     """All restarts, and how much of the --max-restarts budget is used up since the job last made progress."""
     count, allowed = job.get("restart_count", 0), (job.get("spec") or {}).get("max_restarts")
-    return (
-        f"{count} ({job.get('restarts_used', count)} of {allowed} used)"
-        if count and allowed is not None
-        else str(count)
-    )
+    return f"{count} ({job.get('restarts_used', count)} of {allowed})" if count and allowed is not None else str(count)
 
 
 def job_row(job: dict[str, Any], now: float) -> list[object]:

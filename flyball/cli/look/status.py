@@ -1,14 +1,24 @@
-"""`flyball status`: jobs, hosts and open incidents."""
+"""`flyball status`: one screen about the cluster; with -o wide everything."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from flyball.cli.act.orders import order_rows
 from flyball.cli.look.hosts_table import print_conditions, print_hosts, print_transports
 from flyball.cli.look.jobs_table import JOB_COLUMNS, hosts_note, job_row, known, outcome, save_note
+from flyball.cli.look.overview import (
+    HOSTS_SHOWN,
+    JOBS_SHOWN,
+    OPEN_INCIDENTS,
+    Overview,
+    first_jobs,
+    screen,
+    troubled_hosts,
+)
 from flyball.cli.reach.client import ApiClient
 from flyball.cli.reach.left_state import LeftState
 from flyball.cli.reach.options import JobOption, command_help, with_supervisor
@@ -18,8 +28,8 @@ from flyball.cli.show.times import clock
 from flyball.contracts.clock import SystemClock
 
 COMMAND = command_help(
-    "Show jobs, hosts, incidents and the newest decisions. Without a running supervisor, shows the state that the "
-    "newest run left behind.",
+    "Show on one screen what trains, on which hosts, what is wrong, and what to do next. Without a running supervisor, "
+    "shows the state that the newest run left behind.",
     "flyball status",
     "flyball status --job llama -o json",
     "flyball status --hosts",
@@ -27,9 +37,10 @@ COMMAND = command_help(
 )
 
 DECISIONS_SHOWN = 10
+INCIDENTS_READ = 100
 MAX_OPEN_JOBS = 10_000
 LimitOption = Annotated[
-    int, typer.Option("--limit", min=1, help="how many of the newest jobs, incidents and decisions to show")
+    int, typer.Option("--limit", min=1, help="with -o wide, json or yaml: the newest jobs, incidents and decisions")
 ]
 
 
@@ -38,38 +49,73 @@ def command(
     *,
     job: JobOption = "",
     all_hosts: Annotated[
-        bool,
-        typer.Option(
-            "--hosts", help="show every host, with its address and failure domain; -o wide adds what carries shards"
-        ),
+        bool, typer.Option("--hosts", help="also list every host, with its address, failure domain and conditions")
     ] = False,
-    also_left: Annotated[bool, typer.Option("--all", help="include hosts that have left the cluster")] = False,
+    also_left: Annotated[bool, typer.Option("--all", help="list hosts, also those that have left the cluster")] = False,
     choice: SupervisorChoice,
     limit: LimitOption = 50,
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Read-only."""
+    now = SystemClock().wall_s()
     with choice.open_read_only(job) as client:
-        jobs = [get_job(client, job)] if job else _jobs(client, limit)
-        hosts = client.everything("/v1/hosts", all="true" if also_left else None)
-        incidents = client.newest("/v1/incidents", limit, job=job or None)
-        decisions = client.newest("/v1/decisions", limit, job=job or None)
-        orders = client.everything("/v1/orders")
         ended_at = client.ended_at if isinstance(client, LeftState) else None
-    if printed(
-        {"jobs": jobs, "hosts": hosts, "incidents": incidents, "decisions": decisions, "orders": orders}, output
-    ):
-        return
-    now, wide = SystemClock().wall_s(), output is Format.WIDE
+        if output is Format.TABLE:
+            width = Console().width
+            typer.echo(printable("\n".join(screen(_overview(client, job, ended_at), now, width))))
+            if all_hosts or also_left:
+                _print_hosts(client.everything("/v1/hosts", all="true" if also_left else None), now, ended_at)
+            return
+        found = _everything(client, job, limit, also_left=also_left)
+    if not printed(found, output):
+        _print(found, now, ended_at)
+
+
+def _overview(client: ApiClient, job: str, ended_at: float | None) -> Overview:
+    """What one screen needs, in few requests however large the cluster is."""
+    of_job: dict[str, Any] = {"job": job or None}
+    open_incidents = client.newest("/v1/incidents", INCIDENTS_READ, state=OPEN_INCIDENTS, **of_job)
+    jobs = first_jobs([get_job(client, job)] if job else _jobs(client, JOBS_SHOWN), open_incidents)
+    shown = jobs[:JOBS_SHOWN]
+    host_map = client.get("/v1/host-map")
+    troubled = troubled_hosts(host_map)
+    return Overview(
+        jobs=shown,
+        more_jobs=len(jobs) - len(shown),
+        recoverable={}
+        if ended_at  # whether memory still has its copies is not known then
+        else {one["job"]: client.get(f"/v1/jobs/{one['job']}/recoverability") for one in shown},
+        host_states=host_map["states"],
+        hosts=[client.get(f"/v1/hosts/{name}") for name in troubled[:HOSTS_SHOWN]],
+        troubled=len(troubled),
+        open_incidents=open_incidents,
+        newest_incident=next(iter(client.items("/v1/incidents", limit=1, **of_job)), None),
+        decisions=client.items("/v1/decisions", limit=DECISIONS_SHOWN, **of_job),
+        orders=client.items("/v1/orders"),
+        ended_at=ended_at,
+    )
+
+
+def _everything(client: ApiClient, job: str, limit: int, *, also_left: bool) -> dict[str, list[dict[str, Any]]]:
+    return {
+        "jobs": [get_job(client, job)] if job else _jobs(client, limit),
+        "hosts": client.everything("/v1/hosts", all="true" if also_left else None),
+        "incidents": client.newest("/v1/incidents", limit, job=job or None),
+        "decisions": client.newest("/v1/decisions", limit, job=job or None),
+        "orders": client.everything("/v1/orders"),
+    }
+
+
+def _print(found: dict[str, list[dict[str, Any]]], now: float, ended_at: float | None) -> None:
+    """All of it, as -o wide shows it."""
+    jobs, decisions = found["jobs"], found["decisions"]
     job_column = () if len(jobs) == 1 else ("job",)
-    print_table("Jobs", JOB_COLUMNS, (job_row(found, now) for found in jobs))
-    for found in jobs:
-        for note in filter(None, (outcome(found, now), hosts_note(found, wide=wide), save_note(found))):
-            typer.echo(printable(f"{found['job']}: {note}"))
-    print_hosts(hosts, now, everything=all_hosts or wide, ended_at=ended_at)
-    print_conditions(hosts, now, everything=all_hosts or wide)
-    if wide:
-        print_transports(hosts)
+    print_table("Jobs", JOB_COLUMNS, (job_row(one, now) for one in jobs))
+    for one in jobs:
+        for note in filter(None, (outcome(one, now), hosts_note(one, wide=True), save_note(one))):
+            typer.echo(printable(f"{one['job']}: {note}"))
+    _print_hosts(found["hosts"], now, ended_at)
+    print_transports(found["hosts"])
     print_table(
         "Incidents",
         ("incident", "at", *job_column, "cause", "state", "host", "lost", "what happened"),
@@ -77,10 +123,10 @@ def command(
             [i["incident_id"], clock(i.get("opened_at"), now)]
             + [i.get(k) for k in (*job_column, "cause", "state", "host_id")]
             + [known(i.get("lost_steps")), i.get("message")]
-            for i in incidents
+            for i in found["incidents"]
         ),
     )
-    if rows := order_rows(orders, now):
+    if rows := order_rows(found["orders"], now):
         print_table("Operators' orders", ("order", "target", "until", "state", "reason"), rows)
     newest = sorted(decisions, key=lambda d: float(d["at"]))[-DECISIONS_SHOWN:]
     print_table(
@@ -88,6 +134,11 @@ def command(
         ("decision", "at", *job_column, "kind", "reason"),
         ([d["decision_id"], clock(d["at"], now), *(d.get(k) for k in (*job_column, "kind", "reason"))] for d in newest),
     )
+
+
+def _print_hosts(hosts: list[dict[str, Any]], now: float, ended_at: float | None) -> None:
+    print_hosts(hosts, now, ended_at=ended_at)
+    print_conditions(hosts, now)
 
 
 def _jobs(client: ApiClient, limit: int) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,13 @@ from rdma_hosts import EMPTY, IPV4, LINK_LOCAL, V1, V2, add_port, add_stack, wit
 from ckpt_engine.peers.transport.rdma import verbs
 from ckpt_engine.peers.transport.rdma.verbs import RdmaUnavailable
 from flyball.cli.doctor import rdma_checks
-from flyball.cli.doctor.findings import CheckedHost, Finding, Level, exit_code, findings
+from flyball.cli.doctor.findings import Check, CheckedHost, Finding, Level, exit_code, findings, ok
 from flyball.cli.doctor.fix_rdma import link_pyverbs
 from flyball.contracts.errors import ConfigurationError, NotFound
 
 ROOT = Path(__file__).resolve().parents[3]
 OURS = sysconfig.get_config_var("EXT_SUFFIX")
-RDMA_CHECKS = (("rdma devices", rdma_checks.devices), ("rdma ports", rdma_checks.ports))
+RDMA_CHECKS = (Check("rdma devices", rdma_checks.devices), Check("rdma ports", rdma_checks.ports))
 no_stack_here = pytest.mark.skipif(Path("/sys/class/infiniband").exists(), reason="this machine has an RDMA stack")
 
 
@@ -42,9 +43,15 @@ def fresh_pyverbs() -> Iterator[None]:
     verbs.load_pyverbs.cache_clear()
 
 
-def reported(environment: dict[str, str], **more: str) -> tuple[int, dict[str, dict[str, Any]]]:
+ALL_BUT_TORCH = (  # its import takes seconds
+    *("python", "settings", "shared memory", "state folder", "open files", "clock", "stacks", "cgroup", "loopback"),
+    *("host name", "port", "supervisor", "database", "probes", "pyverbs", "rdma devices", "rdma ports", "memlock"),
+)
+
+
+def reported(environment: dict[str, str], *subjects: str, **more: str) -> tuple[int, dict[str, dict[str, Any]]]:
     """The exit code, and the findings by subject."""
-    done = run_here("doctor", "-o", "json", environment=environment | more)
+    done = run_here("doctor", *subjects, "-o", "json", environment=environment | more)
     found = json.loads(done.stdout)
     assert done.returncode == found["exit_code"]
     return done.returncode, {finding["subject"]: finding for finding in found["findings"]}
@@ -56,48 +63,51 @@ def of_rdma(root: Path, **environ: str) -> list[Finding]:
 
 @no_stack_here
 def test_a_host_without_an_rdma_stack_is_told_so_and_uses_tcp(environment: dict[str, str]) -> None:
-    code, found = reported(environment)
+    code, found = reported(environment, *ALL_BUT_TORCH)
 
     assert code == 0
     assert found["rdma devices"]["level"] == "warning"
     assert "no RDMA stack" in found["rdma devices"]["detail"]
     assert "modprobe ib_uverbs" in found["rdma devices"]["mend"]
-    assert {found[name]["level"] for name in ("python", "settings", "shared memory", "state folder")} == {"ok"}
-    assert not found.keys() & {"rdma ports", "memlock", "rdma write", "supervisor", "database"}
+    assert {found[name]["level"] for name in ("python", "settings", "loopback", "state folder", "memlock")} == {"ok"}
+    assert found["supervisor"]["detail"].startswith("not available here: FLYBALL_SUPERVISOR names none")
+    assert found["database"]["detail"].startswith("not available here: FLYBALL_DATABASE_URL names none")
+    assert found.keys() >= {"open files", "clock", "stacks", "cgroup", "host name", "port", "probe gpu"}
+    assert not found.keys() & {"rdma ports", "rdma write"}
 
 
 @no_stack_here
 def test_where_rdma_is_required_a_host_without_it_is_an_error(environment: dict[str, str]) -> None:
-    code, found = reported(environment, FLYBALL_CKPT_TRANSPORT="rdma")
+    code, found = reported(environment, "rdma devices", FLYBALL_CKPT_TRANSPORT="rdma")
 
     assert (code, found["rdma devices"]["level"]) == (3, "error")
 
 
 def test_the_report_for_people_has_a_line_per_finding_and_a_sum(environment: dict[str, str]) -> None:
-    done = run_here("doctor", environment=environment | {"FLYBALL_SHM_DIR": "/nowhere"})
+    done = run_here(*("doctor", "settings", "shared memory"), environment=environment | {"FLYBALL_SHM_DIR": "/nowhere"})
 
     lines = done.stdout.splitlines()
     assert done.returncode == 3
-    assert lines[2] == "error    shared memory    /nowhere is not a folder that this user can write to."
-    assert lines[3].strip() == "Next step: mount a tmpfs there, or set FLYBALL_SHM_DIR"
-    assert lines[-1].endswith("1 errors")
+    assert lines[1] == "error    shared memory    /nowhere is not a folder that this user can write to."
+    assert lines[2].strip() == "Next step: mount a tmpfs there, or set FLYBALL_SHM_DIR"
+    assert lines[3:] == ["1 ok, 0 warnings, 1 errors"]
 
 
 def test_a_state_folder_that_cannot_be_made_is_an_error(environment: dict[str, str]) -> None:
-    code, found = reported(environment, FLYBALL_STATE_DIR="/proc/nowhere")
+    code, found = reported(environment, "state folder", FLYBALL_STATE_DIR="/proc/nowhere")
 
     assert (code, found["state folder"]["level"]) == (3, "error")
     assert "FLYBALL_STATE_DIR" in found["state folder"]["mend"]
 
 
 def test_looking_makes_no_state_folder(environment: dict[str, str], tmp_path: Path) -> None:
-    reported(environment)
+    reported(environment, "state folder", "port", "probes")
 
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_misspelt_setting_is_an_error_that_names_the_right_one(environment: dict[str, str]) -> None:
-    code, found = reported(environment, FLYBALL_CKPT_TRANSPROT="rdma")
+    code, found = reported(environment, "settings", FLYBALL_CKPT_TRANSPROT="rdma")
 
     assert (code, found["settings"]["level"]) == (3, "error")
     assert "FLYBALL_CKPT_TRANSPORT" in found["settings"]["mend"]
@@ -106,17 +116,41 @@ def test_a_misspelt_setting_is_an_error_that_names_the_right_one(environment: di
 def test_a_configured_database_is_asked(environment: dict[str, str], tmp_path: Path) -> None:
     folder = left(tmp_path / "state", "llama", at=1000.0) / "supervisor"
 
-    code, found = reported(environment, FLYBALL_DATABASE_URL=f"sqlite:///{folder / 'flyball.sqlite'}")
-    missing_code, missing = reported(environment, FLYBALL_DATABASE_URL="sqlite:////nowhere/flyball.sqlite")
+    code, found = reported(environment, "database", FLYBALL_DATABASE_URL=f"sqlite:///{folder / 'flyball.sqlite'}")
+    missing_code, missing = reported(environment, "database", FLYBALL_DATABASE_URL="sqlite:////nowhere/flyball.sqlite")
 
     assert (code, found["database"]["level"]) == (0, "ok")
     assert (missing_code, missing["database"]["level"]) == (8, "error")
 
 
 def test_a_configured_supervisor_that_does_not_answer_is_an_error(environment: dict[str, str]) -> None:
-    code, found = reported(environment, FLYBALL_SUPERVISOR="http://127.0.0.1:9", FLYBALL_TOKEN="secret")
+    code, found = reported(environment, "supervisor", FLYBALL_SUPERVISOR="http://127.0.0.1:9", FLYBALL_TOKEN="secret")
 
     assert (code, found["supervisor"]["level"]) == (10, "error")
+
+
+def test_a_check_that_does_not_exist_is_refused_with_those_that_do(environment: dict[str, str]) -> None:
+    done = run_here("doctor", "torhc", environment=environment)
+
+    assert done.returncode == 2
+    assert "There is no check 'torhc'." in done.stderr and "python, torch, settings" in done.stderr
+
+
+def test_a_check_that_hangs_is_given_up_and_the_others_run() -> None:
+    ends = threading.Event()
+
+    def hangs(_: CheckedHost) -> Iterator[Finding]:
+        ends.wait()
+        yield from ()
+
+    def fine(_: CheckedHost) -> Iterator[Finding]:
+        yield ok("fine", "it is")
+
+    found = list(findings((Check("disk", hangs, deadline_s=0.05), Check("fine", fine)), CheckedHost({})))
+    ends.set()
+
+    assert [(one.subject, one.level) for one in found] == [("disk", Level.ERROR), ("fine", Level.OK)]
+    assert (found[0].detail, found[0].exit_code) == ("The check has not ended within 0.05 s.", 10)
 
 
 def test_the_exit_code_is_that_of_the_first_error() -> None:

@@ -1,4 +1,4 @@
-"""What `flyball status` shows for many hosts, and its times."""
+"""What `flyball status` shows, and that it fits into a terminal."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ import pytest
 
 from flyball.cli.look.hosts_table import print_hosts, print_transports
 from flyball.cli.look.jobs_table import hosts_note, job_row, outcome, save_note
+from flyball.cli.look.overview import (
+    HEIGHT,
+    Overview,
+    first_jobs,
+    next_step,
+    resumes_from,
+    screen,
+    troubled_hosts,
+)
 
 NOW = 1_795_413_958.0  # 2026-11-23 06:05:58 UTC
 
@@ -30,43 +39,117 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 
-def shown(
-    capsys: pytest.CaptureFixture[str],
-    hosts: list[dict[str, Any]],
-    *,
-    everything: bool = False,
-    ended_at: float | None = None,
-) -> str:
-    print_hosts(hosts, NOW, everything=everything, ended_at=ended_at)
+def job(name: str = "llama", **more: object) -> dict[str, Any]:
+    return {
+        **{"job": name, "state": "running", "message": "running on host-001", "hosts": 1, "world_size": 8},
+        **{"submitted_at": NOW - 3_700, "started_at": NOW - 3_600, "since": NOW - 3_600, "ended_at": None},
+        **{"newest_step": 41, "last_step_at": NOW - 2, "step_s": 0.25, "restart_count": 1, "restarts_used": 1},
+        **{"spec": {"max_restarts": 3}, "loss": {"value": 0.5, "step": 40}},
+    } | more
+
+
+def incident(number: int, state: str = "acting", **more: object) -> dict[str, Any]:
+    return {
+        **{"incident_id": f"inc-{number}", "job": "llama", "host_id": "host-001", "cause": "worker_killed"},
+        **{"state": state, "message": "Rank 0 on host-001 was killed. " * 9, "lost_steps": 0, "holding_for": ""},
+        **{"since": NOW - 60, "resolved_at": None},
+    } | more
+
+
+def recoverable(step: int, tier: str, after_processes: int | None = None) -> dict[str, Any]:
+    rungs = [{"tier": name, "step": step if name == tier else -1} for name in ("memory", "peer", "disk", "persistent")]
+    losses = [{"lost": "host", "recovery_step": -1, "tier": None}]
+    if after_processes is not None:
+        losses.append({"lost": "processes", "recovery_step": after_processes, "tier": tier})
+    return {"tiers": rungs, "losses": losses}
+
+
+def overview(**given: object) -> Overview:
+    nothing = {
+        **{"jobs": [], "more_jobs": 0, "recoverable": {}, "host_states": {}, "hosts": [], "troubled": 0},
+        **{"open_incidents": [], "newest_incident": None, "decisions": [], "orders": []},
+    }
+    return Overview(**(nothing | given))  # type: ignore[arg-type]
+
+
+def test_an_ordinary_cluster_is_a_line_per_subject() -> None:
+    resolved = incident(2, "resolved", resolved_at=NOW - 30)
+    found = overview(
+        jobs=[job()], recoverable={"llama": recoverable(40, "peer", 40)}, host_states={"healthy": 2, "silent": 0},
+        newest_incident=resolved,
+    )  # fmt: skip
+    assert screen(found, NOW, 80) == [
+        " job    state    for  step  last step  resumes from  loss  a step  restarts",
+        " llama  running  1 h  41    2.0 s ago  40 peer       0.5   0.25 s  1 (1 of 3)",
+        "Hosts            2 healthy",
+        "Open incidents   none; the newest: inc-2 worker_killed on host-001, resolved at…",
+        "Next             nothing to do; flyball watch follows what happens",
+    ]
+    wide, narrow = screen(found, NOW, 120), screen(found, NOW, 40)
+    assert "resolved at 06:05:28, 0 steps lost" in wide[3]
+    assert narrow[0].split() == ["job", "state", "step", "last", "step"]
+
+
+def test_whatever_is_wrong_fits_into_a_terminal() -> None:
+    waits = [job(f"job-{n}", state="submitted", message="waits for hosts: it needs 9 hosts") for n in range(6)]
+    found = overview(
+        jobs=waits, more_jobs=70, troubled=400, ended_at=NOW - 60,
+        hosts=[host(n, "silent", reason="no report for 12 s, where one was due within 3 s") for n in range(2)],
+        host_states={"healthy": 9600, "silent": 400}, open_incidents=[incident(n) for n in range(90)],
+        decisions=[{"decision_id": f"dec-{n}", "at": NOW, "job": "llama", "kind": "hold", "reason": "x " * 99}
+                   for n in range(10)],
+        orders=[{"kind": "cordon"}, {"kind": "clear"}, {"kind": "silence"}, {"kind": "cordon"}],
+    )  # fmt: skip
+    lines = screen(found, NOW, 80)
+    assert len(lines) < HEIGHT and max(map(len, lines)) <= 80
+    shown = "\n".join(lines)
+    assert "and 70 more (flyball get jobs)" in shown and "9600 healthy, 400 silent, when the supervisor" in shown
+    assert "and 398 more (flyball status --hosts)" in shown and "and 87 older ones (flyball get incidents)" in shown
+    assert "2 cordon, 1 silence (flyball get orders)" in shown and "dec-9" in shown
+
+
+def test_the_worst_hosts_and_the_jobs_in_trouble_come_first() -> None:
+    domain = {
+        "host_ids": ["a", "b", "c", "d"],
+        **{"states": ["healthy", "cordoned", "silent", "healthy"], "marks": ["", "", "", "drain"]},
+    }
+    assert troubled_hosts({"items": [domain]}) == ["c", "b", "d"]
+    jobs = [job("old", ended_at=NOW, submitted_at=1.0), job("fine", submitted_at=9.0), job("llama", submitted_at=3.0)]
+    assert [one["job"] for one in first_jobs(jobs, [incident(1)])] == ["llama", "fine", "old"]
+
+
+@pytest.mark.parametrize(
+    ("given", "next_one"),
+    [
+        ({}, "nothing trains; flyball run SCRIPT starts a job"),
+        ({"jobs": [job()]}, "nothing to do"),
+        ({"jobs": [job(state="submitted")]}, "flyball describe job llama"),
+        ({"jobs": [job(state="interrupted")]}, "flyball run --resume llama"),
+        ({"jobs": [job(state="failed", ended_at=NOW)]}, "flyball logs llama --tail 50"),
+        ({"jobs": [job()], "hosts": [host(7, "silent")]}, "flyball describe host host-007"),
+        ({"jobs": [job()], "open_incidents": [incident(4), incident(5)]}, "flyball describe incident inc-5"),
+        (
+            {"open_incidents": [incident(4, holding_for="an operator's approval of fail_job"), incident(5)]},
+            "flyball approve inc-4",
+        ),
+    ],
+)
+def test_the_next_step_is_a_command(given: dict[str, Any], next_one: str) -> None:
+    assert next_step(overview(**given)).startswith(next_one)
+
+
+def test_a_restart_resumes_from_what_the_loss_of_the_processes_leaves() -> None:
+    assert resumes_from(recoverable(40, "memory", 38)) == "38 memory"
+    assert resumes_from(recoverable(40, "disk")) == "40 disk"  # an ended job has no ranks to lose
+    assert resumes_from(recoverable(-1, "memory")) == "step 0"
+    assert resumes_from(None) == "-"
+
+
+def test_hosts_are_listed_with_how_long_ago_they_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    print_hosts([host(1), host(2, last_report_at=NOW - 200)], NOW, ended_at=NOW - 60)
     out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= 80
-    return out
-
-
-def test_few_hosts_are_shown_with_how_long_ago_they_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    out = shown(capsys, [host(1), host(2, last_report_at=NOW - 200)])
-    assert "host-001" in out and "1.0 s ago" in out and "3 min 20 s ago" in out
-
-
-def test_of_many_hosts_only_unhealthy_ones_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    many = [host(n) for n in range(100)]
-    assert shown(capsys, many).strip() == "100 hosts: 100 healthy (--hosts lists them)"
-    many[7] = host(7, "silent", reason="no report")
-    many[9] = host(9, drain={"state": "requested"})
-    out = shown(capsys, many)
-    assert "100 hosts: 99 healthy, 1 silent; not healthy:" in out
-    assert "host-007" in out and "host-009" in out and "host-008" not in out
-    assert "host-008" in shown(capsys, many, everything=True)
-
-
-def test_very_many_unhealthy_hosts_are_cut_off_with_a_count(capsys: pytest.CaptureFixture[str]) -> None:
-    out = shown(capsys, [host(n, "silent", reason="no report") for n in range(500)])
-    assert "500 hosts: 500 silent" in out and "and 460 more (--hosts lists all)" in out
-    assert len(out.splitlines()) < 140
-
-
-def test_the_state_of_an_ended_supervisor_has_its_time(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "Hosts, as of the supervisor's end at 06:04:58 UTC" in shown(capsys, [host(1)], ended_at=NOW - 60)
+    assert "Hosts, as of the supervisor's end at 06:04:58 UTC" in out
+    assert "host-001" in out and "1.0 s ago" in out.replace("\n", " ")
 
 
 def test_what_carries_shards_between_hosts_is_shown_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,31 +170,17 @@ def test_what_carries_shards_between_hosts_is_shown_with_the_reason(capsys: pyte
 
 
 def test_a_jobs_times_are_shown() -> None:
-    job = {
-        "job": "llama",
-        "state": "running",
-        "message": "",
-        "submitted_at": NOW - 3_700,
-        "started_at": NOW - 3_600,
-        "since": NOW - 3_600,
-        "newest_step": 41,
-        "last_step_at": NOW - 2,
-        "step_s": 0.25,
-        "restart_count": 1,
-        "restarts_used": 1,
-        "spec": {"max_restarts": 3},
-        "loss": {"value": 0.5, "step": 41},
-    }
-    row = ["llama", "running", "1 h", "05:05:58", 41, "0.5", "2.0 s ago", "0.25 s", "1 (1 of 3 used)"]
-    assert job_row(job, NOW) == row
-    assert outcome(job, NOW) == ""
-    ended = job | {"state": "failed", "ended_at": NOW - 60, "since": NOW - 60, "message": "ValueError"}
+    one = job(message="")
+    row = ["llama", "running", "1 h", "05:05:58", 41, "0.5 (step 40)", "2.0 s ago", "0.25 s", "1 (1 of 3)"]
+    assert job_row(one, NOW) == row
+    assert outcome(one, NOW) == ""
+    ended = one | {"state": "failed", "ended_at": NOW - 60, "since": NOW - 60, "message": "ValueError"}
     assert outcome(ended, NOW) == "ended at 06:04:58 UTC, after 1 h: ValueError"
-    slow = job | {"save_interval": {"wanted_steps": 1, "every_steps": 8, "save_s": 1.5, "step_s": 0.25}}
+    slow = one | {"save_interval": {"wanted_steps": 1, "every_steps": 8, "save_s": 1.5, "step_s": 0.25}}
     output = "saves every 8 steps, not every 1: a save takes 1.50 s until all hosts and peers have it, a step 0.25 s"
     assert save_note(slow) == output
-    assert save_note(slow | {"ended_at": NOW}) == save_note(job) == ""
-    assert save_note(job | {"save_interval": slow["save_interval"] | {"every_steps": 1}}) == ""
+    assert save_note(slow | {"ended_at": NOW}) == save_note(one) == ""
+    assert save_note(one | {"save_interval": slow["save_interval"] | {"every_steps": 1}}) == ""
     of_an_older_supervisor = {"job": "a", "state": "running", "submitted_at": NOW - 5, "newest_step": -1}
     assert job_row(of_an_older_supervisor, NOW)[3:7] == ["06:05:53", None, None, "-"]
 
