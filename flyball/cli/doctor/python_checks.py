@@ -14,6 +14,7 @@ import msgspec
 from flyball import __version__
 from flyball.cli.doctor.findings import CheckedHost, Finding, ok, warning
 from flyball.contracts.errors import ConfigurationError, Unreachable
+from flyball.contracts.wire import decoder_of
 
 IMPORT_TIMEOUT_S: Final = 90.0  # from a cold network file system
 _CUDA_BUILD: Final = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128"
@@ -55,7 +56,7 @@ def torch(host: CheckedHost, program: Sequence[str] = (sys.executable, "-c", _PR
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise ConfigurationError(f"`import torch` fails: {lines[-1]}", hint="pip install --force-reinstall torch")
-    yield torch_finding(msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=TorchFacts), host)
+    yield torch_finding(decoder_of(TorchFacts).decode(done.stdout.strip().splitlines()[-1].encode()), host)
 
 
 def torch_finding(facts: TorchFacts, host: CheckedHost) -> Finding:
