@@ -63,7 +63,7 @@ class Settings(BaseSettings):
 
     lease_ttl_s: float = Field(default=3.0, gt=0.2)  # a leader that is gone is replaced after this long
     max_waiting_polls: int = Field(default=16_384, ge=1)  # hosts that wait for commands; each holds a connection
-    max_requests_per_s: float = Field(default=200.0, ge=0.0)  # of one token from one address; daemons have no limit
+    max_requests_per_s: float = Field(default=200.0, ge=0.0)  # of one token or login and address; daemons have no limit
     start_timeout_s: float = Field(default=30.0, gt=0.0)  # not ready by then: it ends with an error
     drain_timeout_s: float = Field(default=10.0, gt=0.0)  # at its end, for requests in progress
 

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flyball import __version__
 from flyball.contracts.clock import Clock
+from flyball.contracts.errors import FlyballError
 from services.actuator.backends.host_daemons import HostDaemons
 from services.api import problems
 from services.api.acts import Acts, ApiStores, Rehearse
@@ -41,7 +42,7 @@ from services.api.routes import (
 )
 from services.api.stream import EventStreams
 from services.dashboard import pages
-from services.dashboard.site import Site
+from services.dashboard.site import Site, wants_page
 from services.runtime.health import Health, HealthVerdict
 from services.runtime.http.auth import Authenticator
 from services.runtime.telemetry import Metrics
@@ -92,7 +93,12 @@ def create_app(deps: Dependencies) -> FastAPI:
         generate_unique_id_function=lambda route: openapi.operation_id(route.name),
         lifespan=lambda app: running(app, deps.wakeup, deps.background, deps.clock, deps.health.give_up),
     )
-    problems.install(app)
+    site = _site(deps, deps.api) if deps.api else None
+
+    def answer(request: Request, error: FlyballError) -> Response:
+        return site.refused(request, error) if site and wants_page(request) else problems.problem_of(error)
+
+    problems.install(app, answer)
     app.include_router(_health_router(deps.health, deps.metrics, deps.refresh_metrics))
     if deps.sensor:
         app.include_router(daemons.sensor_router(deps.sensor))
@@ -100,7 +106,7 @@ def create_app(deps: Dependencies) -> FastAPI:
         app.include_router(daemons.actuator_router(deps.actuator, deps.departures))
     if deps.api and deps.actuator:  # logs are fetched through the daemons that poll this actuator
         app.include_router(rank_logs.router(deps.api.stores.reads, deps.actuator))
-    if deps.api:
+    if deps.api and site:
         part, reads = deps.api, deps.api.stores.reads
         acts = Acts(part.stores, part.rehearsals, deps.wakeup)
         app.state.audit = part.audit
@@ -113,20 +119,23 @@ def create_app(deps: Dependencies) -> FastAPI:
         app.include_router(audit.router(part.audit))
         app.include_router(hosts.token_router(deps.authenticator))
         app.include_router(events.router(part.events, part.streams, deps.wakeup))
-        site = Site(
-            deps.authenticator,
-            reads,
-            part.events,
-            lambda job, options: part.goodput.report(job, Asked(options)),
-            deps.clock,
-        )
         app.include_router(pages.router(site, deps.authenticator, _reference, secure=deps.tls))
         app.mount("/static", pages.static_files(), name="static")
     limits = RateLimits(deps.max_requests_per_s)
-    app.add_middleware(Guard, authenticator=deps.authenticator, limits=limits, clock=deps.clock)
+    app.add_middleware(Guard, authenticator=deps.authenticator, limits=limits, clock=deps.clock, answer=answer)
     app.add_middleware(AccessLog, metrics=deps.metrics, clock=deps.clock)  # added last: the outermost
     _complete_description(app)
     return app
+
+
+def _site(deps: Dependencies, part: ApiPart) -> Site:
+    return Site(
+        deps.authenticator,
+        part.stores.reads,
+        part.events,
+        lambda job, options: part.goodput.report(job, Asked(options)),
+        deps.clock,
+    )
 
 
 def _complete_description(app: FastAPI) -> None:

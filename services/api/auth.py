@@ -6,11 +6,12 @@ import re
 from typing import Literal, cast
 
 import msgspec
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError, Forbidden, NotFound, Unauthorized
-from services.api.problems import problem_of
+from services.api.problems import ErrorAnswer
 from services.api.rate_limits import RateLimits
 from services.runtime.http.auth import Authenticator, Principal, Role
 from services.runtime.http.problem_details import MethodNotAllowed
@@ -31,6 +32,7 @@ ACCESS: dict[tuple[Method, str], frozenset[Role | None]] = {
     ("GET", "/metrics"): PUBLIC,
     ("GET", "/"): PUBLIC,
     ("GET", "/jobs/{job}"): PUBLIC,
+    ("GET", "/jobs/{job}/decisions"): PUBLIC,
     ("GET", "/jobs/{job}/goodput"): PUBLIC,
     ("GET", "/incidents"): PUBLIC,
     ("GET", "/incidents/{incident_id}"): PUBLIC,
@@ -145,8 +147,11 @@ class AccessTable:
 class Guard:
     """ASGI middleware: admits requests that the table allows their sender, within the limits of users."""
 
-    def __init__(self, app: ASGIApp, authenticator: Authenticator, limits: RateLimits, clock: Clock) -> None:
+    def __init__(
+        self, app: ASGIApp, authenticator: Authenticator, limits: RateLimits, clock: Clock, answer: ErrorAnswer
+    ) -> None:
         self._app = app
+        self._answer = answer
         self._authenticator = authenticator
         self._limits = limits
         self._clock = clock
@@ -157,7 +162,7 @@ class Guard:
             try:
                 scope[_PRINCIPAL] = self._admit(scope)
             except FlyballError as error:
-                await problem_of(error)(scope, receive, send)
+                await self._answer(Request(scope), error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -175,7 +180,9 @@ class Guard:
             check_role(principal, rule)
         if not scope["path"].startswith(UNCOUNTED) and (principal is None or principal.role is not Role.DAEMON):
             address = (scope.get("client") or ("",))[0]
-            self._limits.take(principal.role.value if principal else STRANGER, address, self._clock.monotonic_s())
+            # Behind a proxy all browsers have one address, but each has its own login.
+            user = f"{principal.role.value} {principal.session}" if principal else STRANGER
+            self._limits.take(user, address, self._clock.monotonic_s())
         return principal
 
 

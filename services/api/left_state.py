@@ -94,7 +94,7 @@ class _StoppedClock:
 def left_state_app(db: Database, clock: Clock, *, ended_at: float | None) -> FastAPI:
     """Build the application. `ended_at`: the supervisor's end; None if one runs elsewhere on the same database."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    problems.install(app)
+    problems.install(app, lambda _request, error: problems.problem_of(error))
     clock = clock if ended_at is None else _StoppedClock(clock, ended_at)
     reads = LeftReads(db, ended_at)
     goodput = GoodputReports(events=SqlEventLog(db), reads=reads, clock=clock)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
 import structlog
@@ -22,6 +22,8 @@ from services.runtime.http.problem_details import (
 )
 
 log = structlog.get_logger()
+
+ErrorAnswer = Callable[[Request, FlyballError], Response]
 
 _HINTS = {
     404: "see /openapi.json for all paths",
@@ -43,14 +45,14 @@ def _field_error(where: Sequence[str | int], detail: str) -> FieldError:
     return FieldError(place, ".".join(path), detail)
 
 
-def install(app: FastAPI) -> None:
-    """Register the application's exception handlers."""
+def install(app: FastAPI, answer: ErrorAnswer) -> None:
+    """Register the application's exception handlers. `answer`: to errors raised on purpose, and to wrong parameters."""
 
     async def on_flyball_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, FlyballError)
         if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             log.warning("request failed", path=request.url.path, code=error.code, reason=error.message)
-        return problem_of(error)
+        return answer(request, error)
 
     async def on_http_error(_request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -64,10 +66,10 @@ def install(app: FastAPI) -> None:
             )
         )
 
-    async def on_invalid_request(_request: Request, error: Exception) -> Response:
+    async def on_invalid_request(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         wrong = [_field_error(one["loc"], one["msg"]) for one in error.errors()]
-        return problem_of(InvalidFields(wrong, hint="see /docs or /openapi.json for the parameters"))
+        return answer(request, InvalidFields(wrong, hint="see /docs or /openapi.json for the parameters"))
 
     async def on_unexpected(request: Request, error: Exception) -> Response:
         log.error("unexpected error in a request", path=request.url.path, exc_info=error)

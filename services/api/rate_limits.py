@@ -1,4 +1,4 @@
-"""Limits how often one user asks: a token bucket for each role and address. Daemons have none."""
+"""Limits how often one user asks: a bucket for each token or login of a browser, and address. Daemons have none."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class RateLimits:
         self._burst = max(1.0, per_s * BURST_S)
         self._buckets: OrderedDict[tuple[str, str], _Bucket] = OrderedDict()
 
-    def take(self, role: str, client: str, now_s: float) -> None:
+    def take(self, user: str, client: str, now_s: float) -> None:
         """Count one request at `now_s` (monotonic). Raises TooBusy if it is one too many."""
         if not self._per_s:
             return
-        key = (role, client)
+        key = (user, client)
         bucket = self._buckets.get(key)
         if bucket is None:
             if len(self._buckets) >= MAX_BUCKETS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from services.dashboard.site import Json, Site
+from services.dashboard.site import Json, Site, newest
 from services.runtime.list_filters import IncidentFilter, OrderFilter
 from services.runtime.paging import MAX_LIMIT, Page
 
@@ -30,8 +30,12 @@ def router(site: Site) -> APIRouter:
 def _host(site: Site, host_id: str) -> Json:
     host = site.reads.host(host_id)
     targets = (host_id, f"domain:{host['failure_domain']}")
+    incidents, is_cut = newest(
+        lambda page: site.reads.incidents(None, page, IncidentFilter(host_id=host_id)), MAX_INCIDENTS
+    )
     return {
         "host": host,
         "orders": site.reads.orders(Page(MAX_LIMIT), OrderFilter(targets=targets)),
-        "incidents": site.reads.incidents(None, Page(MAX_INCIDENTS), IncidentFilter(host_id=host_id))[::-1],
+        "incidents": incidents,
+        "more_incidents": is_cut,
     }

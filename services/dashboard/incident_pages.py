@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Request
 from starlette.responses import RedirectResponse, Response
 
 from flyball.contracts.decisions import IncidentState
 from flyball.contracts.errors import FlyballError, NotFound
 from goodput.account.options import AccountOptions
 from services.dashboard import story
-from services.dashboard.site import HEADERS, Json, Site
+from services.dashboard.rendering import address
+from services.dashboard.site import DECISION, HEADERS, Before, Json, Name, Site, newest
 from services.runtime.list_filters import OPEN_INCIDENTS, IncidentFilter
-from services.runtime.paging import Page
 
 PAGE_SIZE = 50
 _INCIDENT = re.compile(r"inc-[0-9]{1,18}")
-_DECISION = re.compile(r"dec-[0-9]{1,18}")
 # The choices of the filter, each with its states.
 FILTERS: dict[str, tuple[IncidentState, ...]] = {
     "all": (),
@@ -33,9 +31,9 @@ def router(site: Site) -> APIRouter:
 
     @routes.get("/incidents")
     def list_incidents(
-        request: Request, state: str = "all", before: Annotated[str, Query(max_length=32)] = ""
+        request: Request, state: str = "all", job: Name = "", host: Name = "", before: Before = ""
     ) -> Response:
-        return site.page(request, "incidents.html", lambda: _incidents(site, state, before))
+        return site.page(request, "incidents.html", lambda: _incidents(site, state, job, host, before))
 
     @routes.get("/incidents/{incident_id}")
     def show_incident(request: Request, incident_id: str) -> Response:
@@ -52,25 +50,30 @@ def router(site: Site) -> APIRouter:
         if not site.may_look(request):
             return site.login(request)
         try:
-            found = site.reads.decision(_checked(decision_id, _DECISION))
+            found = site.reads.decision(_checked(decision_id, DECISION))
         except FlyballError as error:
             return site.failed(request, error)
         if found["incident_id"]:
             return RedirectResponse(f"/incidents/{found['incident_id']}#{decision_id}", 303, HEADERS)
-        return RedirectResponse(f"/jobs/{found['job']}#{decision_id}", 303, HEADERS)
+        next_id = f"dec-{int(decision_id.removeprefix('dec-')) + 1}"
+        page = address(f"/jobs/{found['job']}/decisions", before=next_id)
+        return RedirectResponse(f"{page}#{decision_id}", 303, HEADERS)
 
     return routes
 
 
-def _incidents(site: Site, state: str, before: str) -> Json:
+def _incidents(site: Site, state: str, job: str, host_id: str, before: str) -> Json:
     chosen = state if state in FILTERS else "all"
     start = before if _INCIDENT.fullmatch(before) else ""
-    found = site.reads.incidents(None, Page(PAGE_SIZE, start), IncidentFilter(FILTERS[chosen]))
+    wanted = IncidentFilter(FILTERS[chosen], host_id)
+    incidents, is_cut = newest(lambda page: site.reads.incidents(job or None, page, wanted), PAGE_SIZE, start)
     return {
-        "incidents": found[::-1],
+        "incidents": incidents,
         "chosen": chosen,
+        "job": job,
+        "host_id": host_id,
         "filters": list(FILTERS),
-        "earlier": found[0]["incident_id"] if len(found) == PAGE_SIZE else "",
+        "earlier": incidents[-1]["incident_id"] if is_cut else "",
         "is_first": not start,
     }
 

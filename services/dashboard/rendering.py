@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cache
 from typing import TYPE_CHECKING
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from flyball import __version__
 from flyball.contracts.orders import AWAITS_APPROVAL
@@ -63,11 +63,18 @@ def templates() -> Environment:
         "version": __version__,
         "navigation": NAVIGATION,
         "nothing": NOTHING,
+        "address": address,
         "awaits_approval": AWAITS_APPROVAL,
         "dict": dict,
         "zip": zip,
     }
     return environment
+
+
+def address(path: str, **query: str) -> str:
+    """Return a link to a page; parameters that are '' are left out."""
+    given = urlencode({name: value for name, value in query.items() if value})
+    return f"{path}?{given}" if given else path
 
 
 def words(name: object) -> str:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
-from fastapi import Request
+from fastapi import Query, Request
 from starlette.responses import HTMLResponse, Response
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError
+from flyball.contracts.identity import NAME_PATTERN
 from goodput.account.options import AccountOptions
 from services.dashboard.rendering import templates
 from services.runtime.http.auth import Authenticator, Role
+from services.runtime.http.problem_details import details_of
 from services.runtime.list_filters import DecisionFilter, HostFilter, IncidentFilter, JobFilter, OrderFilter
 from services.runtime.paging import EventLogReader, Page
 
 Json = dict[str, Any]
+DECISION = re.compile(r"dec-[0-9]{1,18}")
+Name = Annotated[str, Query(pattern=f"^$|{NAME_PATTERN}")]  # of a job or a host; '': of any
+Before = Annotated[str, Query(max_length=32)]  # the item that a page of a list ends before; '': the newest page
 MAY_LOOK = (Role.READER, Role.OPERATOR)
 
 CONTENT_SECURITY_POLICY = "; ".join(
@@ -103,7 +109,12 @@ class Site:
     def failed(self, request: Request, error: FlyballError) -> Response:
         """Respond with an error as a page: its cause and the next step."""
         page = templates().get_template("error.html").render(here=request.url.path, position=0, error=error)
-        return HTMLResponse(page, error.status, HEADERS)
+        problem = details_of(error)
+        return HTMLResponse(page, problem.status, HEADERS | problem.headers)
+
+    def refused(self, request: Request, error: FlyballError) -> Response:
+        """Respond to a browser that may not have a page, or not now."""
+        return self.login(request) if error.status == HTTPStatus.UNAUTHORIZED else self.failed(request, error)
 
     def part(self, request: Request, template: str, content: Callable[[], Json]) -> Response:
         """Respond with a part of a page, for `data-from`. An error is a line of it; at 503 it stays as it is."""
@@ -126,6 +137,17 @@ class Site:
     def may_look(self, request: Request) -> bool:
         principal = self._authenticator.principal(request.scope["headers"])
         return principal is not None and principal.role in MAY_LOOK
+
+
+def newest(read: Callable[[Page], list[Json]], most: int, before: str = "") -> tuple[list[Json], bool]:
+    """Return the newest items of a list, newest first, and whether there are earlier ones."""
+    found = read(Page(most + 1, before))
+    return found[::-1][:most], len(found) > most
+
+
+def wants_page(request: Request) -> bool:
+    """Whether a browser asks for something to show, rather than a program for data."""
+    return "text/html" in request.headers.get("accept", "") and not request.url.path.startswith("/v1/")
 
 
 def local_path(wanted: str) -> str:

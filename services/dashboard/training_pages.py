@@ -8,11 +8,10 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from flyball.contracts.cluster import JobState
-from flyball.contracts.decisions import IncidentState
 from flyball.contracts.errors import NotFound
 from goodput.account.options import AccountOptions
 from services.dashboard.rendering import look
-from services.dashboard.site import Json, Site
+from services.dashboard.site import DECISION, Before, Json, Site, newest
 from services.dashboard.story import MAX_LOGS
 from services.runtime.list_filters import OPEN_INCIDENTS, DecisionFilter, HostFilter, IncidentFilter, JobFilter
 from services.runtime.paging import Page
@@ -35,6 +34,10 @@ def router(site: Site) -> APIRouter:
     def show_job(request: Request, job: str, rank: Annotated[int, Query(ge=0)] = 0) -> Response:
         """`rank`: whose log is shown."""
         return site.page(request, "job.html", lambda: _job(site, job, rank))
+
+    @routes.get("/jobs/{job}/decisions")
+    def list_decisions(request: Request, job: str, before: Before = "") -> Response:
+        return site.page(request, "decisions.html", lambda: _decisions(site, job, before))
 
     @routes.get("/jobs/{job}/goodput")
     def show_goodput(request: Request, job: str, since: Midnight = 0.0, part: str = "job") -> Response:
@@ -74,16 +77,30 @@ def _job(site: Site, name: str, rank: int) -> Json:
     ranks = job["ranks"]
     troubled = sorted(ranks, key=lambda one: look(one["phase"]) == "good")[:MAX_RANKS]  # stable: by rank
     with_log = sorted(ranks, key=lambda one: one["rank"] != rank)[:MAX_LOGS]
-    incidents = site.reads.incidents(name, Page(MAX_INCIDENTS), IncidentFilter())[::-1]
+    incidents, more_incidents = newest(lambda page: site.reads.incidents(name, page, IncidentFilter()), MAX_INCIDENTS)
+    decisions, more_decisions = newest(lambda page: site.reads.decisions(name, page, DecisionFilter()), MAX_DECISIONS)
     return {
         "job": job,
         "ranks": sorted(troubled, key=lambda one: int(one["rank"])),
         "logs": [{"rank": one["rank"], "host_id": "", "concerned": False} for one in with_log],  # wherever it will be
         "hosts": _hosts(site, {str(one["host_id"]) for one in troubled}),
         "incidents": incidents,
-        "open_incidents": [incident for incident in incidents if not IncidentState(incident["state"]).closed],
-        "decisions": site.reads.decisions(name, Page(MAX_DECISIONS), DecisionFilter())[::-1],
+        "more_incidents": more_incidents,
+        "open_incidents": site.reads.incidents(name, Page(MAX_INCIDENTS), IncidentFilter(OPEN_INCIDENTS))[::-1],
+        "decisions": decisions,
+        "more_decisions": more_decisions,
         "checkpoints": site.reads.checkpoints(name),
+    }
+
+
+def _decisions(site: Site, name: str, before: str) -> Json:
+    start = before if DECISION.fullmatch(before) else ""
+    decisions, is_cut = newest(lambda page: site.reads.decisions(name, page, DecisionFilter()), MAX_DECISIONS, start)
+    return {
+        "job": site.reads.job(name),
+        "decisions": decisions,
+        "earlier": decisions[-1]["decision_id"] if is_cut else "",
+        "is_first": not start,
     }
 
 

@@ -17,6 +17,7 @@ from flyball.contracts.credentials import host_credential, reader_token
 from flyball.contracts.reports.signals import EngineStatus, Report
 from flyball.contracts.wire import WIRE_VERSION, encode
 from services.main import Supervisor
+from services.runtime.http.auth import Authenticator
 from services.settings import load_settings
 
 PATIENCE_S = 300.0
@@ -166,6 +167,15 @@ def test_users_have_a_limit_and_daemons_have_none(tmp_path: Path) -> None:
             assert (refused.status_code, refused.json()["code"]) == (429, "too_busy")
             assert 1 <= int(refused.headers["Retry-After"]) <= 1000
             assert client.get("/hosts", headers=operator).status_code == 429, "a page counts as well"
+            page = client.get("/hosts", headers=operator | {"Accept": "text/html,*/*;q=0.8"})
+            assert page.status_code == 429 and page.headers["Content-Type"].startswith("text/html")
+            assert "More than 0.001 requests per second" in page.text and "Next step: ask less often" in page.text
+            assert page.headers["Retry-After"] and "default-src" in page.headers["Content-Security-Policy"]
+            logins = Authenticator(supervisor.token)
+            for _ in range(2):
+                cookie = {"Cookie": f"{logins.cookie_name}={logins.new_session().cookie}"}
+                answers = [client.get("/hosts", headers=cookie).status_code for _ in range(2)]
+                assert answers == [200, 429], "each login has its own limit"
             assert [client.post("/login", data={"token": "x"}).status_code for _ in range(2)] == [401, 429]
             for _ in range(5):
                 answer = client.post("/v1/reports", content=encode(report("host-a")), headers=daemon)

@@ -534,6 +534,20 @@ def test_a_page_says_what_it_leaves_out(
         assert "The newest" not in pages.get("/").text
 
 
+def test_a_browser_that_asks_wrongly_gets_a_page_and_a_program_a_problem(
+    supervisor: Supervisor, client: httpx.Client
+) -> None:
+    browser = {"Accept": "text/html,application/xhtml+xml", "Authorization": client.headers["Authorization"]}
+    with httpx.Client(base_url=supervisor.url, timeout=DEADLINE_S) as pages:
+        for path, status in (("/nowhere", 404), ("/jobs/demo?rank=-1", 422)):
+            answer = pages.get(path, headers=browser)
+            assert (answer.status_code, answer.headers["Content-Type"]) == (status, "text/html; charset=utf-8")
+            assert "Next step: " in answer.text
+        assert "This page needs a token" in pages.get("/nowhere", headers={"Accept": "text/html"}).text
+        assert pages.get("/nowhere", headers=browser | {"Accept": "*/*"}).json()["code"] == "not_found"
+        assert pages.get("/v1/nowhere", headers=browser).json()["code"] == "not_found"
+
+
 def test_the_log_has_no_secret(
     supervisor: Supervisor, client: httpx.Client, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

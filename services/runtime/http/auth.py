@@ -40,6 +40,7 @@ class Principal(msgspec.Struct, frozen=True):
 
     role: Role
     host_id: str = ""
+    session: str = ""  # of a browser that logged in; '': a token was sent
 
 
 _OPERATOR = Principal(Role.OPERATOR)
@@ -119,7 +120,8 @@ class Authenticator:
         session = next(filter(None, map(self._session_in, cookies)), b"")
         if not session:
             return None
-        return _OPERATOR if hmac.compare_digest(self._session_mac(b"operator", session), csrf) else _READER
+        is_operator = hmac.compare_digest(self._session_mac(b"operator", session), csrf)
+        return Principal(Role.OPERATOR if is_operator else Role.READER, session=session.decode("ascii"))
 
     def owner(self, token: bytes) -> Principal | None:
         """Return the owner of a token, None if it is not valid."""

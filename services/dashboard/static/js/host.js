@@ -1,5 +1,0 @@
-// /hosts/NAME: how is this host?
-
-import { follow } from "./live.js";
-
-follow();

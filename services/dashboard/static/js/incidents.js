@@ -1,5 +1,0 @@
-// /incidents: what is wrong?
-
-import { follow } from "./live.js";
-
-follow();

@@ -1,0 +1,156 @@
+"""An incident that waits for an operator, in a real browser: its own page has the plan, and the approval."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from browser_driver import CHROMIUM, DEADLINE_S, Browser
+from page_audit import axe_core, serious_findings
+
+from flyball.contracts.clock import SystemClock
+from flyball.contracts.cluster import HostFacts, JobSpec, Phase
+from flyball.contracts.credentials import host_credential
+from flyball.contracts.reports.rank_columns import CompletedSteps, RankProgress, Workers
+from flyball.contracts.reports.signals import EngineStatus, Report, Signal, WorkerExited
+from flyball.contracts.wire import WIRE_VERSION, encode
+from services.dashboard import training_pages
+from services.main import Supervisor
+from services.settings import load_settings
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+PICTURES = Path(__file__).parents[2] / ".pictures"
+IS_LIVE = "document.getElementById('link-text')?.textContent === 'live'"
+APPROVE = "document.querySelector('#incident [data-act=approve]')"
+GO = "document.querySelector('#act button.primary')"
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    browser = Browser(tmp_path / "profile")
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
+    policy = {"approve": ["restart_in_place"]}
+    supervisor = Supervisor(load_settings(state_dir=tmp_path / "supervisor", port=0, policy=policy))
+    supervisor.start()
+    yield supervisor
+    supervisor.stop()
+
+
+class Host:
+    """Speaks for host-a's daemon."""
+
+    def __init__(self, client: httpx.Client, token: str) -> None:
+        self._client = client
+        self._headers = {"Authorization": f"Bearer {host_credential(token, 'host-a').token}"}
+
+    def reports(self, **parts: Any) -> None:  # noqa: ANN401 - fields of Report
+        facts = HostFacts("host-a", "127.0.0.1", "rack-1", "", 29_500, "0", 1)
+        now = SystemClock().wall_s()
+        whole = {"engine": EngineStatus(alive=True)} | parts
+        message = Report(version=WIRE_VERSION, incarnation="i", sent_at=now, interval_s=600.0, facts=facts, **whole)
+        answer = self._client.post("/v1/reports", content=encode(message), headers=self._headers)
+        assert answer.status_code == 200, answer.text
+
+    def commands(self) -> list[dict[str, Any]]:
+        """The next commands, each answered as carried out."""
+        query = {"incarnation": "i", "wait_s": 10}
+        answer = self._client.get("/v1/hosts/host-a/commands", params=query, headers=self._headers)
+        commands: list[dict[str, Any]] = answer.json()["commands"]
+        for command in commands:
+            update = {"command_id": command["command_id"], "host_id": "host-a", "incarnation": "i"}
+            result = {"positions": [{"rank": 0, "step": 3}], "free_port": 29_501}
+            update |= {"state": "succeeded", "at": SystemClock().wall_s(), "result": result}
+            posted = self._client.post("/v1/hosts/host-a/updates", json=update, headers=self._headers)
+            assert posted.status_code == 204, posted.text
+        return commands
+
+
+def until(look: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever `look` gives
+    deadline = time.monotonic() + DEADLINE_S
+    while not (found := look()):
+        assert time.monotonic() < deadline
+    return found
+
+
+def typed(text: str) -> str:
+    field = "document.getElementById('act-typed')"
+    return f"{field}.value = '{text}'; {field}.dispatchEvent(new Event('input', {{bubbles: true}})); 0"
+
+
+def train_and_die(client: httpx.Client, host: Host) -> None:
+    """A job of one rank makes four steps, and its worker is killed."""
+    host.reports()
+    until(lambda: client.get("/v1/hosts").json()["items"])
+    spec = JobSpec(job="demo", argv=("train.py",), workdir="/")
+    assert client.post("/v1/jobs", content=encode(spec)).status_code == 201
+    (start,) = until(host.commands)
+    generation = start["body"]["placement"]["generation"]
+    now = SystemClock().wall_s()
+    steps = CompletedSteps("demo", generation, (0,), 0, tuple((now - ago,) for ago in (3, 2, 1, 0)))
+    host.reports(
+        workers=(Workers("demo", generation, (0,), (9,)),),
+        progress=(RankProgress((Phase.STEP,), (3,), (0.1,)),),
+        completed=(steps,),
+    )
+    until(lambda: client.get("/v1/jobs/demo").json()["newest_step"] == 3)
+    exited = WorkerExited("demo", generation, 0, pid=9, exit_code=None, signal_number=9, last_step=3)
+    host.reports(signals=(Signal(source="host-a", incarnation="i", seq=1, at=SystemClock().wall_s(), body=exited),))
+
+
+def test_an_operator_approves_on_the_page_of_the_incident(
+    browser: Browser, supervisor: Supervisor, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pytestconfig.cache is not None
+    axe = axe_core(pytestconfig.cache.mkdir("axe-core"))
+    headers = {"Authorization": f"Bearer {supervisor.token}"}
+    with httpx.Client(base_url=supervisor.url, headers=headers, timeout=DEADLINE_S) as client:
+        host = Host(client, supervisor.token)
+        train_and_die(client, host)
+        browser.open(f"{supervisor.url}/?token={supervisor.token}")
+        browser.until(IS_LIVE)
+        browser.open(f"{supervisor.url}/incidents/inc-1")
+        browser.until(f"!!{APPROVE} && {IS_LIVE}")
+        assert browser.evaluate(f"getComputedStyle({APPROVE}).display") != "none"
+        browser.picture(PICTURES / "approval.png")
+        assert serious_findings(browser, axe) == []
+
+        browser.evaluate(f"{APPROVE}.click(); 0")
+        browser.until("document.querySelector('#act .plan')?.textContent.includes('restart in place')")
+        browser.picture(PICTURES / "approval-dialog.png")
+        assert browser.evaluate(f"{GO}.disabled"), "nothing is typed"
+        browser.evaluate(typed("demo"))
+        browser.evaluate(f"{GO}.click(); 0")
+        browser.until("!document.getElementById('act').open")
+        (stop,) = until(host.commands)
+        assert stop["body"]["type"] == "stop_workers"
+        browser.until(f"{APPROVE} === null")
+        browser.until("document.getElementById('story').textContent.includes('restart in place')")
+        (entry,) = client.get("/v1/audit", params={"operation": "approve"}).json()["items"]
+        assert entry["detail"]["target"] == "inc-1" and entry["idempotency_key"]
+        lists_lead_on(client, monkeypatch)
+    assert [error for error in browser.errors if "/logs?" not in error] == [], "this host has no logs to send"
+
+
+def lists_lead_on(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page of a job says that its lists are cut, and where the rest is."""
+    ids = [one["decision_id"] for one in client.get("/v1/decisions", params={"job": "demo"}).json()["items"]]
+    assert len(ids) > 1 and "All decisions" not in client.get("/jobs/demo").text
+    monkeypatch.setattr(training_pages, "MAX_DECISIONS", 1)
+    assert 'href="/jobs/demo/decisions">All decisions' in client.get("/jobs/demo").text
+    for number, decision_id in enumerate(reversed(ids)):
+        page = client.get("/jobs/demo/decisions", params={"before": ids[-number]} if number else {}).text
+        assert re.findall(r'<li id="(dec-\d+)"', page) == [decision_id]
+        assert ("earlier ones" in page) is (decision_id != ids[0])
+    assert 'id="inc-1"' in client.get("/incidents", params={"job": "demo"}).text
+    assert "No such incident" in client.get("/incidents", params={"job": "other"}).text
+    assert client.get("/incidents", params={"host": "a b"}).status_code == 422
