@@ -44,13 +44,15 @@ def copy(
     target: Annotated[str, typer.Argument(help="URL of a file that does not exist yet, or of an empty database")],
     output: OutputOption = Format.TABLE,
 ) -> None:
-    from services.store.sql.copying import copy_database
+    from flyball.cli.show.progress import count_bar
+    from services.store.sql.copying import copy_database, count_rows
     from services.store.sql.database import Database, open_existing
 
     old = open_existing(source)
     new = Database(target)
     try:
-        rows = copy_database(old, new)
+        with count_bar("copying rows:", count_rows(old)) as advance:
+            rows = copy_database(old, new, advance)
     finally:
         old.close()
         new.close()
@@ -76,6 +78,7 @@ def replay(
     output: OutputOption = Format.TABLE,
 ) -> int:
     """Returns the exit code."""
+    from flyball.cli.show.progress import count_bar
     from services.store.read.replaying import replay_database, replay_with
     from services.store.sql.database import open_existing
 
@@ -83,10 +86,14 @@ def replay(
     db = open_existing(from_db)
     try:
         with tempfile.TemporaryDirectory(prefix="flyball-replay-") as folder:
+            with count_bar("replaying rounds:") as advance:
+                if policy:
+                    other = replay_with(db, Path(folder), given, job=job, advance=advance)
+                else:
+                    result = replay_database(db, Path(folder), job=job, advance=advance)
             if policy:
-                _print_other(replay_with(db, Path(folder), given, job=job), policy, output)
+                _print_other(other, policy, output)
                 return 0
-            result = replay_database(db, Path(folder), job=job)
     finally:
         db.close()
     if not printed(msgspec.to_builtins(result) | {"exact": result.is_exact}, output):

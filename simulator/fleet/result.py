@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
@@ -71,12 +71,14 @@ class Simulated(msgspec.Struct, frozen=True):
     analysis: Analysis
 
 
-def simulate(scenario: FleetScenario, seed: int, name: str) -> Simulated:
-    """Run a scenario."""
+def simulate(
+    scenario: FleetScenario, seed: int, name: str, passed: Callable[[float], None] = lambda _: None
+) -> Simulated:
+    """Run a scenario. `passed` is told the simulated seconds so far, very often."""
     if seed < 0:
         raise UsageError(f"The seed is {seed}.", hint="give a whole number from 0 on")
     world = FleetWorld(scenario, seed)
-    world.run()
+    world.run(passed)
     gpus = scenario.job.nodes * scenario.job.gpus_per_node
     events = [*log.with_true_size(world.control.events, gpus, world.ranks.every_steps), *world.ranks.log]
     analysis = analyse(events, now=BEGAN_AT + scenario.length_s, job=JOB)

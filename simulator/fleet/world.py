@@ -98,8 +98,13 @@ class FleetWorld:
         """How many hosts are free now."""
         return len(self._free)
 
-    def run(self) -> None:
-        """Run the whole scenario."""
+    def run(self, passed: Callable[[float], None] = lambda _: None) -> None:
+        """Run the whole scenario. `passed` is told the simulated seconds so far."""
+
+        def is_over() -> bool:
+            passed(self.now - BEGAN_AT)
+            return self.control.has_ended
+
         for host in self._of_job.first(1 + STAND_INS):
             self.control.join(host.name, host.rack)
         job, checkpoint = self.scenario.job, self.scenario.checkpoint
@@ -123,7 +128,7 @@ class FleetWorld:
             moments = arrivals(cause, self.scenario.rate_per_s(cause), self._streams[cause.name])
             self._plan_next(cause, moments)
         self.control.look()
-        self.timeline.run_until(BEGAN_AT + self.scenario.length_s, unless=lambda: self.control.has_ended)
+        self.timeline.run_until(BEGAN_AT + self.scenario.length_s, unless=is_over)
         self.timeline.now = BEGAN_AT + self.scenario.length_s
         if self.training.is_stepping:
             self.ranks.log += log.steps(self.training, self.now)

@@ -7,7 +7,7 @@ from sqlalchemy import select
 
 from flyball.cli.main import run_cli
 from flyball.contracts.errors import Conflict, StateVersionMismatch
-from services.store.sql.copying import copy_database
+from services.store.sql.copying import copy_database, count_rows
 from services.store.sql.database import Database
 from services.store.sql.tables import metadata
 
@@ -31,6 +31,17 @@ def test_the_copy_is_the_same_to_the_last_row(stores, new_database_url, kind: st
     with pytest.raises(Conflict, match="not empty"):
         copy_database(stores.db, copy)
     assert rows_of(copy) == rows_of(stores.db)
+    copy.close()
+
+
+def test_a_copy_tells_of_all_its_rows(stores, new_database_url) -> None:  # type: ignore[no-untyped-def]
+    stores.run_job()
+    copy, told = Database(new_database_url("sqlite")), []
+    expected = count_rows(stores.db)
+
+    rows = copy_database(stores.db, copy, told.append)
+
+    assert sum(told) == sum(rows.values()) == expected > 0
     copy.close()
 
 

@@ -70,8 +70,10 @@ def decided(stores, make, clock):
 def test_decisions_are_reproduced_exactly(decided, tmp_path) -> None:
     with decided.db.read() as connection:
         before = connection.execute(select(decisions)).all()
-    result = replay_database(decided.db, tmp_path)
+    told: list[int] = []
+    result = replay_database(decided.db, tmp_path, advance=told.append)
     assert (result.reproduced, result.before, result.missing, result.differences) == (3, 0, (), ())
+    assert len(told) == result.rounds and set(told) == {1}
     assert result.signals == 2
     with decided.db.read() as connection:
         assert connection.execute(select(decisions)).all() == before  # the database was only read

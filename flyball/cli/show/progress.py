@@ -15,6 +15,7 @@ from rich.progress import (
     ProgressColumn,
     SpinnerColumn,
     Task,
+    TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -24,6 +25,7 @@ from rich.text import Text
 from ckpt_engine.rules.memory_plan import readable_size
 
 COUNT_SHOWN_EVERY = 1000
+SHARE_SHOWN_EVERY = 0.01  # of the whole
 T = TypeVar("T")
 
 
@@ -48,6 +50,39 @@ def bytes_bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=total_bytes)
         yield lambda size_bytes: progress.advance(task, size_bytes)
+
+
+@contextmanager
+def count_bar(what: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+    """Show a bar, without a known total the count and the time so far; yield a function that advances it."""
+    console = Console(file=sys.stderr)
+    count = TextColumn("{task.description} {task.completed:,.0f}")
+    columns = (
+        (SpinnerColumn(), count, TimeElapsedColumn())
+        if total is None
+        else (count, BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda n: progress.advance(task, n)
+
+
+@contextmanager
+def share_bar(what: str, total: float) -> Iterator[Callable[[float], None]]:
+    """Show a bar, and yield a function that is told how much of `total` is done. It may be called very often."""
+    console = Console(file=sys.stderr)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        shown = 0.0
+
+        def reached(done: float) -> None:
+            nonlocal shown
+            if done - shown >= SHARE_SHOWN_EVERY * total:
+                shown = done
+                progress.update(task, completed=done)
+
+        yield reached
 
 
 def counted(what: str, items: Iterable[T]) -> Iterator[T]:

@@ -138,12 +138,14 @@ def run(
     output: OutputOption = Format.TABLE,
 ) -> None:
     """The seed is printed before anything else, so that a run that fails can be repeated."""
+    from flyball.cli.show.progress import share_bar
     from simulator.fleet import scenario
     from simulator.fleet.result import simulate
 
     chosen = scenario.load(name, settings or ())
     announce(f"seed {seed}")
-    done = simulate(chosen, seed, name)
+    with share_bar("simulating", chosen.length_s) as passed:
+        done = simulate(chosen, seed, name, passed)
     if report is not None:
         from flyball.cli.goodput.options import write_out
         from simulator.fleet.report import to_html

@@ -15,7 +15,7 @@ from services.controller.replay import OtherDecision, Replay, compared, decide_o
 from services.record.codec import load
 from services.store.decisions import outcome_writer
 from services.store.decisions import rounds as round_store
-from services.store.sql.copying import copy_table
+from services.store.sql.copying import Advance, copy_table
 from services.store.sql.database import Database
 from services.store.sql.tables import decisions, incidents, metadata, round_pieces, rounds, signals
 
@@ -39,17 +39,18 @@ class ReplayResult(msgspec.Struct, frozen=True):
         return not (self.missing or self.differences)
 
 
-def replay_database(db: Database, folder: Path, *, job: str = "") -> ReplayResult:
+def replay_database(db: Database, folder: Path, *, job: str = "", advance: Advance = lambda _: None) -> ReplayResult:
     """Copy the inputs into a database in `folder`, decide again, and compare with the stored decisions.
 
-    Writes nothing to `db`. `job`: compares only its decisions. Raises NotFound if no round is kept.
+    Writes nothing to `db`. `job`: compares only its decisions. `advance` is told of each round. Raises NotFound if no
+    round is kept.
     """
     copy = Database(f"sqlite:///{folder / 'replay.sqlite'}")
     try:
         _copy(db, copy)
         with copy.write() as connection:
             connection.execute(delete(decisions))
-        return _replay(db, copy, job)
+        return _replay(db, copy, job, advance)
     finally:
         copy.close()
 
@@ -62,10 +63,17 @@ class OtherPolicyResult(msgspec.Struct, frozen=True):
     versions: tuple[str, ...]  # of the releases that decided
 
 
-def replay_with(db: Database, folder: Path, given: Mapping[str, PolicyValue], *, job: str = "") -> OtherPolicyResult:
+def replay_with(
+    db: Database,
+    folder: Path,
+    given: Mapping[str, PolicyValue],
+    *,
+    job: str = "",
+    advance: Advance = lambda _: None,
+) -> OtherPolicyResult:
     """Decide every stored round by another policy, each in the situation that there was. Writes nothing to `db`.
 
-    `job`: only decisions about it. Raises NotFound if no round is kept.
+    `job`: only decisions about it. `advance` is told of each round. Raises NotFound if no round is kept.
     """
     copy = Database(f"sqlite:///{folder / 'replay.sqlite'}")
     try:
@@ -79,6 +87,7 @@ def replay_with(db: Database, folder: Path, given: Mapping[str, PolicyValue], *,
             for stored in round_store.read(connection):
                 count, versions[stored.version] = count + 1, None
                 found += decide_otherwise(stored, given, by_moment.get((stored.at, stored.epoch), ()))
+                advance(1)
         if not count:
             raise _no_round(db)
         return OtherPolicyResult(count, tuple(d for d in found if d.job == (job or d.job)), tuple(versions))
@@ -99,7 +108,7 @@ def _copy(db: Database, copy: Database) -> None:
                 copy_table(source, target, table, rows_at_once=at_once)
 
 
-def _replay(db: Database, copy: Database, job: str) -> ReplayResult:
+def _replay(db: Database, copy: Database, job: str, advance: Advance) -> ReplayResult:
     run, count, n_signals, first = Replay(), 0, 0, 0
     last_at, last = 0.0, 0
     versions: dict[str, None] = {}
@@ -110,6 +119,7 @@ def _replay(db: Database, copy: Database, job: str) -> ReplayResult:
             last_at, last = stored.at, stored.inputs.view.next_decision
             decided += [(decision, stored.epoch) for decision in run.run(stored).decisions]
             count, n_signals, versions[stored.version] = count + 1, n_signals + len(stored.signals), None
+            advance(1)
     if not count:
         raise _no_round(db)
     with copy.write() as connection:

@@ -107,17 +107,48 @@ def test_prints_the_script_of_each_shell(shell: str, capsys: pytest.CaptureFixtu
     assert run_cli(["--show-completion", "cmd"]) == 2
 
 
-def test_the_script_works_in_bash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def offered_by_bash(folder: Path, *before: str, home: Path, interactive: bool = False) -> str:
+    """What a Tab after `flyball stop l` offers in a bash that first runs these lines."""
     bash = shutil.which("bash")
     assert bash
+    (folder / "flyball").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m flyball.cli.main "$@"\n')
+    (folder / "flyball").chmod(0o755)
+    press = "COMP_WORDS=(flyball stop l); COMP_CWORD=2; _flyball_completion flyball; echo ${COMPREPLY[@]}"
+    environ = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(home)}
+    line = [bash, *(["-i"] if interactive else []), "-c", "; ".join((*before, press))]
+    found = subprocess.run(
+        line, check=True, capture_output=True, text=True, env=environ, timeout=60, stdin=subprocess.DEVNULL
+    )
+    return found.stdout.strip()
+
+
+def test_the_script_works_in_bash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(["--show-completion", "bash"]) == 0
     (tmp_path / "script").write_text(capsys.readouterr().out)
-    (tmp_path / "flyball").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m flyball.cli.main "$@"\n')
-    (tmp_path / "flyball").chmod(0o755)
-    ask = (
-        f'. "{tmp_path}/script"; COMP_WORDS=(flyball stop l); COMP_CWORD=2; _flyball_completion flyball; '
-        'echo "${COMPREPLY[@]}"'
-    )
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    found = subprocess.run([bash, "-c", ask], check=True, capture_output=True, text=True, env=os.environ | path)
-    assert found.stdout.strip() == "llama", found.stderr
+
+    assert offered_by_bash(tmp_path, f'. "{tmp_path}/script"', home=tmp_path) == "llama"
+
+
+def test_installed_into_a_home_it_works_in_the_next_bash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / ".bashrc").write_text("alias mine=true\n")
+    monkeypatch.setenv("HOME", str(home))
+
+    assert run_cli(["--install-completion", "bash"]) == run_cli(["--install-completion", "bash"]) == 0
+
+    assert f"installed bash completion in {home}" in capsys.readouterr().err
+    assert (home / ".bashrc").read_text().count("source") == 1 and "alias mine" in (home / ".bashrc").read_text()
+    assert offered_by_bash(tmp_path, home=home, interactive=True) == "llama"
+
+
+@pytest.mark.parametrize(
+    ("shell", "file"), [("zsh", ".zfunc/_flyball"), ("fish", ".config/fish/completions/flyball.fish")]
+)
+def test_other_shells_get_their_files(shell: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run_cli(["--install-completion", shell]) == 0
+    assert f"complete_{shell}" in (tmp_path / file).read_text()
+    assert run_cli(["--install-completion", "cmd"]) == 2
