@@ -87,7 +87,7 @@ def waterfall(report: GoodputReport) -> go.Figure:
             base=[bars[i][1] / unit_s for i in shown],
             x=[(bars[i][2] - bars[i][1]) / unit_s for i in shown],
             name=name,
-            marker=_filled(group, outline=True),
+            marker=filled(group, outline=True),
             hoverinfo="skip",
         )
     # Each loss begins where the one above it ends.
@@ -130,7 +130,7 @@ def waterfall(report: GoodputReport) -> go.Figure:
         ticks="",
         ticklabelstandoff=6,
     )
-    return _laid_out(figure, height_px=80 + 28 * len(names), legend=False)
+    return laid_out(figure, height_px=80 + 28 * len(names), legend=False)
 
 
 def run_timeline(report: GoodputReport, bins: Sequence[TimelineBin]) -> go.Figure:
@@ -151,7 +151,7 @@ def run_timeline(report: GoodputReport, bins: Sequence[TimelineBin]) -> go.Figur
                 y=shares,
                 width=width_ms,
                 name=group.name,
-                marker=_filled(group),
+                marker=filled(group),
                 hovertemplate=f"%{{x}}<br>{group.name}: %{{y:.1f}}%<extra></extra>",
             )
     began = [(n, i) for n, i in enumerate(report.incidents, 1) if i.began_at is not None]
@@ -171,7 +171,7 @@ def run_timeline(report: GoodputReport, bins: Sequence[TimelineBin]) -> go.Figur
     figure.update_layout(barmode="stack", bargap=0)
     figure.update_xaxes(title="time (UTC)", range=[_moment(report.started_at), _moment(report.ended_at)])
     figure.update_yaxes(title="share of the slice (%)", range=[0, 118], tickvals=[0, 25, 50, 75, 100])
-    return _laid_out(figure, height_px=400, legend=True)
+    return laid_out(figure, height_px=400, legend=True)
 
 
 def over_time(report: GoodputReport) -> go.Figure:
@@ -195,10 +195,10 @@ def over_time(report: GoodputReport) -> go.Figure:
         )
     figure.update_xaxes(title="time (UTC)", range=[_moment(report.started_at), _moment(report.ended_at)])
     figure.update_yaxes(title="share of the time (%)", range=[0, 103])
-    return _laid_out(figure, height_px=340, legend=True)
+    return laid_out(figure, height_px=340, legend=True)
 
 
-def _filled(group: CategoryGroup, *, outline: bool = False) -> dict[str, Any]:
+def filled(group: CategoryGroup, *, outline: bool = False) -> dict[str, Any]:
     """A colour with a pattern over it, for readers who cannot distinguish the colours."""
     pattern = {"shape": group.pattern, "fillmode": "overlay", "fgcolor": INK, "fgopacity": 0.75, "size": 6}
     return {
@@ -229,7 +229,8 @@ def _unit(length_s: float) -> tuple[str, float]:
     return "seconds", 1.0
 
 
-def _laid_out(figure: go.Figure, *, height_px: int, legend: bool) -> go.Figure:
+def laid_out(figure: go.Figure, *, height_px: int, legend: bool) -> go.Figure:
+    """The figure in the style of all pages."""
     above = {"orientation": "h", "x": 0, "y": 1.03, "yanchor": "bottom", "traceorder": "normal"}
     figure.update_layout(
         template="none",

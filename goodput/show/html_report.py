@@ -1,25 +1,17 @@
-"""A report as one self-contained HTML file: it opens offline, prints well, and is readable without colour.
-
-plotly's script is included once, which makes the file about 5 MB. Names in logs are untrusted: the template escapes
-everything, figures get escaped labels, and the page's content security policy forbids loading anything.
-"""
+"""A report as one self-contained HTML file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
-import plotly.graph_objects as go
-import plotly.io
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
 from goodput.account.measures import Quantiles
 from goodput.account.timeline_bins import TimelineBin
 from goodput.calculator import GoodputReport, IncidentReport
 from goodput.show.html_figures import over_time, run_timeline, waterfall
+from goodput.show.page import embedded, environment, moment
 from goodput.wording import counted, percent, seconds
 
 MAX_INCIDENTS = 500  # rows: those that lost most time, in order of time
@@ -38,58 +30,32 @@ def to_html(
 ) -> str:
     """The whole page. `source` names the origin of the events; `left_out` is the number of malformed lines in it.
     `heading`, `preface` (below the measures) and `assumptions` are those of a page about more than the account."""
-    environment = Environment(
-        loader=PackageLoader("goodput.show"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "duration": seconds,
-        "percent": percent,
-        "words": lambda name: str(name).replace("_", " "),
-        "moment": _moment,
-        "gpu_hours": lambda value: "-" if value is None else f"{value:,.1f}",
-        "money": lambda value: "-" if value is None else f"{value:,.2f}",
-    }
     shown, hidden = _incidents(report.incidents)
-    return environment.get_template(
-        "report.html"
-    ).render(
-        report=report,
-        source=source,
-        left_out=left_out,
-        heading=heading or f"Goodput of {report.job or 'an unnamed run'}",
-        preface=preface or "",
-        assumptions=assumptions,
-        plotly_js=Markup(get_plotlyjs()),  # plotly's own script
-        figures={
-            "waterfall": _figure("waterfall", waterfall(report)),
-            "timeline": _figure("timeline", run_timeline(report, timeline)) if timeline else None,
-            "over_time": _figure("over-time", over_time(report)) if report.rolling else None,
-        },
-        headline=_headline(report),
-        categories=_shares(report.seconds_by_category, report),
-        causes=_shares(report.badput_s, report),
-        hosts=_shares(report.badput_by_host, report)[:MAX_HOSTS],
-        failure_classes=_shares(report.badput_by_failure_class, report),
-        incidents=shown,
-        incidents_hidden=hidden,
-        repair=_repair(report.repair),
+    return (
+        environment()
+        .get_template("report.html")
+        .render(
+            report=report,
+            source=source,
+            left_out=left_out,
+            heading=heading or f"Goodput of {report.job or 'an unnamed run'}",
+            preface=preface or "",
+            assumptions=assumptions,
+            figures={
+                "waterfall": embedded("waterfall", waterfall(report)),
+                "timeline": embedded("timeline", run_timeline(report, timeline)) if timeline else None,
+                "over_time": embedded("over-time", over_time(report)) if report.rolling else None,
+            },
+            headline=_headline(report),
+            categories=_shares(report.seconds_by_category, report),
+            causes=_shares(report.badput_s, report),
+            hosts=_shares(report.badput_by_host, report)[:MAX_HOSTS],
+            failure_classes=_shares(report.badput_by_failure_class, report),
+            incidents=shown,
+            incidents_hidden=hidden,
+            repair=_repair(report.repair),
+        )
     )
-
-
-def _figure(name: str, figure: go.Figure) -> Markup:
-    """A div and the call that fills it; plotly writes no character in it that could end the script."""
-    text = plotly.io.to_html(
-        figure,
-        full_html=False,
-        include_plotlyjs=False,
-        div_id=name,
-        config={"displaylogo": False, "displayModeBar": False, "responsive": True},
-    )
-    return Markup(text)
 
 
 def _headline(report: GoodputReport) -> list[tuple[str, str, str]]:
@@ -101,7 +67,7 @@ def _headline(report: GoodputReport) -> list[tuple[str, str, str]]:
     return [
         (percent(report.goodput), "goodput", "of the elapsed time went into steps that were kept"),
         (percent(report.ettr), "ETTR", "effective training time ratio, with evaluation and saving"),
-        (seconds(report.elapsed_s), "elapsed", f"from {_moment(report.started_at)}"),
+        (seconds(report.elapsed_s), "elapsed", f"from {moment(report.started_at)}"),
         (seconds(lost_s), "not useful", f"elapsed time less useful time{lost_cost}"),
         (str(report.interruptions), "interruptions", f"{counted(len(report.incidents), 'incident')} in all"),
         (seconds(report.mttr_s), "MTTR", "mean time from a fault to the first step after it"),
@@ -138,7 +104,3 @@ def _incidents(incidents: Sequence[IncidentReport]) -> tuple[list[tuple[int, Inc
 
 def _repair(repair: Mapping[str, Quantiles]) -> list[tuple[str, Quantiles]]:
     return [(part, found) for part, found in repair.items() if found.count and found.p99_s]
-
-
-def _moment(at: float | None) -> str:
-    return "-" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from goodput.account.timeline_bins import binned
 from goodput.show import html_report
-from goodput.wording import percent, seconds
+from goodput.show.page import environment
+from goodput.wording import percent
 from simulator.fleet.result import Result, Simulated
 from simulator.fleet.scenario import FleetScenario
 
@@ -19,20 +19,16 @@ _BINS = 120
 def to_html(done: Simulated, scenario: FleetScenario, settings: Sequence[str]) -> str:
     """The whole page. `settings` were set over the scenario's file."""
     result, line = done.result, done.analysis.timeline
-    environment = Environment(
-        loader=PackageLoader("simulator.fleet"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["duration"] = seconds
-    preface = environment.get_template("preface.html").render(
-        result=result,
-        answer=_answer(result),
-        causes=sorted(result.causes, key=lambda cause: -cause.faults),
-        settings=list(_settings(scenario)),
-        sources=scenario.sources,
+    preface = (
+        environment("simulator.fleet")
+        .get_template("preface.html")
+        .render(
+            result=result,
+            answer=_answer(result),
+            causes=sorted(result.causes, key=lambda cause: -cause.faults),
+            settings=list(_settings(scenario)),
+            sources=scenario.sources,
+        )
     )
     with_settings = f" with {', '.join(settings)}" if settings else ""
     return html_report.to_html(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
@@ -102,6 +103,7 @@ class Checkpoint(_Section):
 
     every_s: Positive = Field(description="seconds between two saves to memory and to a replica; whole steps are taken")
     save_s: NotNegative = Field(default=0.0, description="seconds for which a save holds up training")
+    replicas: int = Field(default=1, ge=0, le=3, description="hosts that hold a copy of each host's memory")
     replicate_s: NotNegative = Field(default=5.0, description="seconds after a save until its replicas are complete")
     persistent_every: int = Field(
         default=0, ge=0, le=100_000, description="every how many saves one goes to the persistent tier; 0: none does"
@@ -122,7 +124,7 @@ class Times(_Section):
 
 
 class Observed(_Section):
-    """Over what the counts of the causes were observed. Default: the scenario's own nodes and days."""
+    """Over what the counts of the causes were observed. Default: the nodes and days of the file, before any setting."""
 
     nodes: int = Field(ge=1, description="hosts that were watched")
     days: Positive = Field(description="days for which they were watched")
@@ -238,9 +240,10 @@ def read(name: str) -> str:
     try:
         return Path(name).read_text(encoding="utf-8")
     except OSError as error:
+        near = get_close_matches(name, shipped(), n=1)
         raise NotFound(
             f"There is no scenario {name}: {error.strerror}.",
-            hint=f"name a TOML file, or one of: {', '.join(shipped())}",
+            hint=f"did you mean {near[0]}?" if near else f"name a TOML file, or one of: {', '.join(shipped())}",
         ) from error
 
 
@@ -255,6 +258,7 @@ def parse(text: str, name: str, settings: Sequence[str] = ()) -> FleetScenario:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"{name} is not TOML: {error}.", hint="correct the file") from error
+    _keep_what_was_observed(content)
     for setting in settings:
         _set(content, setting)
     try:
@@ -264,6 +268,13 @@ def parse(text: str, name: str, settings: Sequence[str] = ()) -> FleetScenario:
             f"{name}: {'; '.join(_problems(error, content))}.",
             hint="see the fields with `flyball simulate describe`",
         ) from error
+
+
+def _keep_what_was_observed(content: dict[str, Any]) -> None:
+    """Have counts stand for the nodes and days of the file: twice as many nodes fail twice as often."""
+    job = content.get("job")
+    if "observed" not in content and isinstance(job, dict) and "nodes" in job and "days" in content:
+        content["observed"] = {"nodes": job["nodes"], "days": content["days"]}
 
 
 def _set(content: dict[str, Any], setting: str) -> None:
@@ -298,20 +309,32 @@ def _value(text: str) -> Any:  # noqa: ANN401 - any TOML value
 
 _MEANINGS = {
     "missing": "must be given",
-    "extra_forbidden": "is not a field of a scenario",
-    "greater_than": "must be above {gt:g}",
-    "greater_than_equal": "must be at least {ge:g}",
-    "less_than_equal": "must be at most {le:g}",
-    "enum": "must be {expected}",
+    "extra_forbidden": "is not a field of a scenario{near}",
+    "greater_than": "must be above {gt:g}, not {input}",
+    "greater_than_equal": "must be at least {ge:g}, not {input}",
+    "less_than_equal": "must be at most {le:g}, not {input}",
+    "enum": "must be {expected}, not {input}",
+    "float_parsing": "must be a number, not {input}",
+    "int_parsing": "must be a whole number, not {input}",
+    "int_from_float": "must be a whole number, not {input}",
 }
 
 
 def _problems(error: ValidationError, content: Mapping[str, Any]) -> Iterator[str]:
     for problem in error.errors(include_url=False):
         meaning = _MEANINGS.get(problem["type"])
-        text = meaning.format(**problem.get("ctx", {})) if meaning else problem["msg"].removeprefix("Value error, ")
         field = ".".join(_named_path(problem["loc"], content))
+        context = {**problem.get("ctx", {}), "input": problem["input"], "near": _near(problem["loc"], field)}
+        text = meaning.format(**context) if meaning else problem["msg"].removeprefix("Value error, ")
         yield f"{field}: {text}" if field else text
+
+
+def _near(path: Sequence[int | str], field: str) -> str:
+    """A field that an unknown one resembles, among those beside it."""
+    *place, last = field.split(".")
+    beside = _SECTIONS[str(path[0])].model_fields if len(path) > 1 else FleetScenario.model_fields
+    near = get_close_matches(last, beside, n=1)
+    return f" (did you mean {'.'.join((*place, near[0]))}?)" if near else ""
 
 
 def _named_path(path: Sequence[int | str], content: Any) -> Iterator[str]:  # noqa: ANN401 - any TOML value

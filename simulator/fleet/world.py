@@ -40,10 +40,12 @@ SENSOR = "sensor.s1"
 
 
 class FleetFault(msgspec.Struct):
-    """One fault, and what came of it. Moments are seconds from the start; -1.0: never."""
+    """One fault, and what came of it. `draws` decides whom it hits and how: the same for the n-th fault of a cause,
+    whatever happened before, so that two scenarios with one seed have the same luck."""
 
     cause: str
     at_s: float
+    draws: Random
     hosts: tuple[str, ...] = ()
     interrupted: bool = False  # it stopped the ranks
 
@@ -57,7 +59,8 @@ class FleetWorld:
         self.faults: list[FleetFault] = []
         self.postponed = 0  # faults that came later because no host shown was well
         self._cordoned: dict[str, float] = {}  # host -> since when
-        self._streams = {cause.name: stream(seed, cause.name) for cause in scenario.causes}
+        self._seed = seed
+        self._relapses = stream(seed, "relapses")
         self._rng = stream(seed, "reactions")
         self._hosts: dict[str, TrueHost] = {}
         self._of_job, self._free = Pool(), Pool()
@@ -118,6 +121,7 @@ class FleetWorld:
                 max_restarts=job.max_restarts,
                 checkpoint=CheckpointSpec(
                     every_steps=self.ranks.every_steps,
+                    replicas=checkpoint.replicas,
                     persistent_dir="/store" if has_store else "",
                     persistent_every_steps=self.ranks.every_steps * checkpoint.persistent_every,
                 ),
@@ -125,8 +129,8 @@ class FleetWorld:
             )
         )
         for cause in self.scenario.causes:
-            moments = arrivals(cause, self.scenario.rate_per_s(cause), self._streams[cause.name])
-            self._plan_next(cause, moments)
+            moments = arrivals(cause, self.scenario.rate_per_s(cause), stream(self._seed, cause.name))
+            self._plan_next(cause, enumerate(moments, 1))
         self.control.look()
         self.timeline.run_until(BEGAN_AT + self.scenario.length_s, unless=is_over)
         self.timeline.now = BEGAN_AT + self.scenario.length_s
@@ -139,20 +143,20 @@ class FleetWorld:
 
     # --- faults ------------------------------------------------------------------------------------------------------
 
-    def _plan_next(self, cause: Cause, moments: Iterator[float]) -> None:
-        at_s = next(moments, None)
-        if at_s is None or at_s >= self.scenario.length_s:
+    def _plan_next(self, cause: Cause, moments: Iterator[tuple[int, float]]) -> None:
+        number, at_s = next(moments, (0, self.scenario.length_s))
+        if at_s >= self.scenario.length_s:
             return
 
         def strike() -> None:
-            self._strike(cause, FleetFault(cause.name, self.now_s))
+            self._strike(cause, FleetFault(cause.name, self.now_s, stream(self._seed, f"{cause.name}/{number}")))
             self._plan_next(cause, moments)
 
         self._after(at_s - self.now_s, strike)
 
     def _strike(self, cause: Cause, fault: FleetFault, host: TrueHost | None = None) -> None:
         """A fault happens, to `host` or to a random one of the job."""
-        rng = self._streams[cause.name]
+        rng = fault.draws
         victims = self._victims(cause, rng, host)
         if not victims:
             self.postponed += 1
@@ -376,11 +380,11 @@ class FleetWorld:
         cause = next((c for c in self.scenario.causes if c.effect is Effect.GPU), None)
         if cause is None:
             return
-        after_s = self._streams[cause.name].expovariate(1.0 / self.scenario.cluster.relapse_s)
+        after_s = self._relapses.expovariate(1.0 / self.scenario.cluster.relapse_s)
 
         def relapse() -> None:
             if self._hosts.get(host.name) is host and host in self._of_job and host.is_up:
-                self._strike(cause, FleetFault(cause.name, self.now_s), host)
+                self._strike(cause, FleetFault(cause.name, self.now_s, self._relapses), host)
 
         self._after(after_s, relapse)
 

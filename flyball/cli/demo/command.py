@@ -9,8 +9,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 import flyball
@@ -32,6 +33,9 @@ from flyball.cli.signals import EndSignals
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import NotFound
 from flyball.contracts.events import EventKind
+
+if TYPE_CHECKING:
+    from goodput.account.measures import Quantiles
 
 FIRST_HOSTS = ("host-a", "host-b")
 SPARES = ("host-c", "host-d")
@@ -164,6 +168,7 @@ class _Demo:
             comparison=compare(losses, read_losses(folder)),
             goodput=report.goodput,
             badput_s=dict(report.badput_s),
+            repair=dict(report.repair),
             decisions=decisions,
         )
 
@@ -204,6 +209,7 @@ class DemoResult:
     comparison: LossComparison
     goodput: float | None
     badput_s: dict[str, float]
+    repair: dict[str, Quantiles]  # durations of the parts of the repairs
     decisions: int
 
     @property
@@ -225,6 +231,7 @@ class DemoResult:
             "loss_problems": list(self.comparison.problems),
             "goodput": self.goodput,
             "badput_s": {cause: round(seconds, 3) for cause, seconds in self.badput_s.items()},
+            "repair": {part: msgspec.to_builtins(found) for part, found in self.repair.items()},
             "decisions": self.decisions,
         }
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flyball.cli.reach.options import command_help
-from flyball.cli.show.messages import announce
 from flyball.cli.show.output import Format, OutputOption, print_fields, print_table, printed
+from flyball.cli.simulate import compare as simulate_compare
+from flyball.cli.simulate import sweep as simulate_sweep
+from flyball.cli.simulate.calibrate import Calibrate, calibration
+from flyball.cli.simulate.options import Report, ScenarioName, Settings, check_can_write, seeds_from, write_report
 
 if TYPE_CHECKING:
     from simulator.fleet.result import Result
@@ -22,23 +24,15 @@ app = typer.Typer(
         "flyball simulate list",
         "flyball simulate describe llama3",
         "flyball simulate run llama3 --report llama3.html",
-        "flyball simulate run llama3 --seed 2 --set checkpoint.every_s=60 --set cluster.spares=16",
+        "flyball simulate compare llama3 --set-b checkpoint.every_s=60",
+        "flyball simulate sweep llama3 --vary cluster.spares=0,8,16,32",
         "flyball simulate run my-cluster.toml -o json",
     ),
     no_args_is_help=True,
 )
 
-ScenarioName = Annotated[
-    str, typer.Argument(metavar="SCENARIO", help="a shipped scenario (see `flyball simulate list`), or a TOML file")
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="set a field of the scenario, e.g. checkpoint.every_s=60 or causes.nic.count=20; repeatable",
-    ),
-]
+app.command("compare", **simulate_compare.COMMAND)(simulate_compare.command)
+app.command("sweep", **simulate_sweep.COMMAND)(simulate_sweep.command)
 
 
 @app.command(
@@ -126,6 +120,7 @@ def describe(
         "flyball simulate run small",
         "flyball simulate run llama3 --seed 7 --report llama3.html",
         "flyball simulate run llama3 --set cluster.spares=8 --set checkpoint.every_s=1800",
+        "flyball simulate run llama3 --calibrate demo.json",
         "flyball simulate run my-cluster.toml --json > result.json",
     ),
 )
@@ -134,7 +129,8 @@ def run(
     *,
     seed: Annotated[int, typer.Option(min=0, help="the seed of all random streams")] = 1,
     settings: Settings = None,
-    report: Annotated[Path | None, typer.Option("--report", help="also write an HTML report to this file")] = None,
+    calibrate: Calibrate = "",
+    report: Report = None,
     output: OutputOption = Format.TABLE,
 ) -> None:
     """The seed is printed before anything else, so that a run that fails can be repeated."""
@@ -142,16 +138,16 @@ def run(
     from simulator.fleet import scenario
     from simulator.fleet.result import simulate
 
-    chosen = scenario.load(name, settings or ())
-    announce(f"seed {seed}")
+    given = (*calibration(calibrate), *(settings or ()))
+    chosen = scenario.load(name, given)
+    check_can_write(report)
+    seeds_from(seed, 1)
     with share_bar("simulating", chosen.length_s) as passed:
         done = simulate(chosen, seed, name, passed)
     if report is not None:
-        from flyball.cli.goodput.options import write_out
         from simulator.fleet.report import to_html
 
-        write_out(to_html(done, chosen, settings or ()), report)
-        announce(f"wrote {report}")
+        write_report(to_html(done, chosen, given), report)
     if not printed(done.result, output):
         _print(done.result)
     raise typer.Exit(1 if done.result.violations else 0)
