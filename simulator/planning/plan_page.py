@@ -52,6 +52,7 @@ def plan_page(
     outcomes: Iterable[RunOutcome],
     scenarios: Sequence[FleetScenario],
     version: str,
+    assumptions: Sequence[str] = (),
 ) -> str:
     """The whole page. `headline`: value, name and meaning of each figure in a box."""
     return (
@@ -66,7 +67,7 @@ def plan_page(
             headline=headline,
             figures=figures,
             tables=tables,
-            assumptions=list(dict.fromkeys(text for scenario in scenarios for text in scenario.assumptions)),
+            assumptions=[*dict.fromkeys(text for scenario in scenarios for text in scenario.assumptions), *assumptions],
             sources=list(dict.fromkeys(text for scenario in scenarios for text in scenario.sources)),
             version=version,
         )

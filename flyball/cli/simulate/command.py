@@ -9,6 +9,7 @@ import typer
 from flyball.cli.reach.options import command_help
 from flyball.cli.show.output import Format, OutputOption, print_fields, print_table, printed
 from flyball.cli.simulate import compare as simulate_compare
+from flyball.cli.simulate import optimize as simulate_optimize
 from flyball.cli.simulate import sweep as simulate_sweep
 from flyball.cli.simulate.calibrate import Calibrate, calibration
 from flyball.cli.simulate.options import Report, ScenarioName, Settings, check_can_write, seeds_from, write_report
@@ -26,12 +27,14 @@ app = typer.Typer(
         "flyball simulate run llama3 --report llama3.html",
         "flyball simulate compare llama3 --set-b checkpoint.every_s=60",
         "flyball simulate sweep llama3 --vary cluster.spares=0,8,16,32",
+        "flyball simulate optimize llama3",
         "flyball simulate run my-cluster.toml -o json",
     ),
     no_args_is_help=True,
 )
 
 app.command("compare", **simulate_compare.COMMAND)(simulate_compare.command)
+app.command("optimize", **simulate_optimize.COMMAND)(simulate_optimize.command)
 app.command("sweep", **simulate_sweep.COMMAND)(simulate_sweep.command)
 
 

@@ -10,6 +10,7 @@ import typer
 
 from flyball.cli.show.messages import announce
 from flyball.contracts.errors import UsageError
+from simulator.planning.goal import Goal
 
 if TYPE_CHECKING:
     from simulator.planning.goal import Prices
@@ -31,6 +32,10 @@ Seeds = Annotated[int, typer.Option(min=1, max=10_000, help="how many seeds each
 FirstSeed = Annotated[int, typer.Option("--seed", min=0, help="the first seed; the others follow it")]
 Jobs = Annotated[int, typer.Option(min=0, help="processes that run at once; 0: one per core")]
 Report = Annotated[Path | None, typer.Option("--report", help="also write an HTML report to this file")]
+BestBy = Annotated[
+    Goal,
+    typer.Option("--best", help="goodput: the largest useful share; cost: the cheapest useful GPU hour, with spares"),
+]
 GpuHourPrice = Annotated[
     float | None, typer.Option(min=0.0, help="price of an hour of one GPU, in any currency; spares are paid, too")
 ]

@@ -12,6 +12,7 @@ from flyball.cli.show.messages import announce
 from flyball.cli.show.output import Format, OutputOption, print_fields, print_table, printed
 from flyball.cli.simulate.calibrate import Calibrate, calibration
 from flyball.cli.simulate.options import (
+    BestBy,
     FirstSeed,
     GpuHourPrice,
     Jobs,
@@ -45,10 +46,6 @@ COMMAND = command_help(
 Vary = Annotated[
     list[str] | None,
     typer.Option("--vary", metavar="KEY=VALUE,VALUE,...", help="a field and the values that it takes; repeatable"),
-]
-BestBy = Annotated[
-    Goal,
-    typer.Option("--best", help="goodput: the largest useful share; cost: the cheapest useful GPU hour, with spares"),
 ]
 
 
