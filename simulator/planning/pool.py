@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from flyball.contracts import wire
 from flyball.contracts.errors import FlyballError
 from simulator.fleet.result import simulate
 from simulator.fleet.scenario import FleetScenario
@@ -24,7 +25,7 @@ from simulator.planning.outcome import RunOutcome, outcome_of
 _END_S = 5.0
 
 
-class Run(NamedTuple):
+class PlannedRun(NamedTuple):
     """A scenario to run with a seed. `name` is what messages call it."""
 
     name: str
@@ -32,7 +33,7 @@ class Run(NamedTuple):
     seed: int
 
 
-class _Answer(msgspec.Struct):
+class _RunAnswer(msgspec.Struct):
     outcome: RunOutcome | None = None
     error: str = ""
 
@@ -42,7 +43,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_all(runs: Sequence[Run], jobs: int, ended: Callable[[], None] = lambda: None) -> list[RunOutcome]:
+def run_all(runs: Sequence[PlannedRun], jobs: int, ended: Callable[[], None] = lambda: None) -> list[RunOutcome]:
     """Run all with `jobs` processes; with one, in this process. `ended` is called after each run."""
     if min(jobs, len(runs)) <= 1:
         found = []
@@ -50,22 +51,22 @@ def run_all(runs: Sequence[Run], jobs: int, ended: Callable[[], None] = lambda: 
             found.append(_outcome(run))
             ended()
         return found
-    with _Workers(min(jobs, len(runs))) as workers:
+    with _RunProcesses(min(jobs, len(runs))) as workers:
         return workers.run(runs, ended)
 
 
-def _outcome(run: Run) -> RunOutcome:
+def _outcome(run: PlannedRun) -> RunOutcome:
     return outcome_of(simulate(run.scenario, run.seed, run.name).result, run.scenario)
 
 
-class _Workers:
+class _RunProcesses:
     """Spawned processes. However this ends, they end."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._processes: dict[Connection, SpawnProcess] = {}
 
-    def __enter__(self) -> _Workers:
+    def __enter__(self) -> _RunProcesses:
         context = get_context("spawn")
         for _ in range(self._count):
             ours, theirs = context.Pipe()
@@ -85,7 +86,7 @@ class _Workers:
                 process.kill()
                 process.join()
 
-    def run(self, runs: Sequence[Run], ended: Callable[[], None]) -> list[RunOutcome]:
+    def run(self, runs: Sequence[PlannedRun], ended: Callable[[], None]) -> list[RunOutcome]:
         outcomes: dict[int, RunOutcome] = {}
         left = iter(range(len(runs)))
         busy: dict[Connection, int] = {}
@@ -100,20 +101,22 @@ class _Workers:
                 self._give(ready, runs, left, busy)
         return [outcomes[number] for number in range(len(runs))]
 
-    def _give(self, to: Connection, runs: Sequence[Run], left: Iterator[int], busy: dict[Connection, int]) -> None:
+    def _give(
+        self, to: Connection, runs: Sequence[PlannedRun], left: Iterator[int], busy: dict[Connection, int]
+    ) -> None:
         number = next(left, None)
         if number is not None:
             run = runs[number]
             busy[to] = number
             to.send_bytes(msgspec.json.encode((run.name, run.seed, run.scenario.model_dump_json())))
 
-    def _answer(self, source: Connection, run: Run) -> RunOutcome:
+    def _answer(self, source: Connection, run: PlannedRun) -> RunOutcome:
         try:
-            answer = msgspec.json.decode(source.recv_bytes(), type=_Answer)
+            answer = wire.decoder_of(_RunAnswer).decode(source.recv_bytes())
         except (EOFError, OSError):
             process = self._processes[source]
             process.join(_END_S)
-            answer = _Answer(error=f"its process ended with exit code {process.exitcode}")
+            answer = _RunAnswer(error=f"its process ended with exit code {process.exitcode}")
         if answer.outcome is None:
             raise FlyballError(
                 f"The run of {run.name} with seed {run.seed} failed: {answer.error}.",
@@ -127,11 +130,11 @@ def _work(parent: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C, too, and ends the workers
     while True:
         try:
-            name, seed, text = msgspec.json.decode(parent.recv_bytes(), type=tuple[str, int, str])
+            name, seed, text = wire.decoder_of(tuple[str, int, str]).decode(parent.recv_bytes())
         except (EOFError, OSError):
             return
         try:
-            answer = _Answer(outcome=_outcome(Run(name, FleetScenario.model_validate_json(text), seed)))
+            answer = _RunAnswer(outcome=_outcome(PlannedRun(name, FleetScenario.model_validate_json(text), seed)))
         except Exception as error:  # noqa: BLE001 - the parent raises it, with the run's name and seed
-            answer = _Answer(error=f"{type(error).__name__}: {error}".rstrip("."))
+            answer = _RunAnswer(error=f"{type(error).__name__}: {error}".rstrip("."))
         parent.send_bytes(msgspec.json.encode(answer))

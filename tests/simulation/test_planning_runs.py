@@ -8,10 +8,10 @@ import pytest
 
 from flyball.contracts.errors import FlyballError
 from simulator.fleet import scenario
-from simulator.planning.pool import Run, run_all
+from simulator.planning.pool import PlannedRun, run_all
 
 HOUR = scenario.load("small", ["days=0.05", "causes.hang.count=0"])
-RUNS = [Run("small", HOUR, seed) for seed in (1, 2, 3)]
+RUNS = [PlannedRun("small", HOUR, seed) for seed in (1, 2, 3)]
 
 
 def test_neither_processes_nor_the_hash_seed_change_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,4 +36,4 @@ def test_ctrl_c_ends_all_processes() -> None:
 def test_a_run_that_fails_is_named() -> None:
     broken = HOUR.model_copy(update={"days": float("nan")})
     with pytest.raises(FlyballError, match="small with seed 2 failed"):
-        run_all([RUNS[0], Run("small", broken, 2)], 2)
+        run_all([RUNS[0], PlannedRun("small", broken, 2)], 2)

@@ -70,7 +70,7 @@ def command(
     """Exit code 1 if a check failed in any run."""
     from simulator.fleet import scenario
     from simulator.planning.comparison import Side, compare
-    from simulator.planning.pool import Run
+    from simulator.planning.pool import PlannedRun
 
     prices = prices_of(gpu_hour_price, spare_price)
     measured = calibration(calibrate)
@@ -85,7 +85,7 @@ def command(
         )
     check_can_write(report)
     chosen = seeds_from(first_seed, seeds)
-    runs = [Run(name, which, seed) for name, which in zip(names, (one, two), strict=True) for seed in chosen]
+    runs = [PlannedRun(name, which, seed) for name, which in zip(names, (one, two), strict=True) for seed in chosen]
     outcomes = run_with_bar(runs, jobs)
     side_a, side_b = (
         Side(label, name, of_side, tuple(outcomes[at : at + seeds]))

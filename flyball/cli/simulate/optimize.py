@@ -60,7 +60,7 @@ def command(
 ) -> None:
     """Exit code 1 if a check failed in any run."""
     from simulator.fleet import scenario
-    from simulator.planning.pool import Run
+    from simulator.planning.pool import PlannedRun
     from simulator.planning.search import Search
 
     prices = prices_of(gpu_hour_price, spare_price)
@@ -69,7 +69,7 @@ def command(
     ran: list[RunOutcome] = []
 
     def run(what: str, scenarios: Sequence[FleetScenario], seeds: Sequence[int]) -> list[list[RunOutcome]]:
-        outcomes = run_with_bar([Run(name, one, seed) for one in scenarios for seed in seeds], jobs, what)
+        outcomes = run_with_bar([PlannedRun(name, one, seed) for one in scenarios for seed in seeds], jobs, what)
         ran.extend(outcomes)
         return [outcomes[at : at + len(seeds)] for at in range(0, len(outcomes), len(seeds))]
 

@@ -15,7 +15,7 @@ from simulator.planning.goal import Goal
 if TYPE_CHECKING:
     from simulator.planning.goal import Prices
     from simulator.planning.outcome import RunOutcome
-    from simulator.planning.pool import Run
+    from simulator.planning.pool import PlannedRun
 
 ScenarioName = Annotated[
     str, typer.Argument(metavar="SCENARIO", help="a shipped scenario (see `flyball simulate list`), or a TOML file")
@@ -61,7 +61,7 @@ def seeds_from(first: int, count: int) -> range:
     return range(first, first + count)
 
 
-def run_with_bar(runs: Sequence[Run], jobs: int, what: str = "runs") -> list[RunOutcome]:
+def run_with_bar(runs: Sequence[PlannedRun], jobs: int, what: str = "runs") -> list[RunOutcome]:
     """Run all, with a progress bar."""
     from flyball.cli.show.progress import count_bar
     from simulator.planning.pool import run_all, usable_cores

@@ -67,7 +67,7 @@ def command(
 ) -> None:
     """Exit code 1 if a check failed in any run."""
     from simulator.planning.grid import parse_axis, points_of, scenarios_of
-    from simulator.planning.pool import Run
+    from simulator.planning.pool import PlannedRun
     from simulator.planning.sweep import sweep_of, to_csv
 
     if not vary:
@@ -79,7 +79,7 @@ def command(
     scenarios = scenarios_of(name, given, points)
     check_can_write(csv, report)
     chosen = seeds_from(first_seed, seeds)
-    runs = [Run(name, scenario, seed) for scenario in scenarios for seed in chosen]
+    runs = [PlannedRun(name, scenario, seed) for scenario in scenarios for seed in chosen]
     outcomes = run_with_bar(runs, jobs, f"{len(points)} points with {seeds} seeds")
     by_point = [outcomes[at : at + seeds] for at in range(0, len(outcomes), seeds)]
     found = sweep_of(name=name, settings=given, axes=axes, points=points, outcomes=by_point, prices=prices, goal=best)
