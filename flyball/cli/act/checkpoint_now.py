@@ -12,7 +12,7 @@ from flyball.cli.reach.options import command_help, with_supervisor
 from flyball.cli.reach.sources import SupervisorChoice, get_job
 from flyball.cli.show.output import Format, OutputOption, announce, print_fields, printed
 from flyball.cli.show.times import lasted
-from flyball.contracts.decisions import IncidentState
+from flyball.contracts.decisions import DecisionKind, IncidentState
 from flyball.contracts.errors import Conflict, Unreachable
 from flyball.contracts.orders import CheckpointRequest, OrderState
 
@@ -43,13 +43,23 @@ def command(
         get_job(client, job)
         order = client.post(f"/v1/jobs/{job}/checkpoint", CheckpointRequest(reason))
         incident = _await_end(client, job, float(order["requested_at"]), within) if wait else None
-    if printed({"order": order, "incident": incident}, output):
+        step = _saved_step(client, incident) if incident else None
+    if printed({"order": order, "incident": incident, "step": step}, output):
         return
     if incident is None:
         print_fields({"order": order["kind"], "job": job, "state": order["state"]})
         return
     took_s = incident["resolved_at"] - incident["opened_at"]
-    print_fields({"job": job, "incident": incident["incident_id"], "state": incident["state"], "took": lasted(took_s)})
+    print_fields({"job": job, "saved step": step, "took": lasted(took_s), "incident": incident["incident_id"]})
+
+
+def _saved_step(client: ApiClient, incident: dict[str, Any]) -> int | None:
+    """The step that was named for all ranks. None: another recovery saved or restored one meanwhile."""
+    for name in reversed(incident["decision_ids"]):
+        decision = client.get(f"/v1/decisions/{name}")
+        if decision["kind"] == DecisionKind.EMERGENCY_CHECKPOINT:
+            return int(decision["action"]["plan"]["emergency_step"])
+    return None
 
 
 def _await_end(client: ApiClient, job: str, requested_at: float, within_s: float) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from flyball.cli.look.get import KindArgument, fetch
 from flyball.cli.look.hosts_table import print_conditions, print_transports
 from flyball.cli.look.jobs_table import hosts_note, job_row, known, outcome, save_note
 from flyball.cli.look.kinds import KINDS, ListedKind, find_kind
-from flyball.cli.look.stories import print_action, print_decision, print_incident
+from flyball.cli.look.stories import print_action, print_decision, print_incident, print_signal
 from flyball.cli.reach.client import ApiClient
 from flyball.cli.reach.options import command_help, with_supervisor
 from flyball.cli.reach.sources import SupervisorChoice
@@ -80,6 +80,8 @@ def _print(kind: ListedKind, found: Json, output: Format) -> None:
         case "checkpoints":
             print_fields({n: found[n] for n in ("job", "world_size", "newest_step", "recovery_point")})
             _print_tiers(found)
+        case "signals":
+            print_signal(found)
         case _:
             print_fields(found)
 
@@ -111,7 +113,7 @@ def _print_job(found: Json, now: float, output: Format) -> None:
         announce(f"{len(job['ranks']) - len(ranks)} more ranks are not shown (-o wide shows all)")
     _print_tiers(found["checkpoints"])
     for name in ("incidents", "decisions"):
-        _print_newest(name, found[name], now)
+        _print_newest(name, found[name], now, about="job")
 
 
 def _ending(rank: Json) -> str | None:
@@ -120,7 +122,14 @@ def _ending(rank: Json) -> str | None:
     return f"exit code {rank['exit_code']}" if rank["exit_code"] is not None else None
 
 
+def _given(fields: Json) -> Json:
+    """Those that have a value: most hosts have no drain and no check."""
+    return {name: value for name, value in fields.items() if value}
+
+
 def _print_host(found: Json, now: float) -> None:
+    from ckpt_engine.rules.memory_plan import readable_size
+
     host = found["host"]
     drain, check = host.get("drain") or {}, host.get("check") or {}
     print_fields(
@@ -131,13 +140,14 @@ def _print_host(found: Json, now: float) -> None:
             **{"joined": clock(host["joined_at"], now), "last report": ago(host["last_report_at"], now)},
             **{"reports every": short(host["report_interval_s"]), "daemon": host["daemon_version"]},
             **{"engine": host["engine_address"], "unreachable peers": host["unreachable_peers"]},
-            **{"copies": host["copies"], "drain": drain.get("state"), "drain reason": drain.get("reason")},
-            **{"check": check.get("state"), "check message": check.get("message")},
+            "copies": f"{host['copies']}, {readable_size(host['copies_size_bytes'])}",
+            **_given({"drain": drain.get("state"), "drain reason": drain.get("reason")}),
+            **_given({"check": check.get("state"), "check message": check.get("message")}),
         }
     )
     print_conditions([host], now)
     print_transports([host])
-    _print_newest("incidents", found["incidents"], now)
+    _print_newest("incidents", found["incidents"], now, about="host")
 
 
 def _print_tiers(checkpoints: Json) -> None:
@@ -157,6 +167,9 @@ def _print_tiers(checkpoints: Json) -> None:
     print_table(title, ("tier", "copies", "size", "newest step", "newest of all ranks"), rows)
 
 
-def _print_newest(name: str, items: list[Json], now: float) -> None:
+def _print_newest(name: str, items: list[Json], now: float, *, about: str) -> None:
+    """A table of the newest, without the column that is the same in all rows."""
     kind = next(one for one in KINDS if one.name == name)
-    print_table(f"Newest {name}", kind.columns, (kind.row(item, now) for item in items))
+    shown = [place for place, column in enumerate(kind.columns) if column != about]
+    rows = ([row[place] for place in shown] for row in (kind.row(item, now) for item in items))
+    print_table(f"Newest {name}", [kind.columns[place] for place in shown], rows)

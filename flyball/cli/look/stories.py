@@ -8,7 +8,7 @@ from typing import Any
 
 from flyball.cli.look.jobs_table import known
 from flyball.cli.show.output import print_fields, print_table
-from flyball.cli.show.times import exact_clock, lasted
+from flyball.cli.show.times import exact_clock, exact_utc, lasted
 from flyball.contracts.cluster import Phase
 
 Json = dict[str, Any]
@@ -29,10 +29,8 @@ def print_incident(found: Json) -> None:
             **{"decisions": found["decision_ids"]},
         }
     )
-    columns = ("at", "", "what", "detail", "about")
-    rows = [
-        [exact_clock(line["at"]), *(line[n] for n in ("part", "what", "detail", "about"))] for line in found["story"]
-    ]
+    columns = ("at (UTC)", "", "what", "detail", "about")
+    rows = [[exact_utc(line["at"]), *(line[n] for n in ("part", "what", "detail", "about"))] for line in found["story"]]
     print_table("Story", columns, rows)
     for signal in found["observed"]:
         _print_log(signal["body"])
@@ -48,9 +46,22 @@ def print_action(found: Json) -> None:
             **{"started": exact_clock(found["started_at"]), "ended": exact_clock(found["ended_at"])},
         }
     )
-    rows = [[exact_clock(p["at"]), p["phase"], p["state"], p["message"]] for p in found["phases"]]
-    print_table("Phases", ("at", "phase", "state", "message"), rows)
+    rows = [[exact_utc(p["at"]), p["phase"], p["state"], p["message"]] for p in found["phases"]]
+    print_table("Phases", ("at (UTC)", "phase", "state", "message"), rows)
     _print_commands(found["commands"])
+
+
+def print_signal(found: Json) -> None:
+    """A signal, and what it says."""
+    print_fields(
+        {
+            **{"signal": found["signal_id"], "kind": found["kind"], "observed": exact_clock(found["at"])},
+            **{"stored": exact_clock(found["stored_at"]), "by": found["source"], "host": found["host_id"]},
+            **{"job": found["job"], "generation": known(found["generation"])},
+            **{name: value for name, value in _details(found).items() if name not in ("job", "generation")},
+        }
+    )
+    _print_log(found["body"])
 
 
 def print_decision(found: Json) -> None:
@@ -64,7 +75,7 @@ def print_decision(found: Json) -> None:
             "kind": found.get("kind"),
             "reason": found.get("reason"),
             "rule": found.get("rule"),
-            "evidence": found.get("evidence"),
+            "evidence": {n: v for n, v in (found.get("evidence") or {}).items() if v not in (None, "")},
             "incident": incident.get("incident_id"),
             "cause": incident.get("cause"),
             "incident state": incident.get("state"),
@@ -83,8 +94,8 @@ def print_decision(found: Json) -> None:
     )
     print_table(
         "Signals before it",
-        ("at", "source", "kind", "details"),
-        ([exact_clock(s.get("at")), s.get("source"), s.get("kind"), _details(s)] for s in found.get("signals") or ()),
+        ("at (UTC)", "source", "kind", "details"),
+        ([exact_utc(s.get("at")), s.get("source"), s.get("kind"), _details(s)] for s in found.get("signals") or ()),
     )
     for signal in found.get("signals") or ():
         _print_log(signal.get("body") or {})

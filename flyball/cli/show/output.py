@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 MIN_TEXT_WIDTH = 12  # of a column with sentences, next to columns that are not wrapped
+SHORT = 20  # cells of this length are not wrapped where there is room: times, "3 min 20 s ago"
 
 
 class Format(StrEnum):
@@ -92,21 +94,31 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
 
 
 def _whole_columns(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> list[bool]:
-    """Find the columns that must not wrap: those of single words such as ids, if the others still have enough room."""
-    words = [not any(" " in row[i] for row in cells) for i in range(len(columns))]
-    needed = sum(
-        2 + (max(len(column), *(len(row[i]) for row in cells)) if words[i] else MIN_TEXT_WIDTH)
-        for i, column in enumerate(columns)
-    )
-    return words if needed <= width else [False] * len(columns)
+    """Find the columns that must not wrap: those of single words such as ids, and of short texts. If the others would
+    have too little room, the widest of them may wrap after all."""
+    sizes = [max(len(column), *(len(row[i]) for row in cells)) for i, column in enumerate(columns)]
+    whole = [sizes[i] <= SHORT or not any(" " in row[i] for row in cells) for i in range(len(columns))]
+
+    def needed() -> int:
+        return sum(
+            2 + (size if is_whole else min(size, MIN_TEXT_WIDTH)) for size, is_whole in zip(sizes, whole, strict=True)
+        )
+
+    while any(whole) and needed() > width:
+        whole[max((i for i in range(len(columns)) if whole[i]), key=lambda i: sizes[i])] = False
+    return whole
 
 
 def print_fields(fields: Mapping[str, object]) -> None:
-    """Print one name and value per line on stdout."""
+    """Print one name and value per line on stdout. On a terminal, long values are wrapped beside their names."""
     width = max((len(name) for name in fields), default=0)
     console = Console(soft_wrap=True, highlight=False)
     for name, value in fields.items():
-        console.print(Text(f"{name.ljust(width)}  {cell(value)}"))
+        line = f"{name.ljust(width)}  {cell(value)}"
+        if console.is_terminal:
+            indent = " " * (width + 2)
+            line = "\n".join(textwrap.wrap(line, console.width, subsequent_indent=indent, break_long_words=False))
+        console.print(Text(line))
 
 
 def cell(value: object) -> str:

@@ -58,7 +58,12 @@ def clock(at: float | None, now: float) -> str:
 
 def exact_clock(at: float | None) -> str:
     """06:05:01.250 UTC; '-' if unknown. Without the date: it is usually today, and JSON has it."""
-    return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S.%f")[:-3] + " UTC" if at else "-"
+    return f"{exact_utc(at)} UTC" if at else "-"
+
+
+def exact_utc(at: float | None) -> str:
+    """The same without its zone, for columns whose title names it."""
+    return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S.%f")[:-3] if at else "-"
 
 
 def iso(at: float | None) -> str | None:

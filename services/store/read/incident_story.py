@@ -61,7 +61,10 @@ def _story(found: Json, observed: list[Json], decided: list[Json]) -> list[Json]
         action = decision["action"]
         if action is not None and decision["kind"] != DecisionKind.HOLD:
             lines += [
-                _line(step["at"], "action", f"{step['phase']}: {step['state']}", step["message"], action["action_id"])
+                _line(
+                    *(step["at"], "action", ": ".join(filter(None, (step["phase"], step["state"])))),
+                    *(step["message"], action["action_id"]),
+                )
                 for step in action["phases"]
             ]
     return sorted(lines, key=lambda line: line["at"])  # stable: what happened at once stays in this order

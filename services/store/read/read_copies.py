@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-import msgspec
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, Row, func, select
 
 from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier
 from flyball.contracts.cluster import HostState, JobSpec
@@ -22,7 +23,8 @@ Json = dict[str, Any]
 _LOST = {HostState.SILENT.value, HostState.IN_REPAIR.value}
 
 
-class _Copies(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class _Copies:
     """The copies of a job."""
 
     spec: JobSpec
@@ -32,9 +34,17 @@ class _Copies(msgspec.Struct, frozen=True):
     lost: set[str]  # hosts: their copies do not count
     domains: Mapping[str, str]  # host -> failure domain
 
-    @property
+    @cached_property
     def reachable(self) -> list[ShardCopy]:
         return [copy for copy in self.copies if copy.host_id not in self.lost]
+
+    @cached_property
+    def by_tier(self) -> Mapping[Tier, list[ShardCopy]]:
+        """The reachable copies."""
+        found: dict[Tier, list[ShardCopy]] = {tier: [] for tier in Tier}
+        for copy in self.reachable:
+            found[copy.tier].append(copy)
+        return found
 
 
 def checkpoints(connection: Connection, job: str) -> list[Json]:
@@ -78,7 +88,7 @@ def recoverability(connection: Connection, job: str) -> list[Json]:
         return {"steps": steps, "redo_s": None if step_s is None else steps * step_s}
 
     def rung(tier: Tier) -> Json:
-        newest = _newest(found, [copy for copy in found.reachable if copy.tier is tier])
+        newest = _newest(found, found.by_tier[tier])
         return {"tier": tier.value, "step": newest} | (behind(newest) if newest >= 0 else _NOTHING)
 
     def case_of(case: Json) -> Json:
@@ -96,22 +106,23 @@ _NOTHING: Json = {"steps": None, "redo_s": None}
 
 def _copies(connection: Connection, row: Row[Any]) -> _Copies:
     copies: list[ShardCopy] = list(persistent_steps.read(connection, [row.job]))
-    columns, mark = tables.hosts.c, f'"{row.job}"'
+    columns = tables.hosts.c
     lost: set[str] = set()
     domains: dict[str, str] = {}
-    query = select(columns.host_id, columns.state, columns.left_at, columns.failure_domain, columns.copies)
-    for host in connection.execute(query.order_by(columns.host_id)):
+    query = select(columns.host_id, columns.state, columns.left_at, columns.failure_domain)
+    for host in connection.execute(query):
         domains[host.host_id] = host.failure_domain
-        if mark in host.copies:  # else there is nothing to decode
-            copies += [copy for copy in load(host.copies, list[ShardCopy]) if copy.job == row.job]
         if host.state in _LOST or host.left_at:
             lost.add(host.host_id)
+    holding = select(columns.copies).where(func.instr(columns.copies, f'"{row.job}"') > 0).order_by(columns.host_id)
+    for document in connection.scalars(holding):
+        copies += [copy for copy in load(document, list[ShardCopy]) if copy.job == row.job]
     lineage = newest_lineage(connection, row.job) or ()
     return _Copies(load(row.spec, JobSpec), row.newest_step, lineage, copies, lost, domains)
 
 
 def _tier(found: _Copies, tier: Tier) -> Json:
-    copies = [copy for copy in found.reachable if copy.tier is tier]
+    copies = found.by_tier[tier]
     return {
         "copies": len(copies),
         "size_bytes": sum(copy.size_bytes for copy in copies),

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
-from sqlalchemy import Column, Connection, Row, Select, Table, and_, bindparam, func, select
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Connection,
+    Row,
+    Select,
+    String,
+    Table,
+    TextualSelect,
+    and_,
+    bindparam,
+    select,
+    text,
+)
 
 from flyball.contracts.checkpoints import RestoreReport
 from flyball.contracts.decisions import ActionPlan, Command, CommandUpdate, Decision, DecisionKind, Incident
@@ -57,13 +71,14 @@ def incidents(
     timelines = _grouped(connection, tables.incident_changes, "incident", list(found))
     decided = _grouped(connection, tables.decisions, "incident", list(found))
     restored = _restored(connection, [row for rows_ in decided.values() for row in rows_])
+    kinds = _kinds(connection, found)
     return [
         _incident(
             row=row,
             incident=found[row.number],
             timeline=timelines[row.number],
             decided=decided[row.number],
-            kinds=_kinds(connection, found[row.number]),
+            kinds=kinds[row.number],
             restored=restored,
         )
         for row in rows
@@ -278,15 +293,10 @@ def _grouped(
     return groups
 
 
-# Of an incident: those about its job and generation, and those about its host and no job, each by an index. Built once,
-# because a list runs them for each of its incidents, and building them takes longer than running them.
+# Of an incident: those about its job and generation, and those about its host and no job, each by an index.
 _THEN = tables.signals.c.observed_at.between(bindparam("begin"), bindparam("end"))
 _OF_JOB = and_(tables.signals.c.job == bindparam("job"), tables.signals.c.generation == bindparam("generation"), _THEN)
 _OF_HOST = and_(tables.signals.c.host_id == bindparam("host_id"), tables.signals.c.job == "", _THEN)
-_KINDS_OF_JOB, _KINDS_OF_HOST = (
-    select(tables.signals.c.kind, func.min(tables.signals.c.number)).where(condition).group_by(tables.signals.c.kind)
-    for condition in (_OF_JOB, _OF_HOST)
-)
 _SIGNALS_OF_JOB, _SIGNALS_OF_HOST = (
     select(tables.signals)
     .where(condition, tables.signals.c.stored_at <= bindparam("stored_until"))
@@ -296,32 +306,60 @@ _SIGNALS_OF_JOB, _SIGNALS_OF_HOST = (
 )
 
 
-def _wanted(incident: Incident, of_job: Select[Any], of_host: Select[Any]) -> Iterator[tuple[Select[Any], Json]]:
-    """Yield the queries of an incident's signals, with their parameters."""
+def _then(incident: Incident) -> Json:
+    """When an incident's signals were observed, as parameters."""
     began = (incident.observed_at or incident.opened_at) - BEFORE_S
-    then = {"begin": began, "end": incident.resolved_at or LATEST}
-    if incident.job:
-        yield of_job, {"job": incident.job, "generation": incident.generation, **then}
-    if incident.host_id:
-        yield of_host, {"host_id": incident.host_id, **then}
+    return {"begin": began, "end": incident.resolved_at or LATEST}
 
 
-def _kinds(connection: Connection, incident: Incident) -> list[str]:
-    """Return the kinds of an incident's signals, each once, in the order of storing."""
-    firsts: dict[str, int] = {}
-    for query, about in _wanted(incident, _KINDS_OF_JOB, _KINDS_OF_HOST):
-        for kind, number in connection.execute(query, about):
-            firsts[kind] = min(number, firsts.get(kind, number))
-    return sorted(firsts, key=lambda kind: firsts[kind])
+# A list asks for the kinds of all its incidents in a few statements: hundreds of small ones take much longer. They are
+# text, because the expression language takes longer to build them than the database to answer.
+_AT_ONCE = 64  # parts of one statement; SQLite allows 500
+_KINDS_OF_JOB = (
+    "SELECT :incident{0} AS incident, kind, MIN(number) AS first FROM signals WHERE job = :job{0} "
+    "AND generation = :generation{0} AND observed_at BETWEEN :begin{0} AND :end{0} GROUP BY kind"
+)
+_KINDS_OF_HOST = (
+    "SELECT :incident{0} AS incident, kind, MIN(number) AS first FROM signals WHERE host_id = :host_id{0} "
+    "AND job = '' AND observed_at BETWEEN :begin{0} AND :end{0} GROUP BY kind"
+)
+
+
+@lru_cache(maxsize=256)
+def _kinds_query(parts: tuple[str, ...]) -> TextualSelect:
+    query = text(" UNION ALL ".join(part.format(place) for place, part in enumerate(parts)))
+    return query.columns(incident=BigInteger, kind=String, first=BigInteger)
+
+
+def _kinds(connection: Connection, found: Mapping[int, Incident]) -> dict[int, list[str]]:
+    """Return the kinds of the signals of each of these incidents, each once, in the order of storing."""
+    wanted: list[tuple[str, Json]] = []
+    for number, incident in found.items():
+        about = {"incident": number, **_then(incident)}
+        if incident.job:
+            wanted.append((_KINDS_OF_JOB, about | {"job": incident.job, "generation": incident.generation}))
+        if incident.host_id:
+            wanted.append((_KINDS_OF_HOST, about | {"host_id": incident.host_id}))
+    wanted.sort(key=lambda part: part[0])  # so that pages of any incidents have few statements in common
+    firsts: dict[int, dict[str, int]] = {number: {} for number in found}
+    for start in range(0, len(wanted), _AT_ONCE):
+        parts = wanted[start : start + _AT_ONCE]
+        given = {f"{name}{place}": value for place, (_, about) in enumerate(parts) for name, value in about.items()}
+        for number, kind, first in connection.execute(_kinds_query(tuple(part for part, _ in parts)), given):
+            firsts[number][kind] = min(first, firsts[number].get(kind, first))
+    return {number: sorted(kinds, key=kinds.__getitem__) for number, kinds in firsts.items()}
 
 
 def _signals(connection: Connection, incident: Incident, stored_until: float) -> list[Row[Any]]:
     """Return an incident's newest signals that were stored up to a moment, in the order of storing."""
-    found = {
-        row.number: row
-        for query, about in _wanted(incident, _SIGNALS_OF_JOB, _SIGNALS_OF_HOST)
-        for row in connection.execute(query, about | {"stored_until": stored_until})
-    }
+    about = {**_then(incident), "stored_until": stored_until}
+    rows: list[Row[Any]] = []
+    if incident.job:
+        of_job = {"job": incident.job, "generation": incident.generation}
+        rows += connection.execute(_SIGNALS_OF_JOB, about | of_job)
+    if incident.host_id:
+        rows += connection.execute(_SIGNALS_OF_HOST, about | {"host_id": incident.host_id})
+    found = {row.number: row for row in rows}
     return [found[number] for number in sorted(found)[-MAX_SIGNALS:]]
 
 
