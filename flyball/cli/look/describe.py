@@ -8,7 +8,7 @@ import typer
 
 from flyball.cli.look.get import KindArgument, fetch
 from flyball.cli.look.hosts_table import print_conditions, print_transports
-from flyball.cli.look.jobs_table import hosts_note, job_row, known, outcome, save_note
+from flyball.cli.look.jobs_table import hosts_note, job_row, known, loss_with_step, outcome, save_note
 from flyball.cli.look.kinds import KINDS, ListedKind, find_kind
 from flyball.cli.look.stories import print_action, print_decision, print_incident, print_signal
 from flyball.cli.reach.client import ApiClient
@@ -90,11 +90,17 @@ def _print_job(found: Json, now: float, output: Format) -> None:
     job, wide = found["job"], output is Format.WIDE
     spec = job.get("spec") or {}
     notes = filter(None, (outcome(job, now), hosts_note(job, wide=wide), save_note(job)))
-    state, lasting, started, step, loss, last_step, step_time, restarts = job_row(job, now)[1:]
+    state, lasting, started, step, _, last_step, step_time, restarts = job_row(job, now)[1:]
     print_fields(
         {
             **{"job": job["job"], "state": state, "for": lasting, "started": started, "note": list(notes)},
-            **{"newest step": step, "loss": loss, "last step": last_step, "a step": step_time, "restarts": restarts},
+            **{
+                "newest step": step,
+                "loss": loss_with_step(job),
+                "last step": last_step,
+                "a step": step_time,
+                "restarts": restarts,
+            },
             **{"ranks": job["world_size"], "generation": known(job["generation"])},
             **{"command": " ".join(spec.get("argv") or ()), "folder": spec.get("workdir")},
             **{"environment": sorted(spec.get("env") or ()), "policy": spec.get("policy")},

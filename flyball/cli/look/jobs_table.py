@@ -11,15 +11,15 @@ MANY_HOSTS = 8  # more are counted in words
 JOB_COLUMNS = ("job", "state", "for", "started", "step", "loss", "last step", "a step", "restarts")
 
 
-def short_loss(job: dict[str, Any]) -> str | None:
-    """The loss, of the newest step of which it is known."""
-    loss = job.get("loss")
-    return None if loss is None else f"{float(loss['value']):.5g}"
-
-
 def _loss(job: dict[str, Any]) -> str | None:
-    """The loss, with its step if that is not the newest: a loss on a device is reported one step later."""
-    value, step = short_loss(job), (job.get("loss") or {}).get("step")
+    """The loss of the newest step of which it is known: a loss on a device is reported one step later."""
+    loss = job.get("loss")
+    return None if loss is None else f"{float(loss['value']):.4g}"
+
+
+def loss_with_step(job: dict[str, Any]) -> str | None:
+    """The same, with its step if that is not the newest."""
+    value, step = _loss(job), (job.get("loss") or {}).get("step")
     return value if value is None or step == job.get("newest_step") else f"{value} (step {step})"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from flyball.cli.look.hosts_table import HEALTHY, host_row
-from flyball.cli.look.jobs_table import JOB_COLUMNS, hosts_note, job_row, known, outcome, save_note, short_loss
+from flyball.cli.look.jobs_table import JOB_COLUMNS, hosts_note, job_row, known, outcome, save_note
 from flyball.cli.show.compact import cut, table
 from flyball.cli.show.output import cell
 from flyball.cli.show.times import clock
@@ -86,7 +86,7 @@ def _jobs(found: Overview, now: float, width: int) -> Iterator[str]:
         return
     rows = [
         dict(zip(JOB_COLUMNS, map(cell, job_row(job, now)), strict=True))
-        | {"loss": cell(short_loss(job)), "resumes from": resumes_from(found.recoverable.get(job["job"]))}
+        | {"resumes from": resumes_from(found.recoverable.get(job["job"]))}
         for job in found.jobs
     ]
     columns = ("job", "state", "for", "step", "last step", "resumes from", "loss", "a step", "restarts")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flyball.cli.look.hosts_table import print_hosts, print_transports
-from flyball.cli.look.jobs_table import hosts_note, job_row, outcome, save_note
+from flyball.cli.look.jobs_table import hosts_note, job_row, loss_with_step, outcome, save_note
 from flyball.cli.look.overview import (
     HEIGHT,
     Overview,
@@ -171,8 +171,9 @@ def test_what_carries_shards_between_hosts_is_shown_with_the_reason(capsys: pyte
 
 def test_a_jobs_times_are_shown() -> None:
     one = job(message="")
-    row = ["llama", "running", "1 h", "05:05:58", 41, "0.5 (step 40)", "2.0 s ago", "0.25 s", "1 (1 of 3)"]
+    row = ["llama", "running", "1 h", "05:05:58", 41, "0.5", "2.0 s ago", "0.25 s", "1 (1 of 3)"]
     assert job_row(one, NOW) == row
+    assert loss_with_step(one) == "0.5 (step 40)"
     assert outcome(one, NOW) == ""
     ended = one | {"state": "failed", "ended_at": NOW - 60, "since": NOW - 60, "message": "ValueError"}
     assert outcome(ended, NOW) == "ended at 06:04:58 UTC, after 1 h: ValueError"
