@@ -46,7 +46,7 @@ def _wanted(
     duration: Annotated[str, typer.Option("--duration", help="no fault is injected later, e.g. 30m")] = "10m",
     seed: Annotated[int, typer.Option("--seed", min=-1, help="draws the same faults again; -1: a new one")] = -1,
     overlap: Annotated[
-        bool, typer.Option("--overlap", help="wait for each fault's verdict, but not until its time is over")
+        bool, typer.Option("--overlap", help="do not wait for a fault's verdict: two may be without one at once")
     ] = False,
     patience: Annotated[
         str, typer.Option("--patience", help="for how long to wait for a detection, and for a recovery")

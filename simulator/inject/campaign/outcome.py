@@ -57,10 +57,18 @@ def judge(
     incidents: Sequence[Mapping[str, Any]],
     trains: bool,
     job_state: str,
+    beside: Sequence[int] = (),
+    causes_beside: Sequence[str] = (),
 ) -> FaultOutcome:
     """`causes`: as one of which the fault has to be recognised; (): it may pass unnoticed. `incidents`: those that
-    opened after it. `trains`: the job has made steps since they were closed."""
+    opened after it. `trains`: the job has made steps since they were closed. `beside`: the numbers of faults that
+    struck while it had no verdict, `causes_beside` their causes. One restart may heal several faults: then the incident
+    of another is this one's, too."""
     expected = [i for i in incidents if i["cause"] in causes]
+    if causes and not expected:
+        expected = [i for i in incidents if i["cause"] in causes_beside]
+    if beside:  # their incidents are among these
+        expected = [i for i in expected if i["host_id"] in ("", host_id)] or expected
     first = next(iter(expected or incidents), None)
     closed = all(IncidentState(i["state"]).closed for i in incidents)
     why = ""
@@ -77,13 +85,15 @@ def judge(
         verdict, why = FaultVerdict.WRONG, f"the job made no more steps ({job_state})"
     elif causes and not expected:
         verdict, why = FaultVerdict.WRONG, f"taken for {first['cause']}"
-    elif host_id and first["host_id"] not in ("", host_id):
+    elif host_id and not beside and first["host_id"] not in ("", host_id):
         verdict, why = FaultVerdict.WRONG, f"{first['host_id']} was blamed for it"
     else:
         verdict = FaultVerdict.RECOVERED
     others = sorted({i["cause"] for i in incidents if i is not first})
     if others and not why:
         why = f"also {', '.join(others)}"
+    if beside:
+        why = "; ".join(filter(None, (why, f"at the same time as {', '.join(map(str, sorted(set(beside))))}")))
     resolved = [float(i["resolved_at"]) for i in incidents if i["resolved_at"]]
     return FaultOutcome(
         number=number,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flyball.contracts.clock import Clock
@@ -19,6 +22,7 @@ from simulator.inject.kinds.kind import FaultTarget
 
 STEPS_BETWEEN = 5  # that the job makes between two faults
 LOOK_INTERVAL_S = 0.25
+AT_ONCE = 2  # faults without a verdict, with `overlap`
 
 
 class Hands(Protocol):
@@ -36,6 +40,18 @@ class Ended(Exception):
     """The job has ended, or the campaign was interrupted."""
 
 
+@dataclass
+class _Struck:
+    """A fault that was injected, until it has its verdict."""
+
+    number: int
+    draw: Draw
+    done: InjectedFault
+    known: frozenset[str]  # incidents that are not its own
+    has_verdict: threading.Event
+    beside: list[_Struck]  # faults that had no verdict while it had none
+
+
 class Campaign:
     """`announce` gets a line for each fault. `is_over()` ends it early."""
 
@@ -51,8 +67,8 @@ class Campaign:
         patience_s: float = 180.0,
         overlap: bool = False,
     ) -> None:
-        """`patience_s`: for the detection of a fault, and then for its recovery. `overlap`: wait only until a fault has
-        its verdict before the next, not also until its own time is over."""
+        """`patience_s`: for the detection of a fault, and then for its recovery. `overlap`: do not wait for the verdict
+        of a fault before the next, of which two may be without one."""
         self._api = api
         self._hands = hands
         self._job = job
@@ -61,28 +77,50 @@ class Campaign:
         self._is_over = is_over
         self._patience_s = patience_s
         self._overlap = overlap
+        self._struck: list[_Struck] = []
+        self._outcomes: dict[int, FaultOutcome] = {}
+        self._count = 0  # of faults in all
 
     def run(self, draws: Sequence[Draw]) -> tuple[list[FaultOutcome], str]:
         """The outcomes, and why it ended early: '' if it did not."""
         began_s = self._clock.monotonic_s()
-        outcomes: list[FaultOutcome] = []
-        try:
-            for number, draw in enumerate(draws, 1):
-                while self._clock.monotonic_s() < began_s + draw.at_s:
-                    self._look_again()
-                if not self._overlap:
-                    self._settle()
-                outcome, end = self._break(number, draw)
-                if end is None or not self._is_over():  # one that was interrupted has no verdict
-                    outcomes.append(outcome)
-                    self._announce(_line(outcome, len(draws)))
-                if end is not None:
-                    raise end
-        except Ended as end:
-            return outcomes, str(end)
-        except FlyballError as error:  # what was found out so far is worth a report all the same
-            return outcomes, error.message
-        return outcomes, ""
+        self._count = len(draws)
+        ends: list[str] = []
+        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="follow") as followers:
+            following: list[Future[None]] = []
+            try:
+                for number, draw in enumerate(draws, 1):
+                    while self._clock.monotonic_s() < began_s + draw.at_s:
+                        self._look_again()
+                    self._make_room(following)
+                    struck = self._strike(number, draw)
+                    if struck is None:
+                        continue
+                    if self._overlap:
+                        following.append(followers.submit(self._follow, struck))
+                    else:
+                        self._follow(struck)
+            except Ended as end:
+                ends.append(str(end))
+            except FlyballError as error:  # what was found out so far is worth a report all the same
+                ends.append(error.message)
+            for future in following:
+                try:
+                    future.result()
+                except Ended as end:
+                    ends.append(str(end))
+        return [self._outcomes[number] for number in sorted(self._outcomes)], ends[0] if ends else ""
+
+    def _make_room(self, following: list[Future[None]]) -> None:
+        """Wait until the next fault may strike. Raises Ended if a fault ended the job."""
+        if not self._overlap:
+            self._settle()
+            return
+        while sum(not future.done() for future in following) >= AT_ONCE:
+            self._look_again()
+        for future in following:
+            if future.done():
+                future.result()
 
     def _settle(self) -> None:
         """Wait until nothing is broken, no incident is open, and the job trains. If that takes too long, go on."""
@@ -90,34 +128,55 @@ class Campaign:
         self._until(lambda: not self._open_incidents(), self._patience_s)
         self._trains_on()
 
-    def _break(self, number: int, draw: Draw) -> tuple[FaultOutcome, Ended | None]:
-        """The outcome, and why the campaign is over meanwhile."""
+    def _strike(self, number: int, draw: Draw) -> _Struck | None:
+        """Break what was drawn. None: it could not be broken, and the outcome says so."""
         kind = kind_of(draw.fault.fault)
-        known = {str(i["incident_id"]) for i in self._incidents()}
+        # What is open already may be taken for the cause of what this one does: with `overlap` it is its own, too.
+        known = frozenset(
+            str(i["incident_id"]) for i in self._incidents() if not self._overlap or IncidentState(i["state"]).closed
+        )
         try:
             done = self._hands.inject(self._request(kind.target, draw))
         except (FlyballError, OSError) as error:
             why = error.message if isinstance(error, FlyballError) else str(error)
-            return not_injected(number, draw.fault, self._clock.wall_s(), why), None
+            self._tell(not_injected(number, draw.fault, self._clock.wall_s(), why))
+            return None
         if done.not_recorded:
             self._announce(f"warning: {done.not_recorded}")
+        beside = [other for other in self._struck if not other.has_verdict.is_set()]
+        struck = _Struck(number, draw, done, known, threading.Event(), beside)
+        for other in beside:
+            other.beside.append(struck)
+        self._struck.append(struck)
+        return struck
+
+    def _follow(self, struck: _Struck) -> None:
+        """Watch what follows a fault, and judge it. Raises Ended if the campaign is over meanwhile."""
         try:
-            return self._follow(number, draw, done, known)
+            outcome, end = self._watch(struck)
         except FlyballError as error:
             raise Ended(
-                f"the fault {number} ({kind.name}, {done.target}) was injected, and has no verdict: {error.message}"
+                f"the fault {struck.number} ({struck.done.fault}, {struck.done.target}) was injected, and has no verdict:"
+                f" {error.message}"
             ) from error
+        finally:
+            struck.has_verdict.set()
+        if end is None or not self._is_over():  # one that was interrupted has no verdict
+            self._tell(outcome)
+        if end is not None:
+            raise end
 
-    def _follow(
-        self, number: int, draw: Draw, done: InjectedFault, known: set[str]
-    ) -> tuple[FaultOutcome, Ended | None]:
-        """Watch what follows a fault. `known`: the incidents before it."""
+    def _tell(self, outcome: FaultOutcome) -> None:
+        self._outcomes[outcome.number] = outcome
+        self._announce(_line(outcome, self._count))
+
+    def _watch(self, struck: _Struck) -> tuple[FaultOutcome, Ended | None]:
+        done = struck.done
         kind = kind_of(done.fault)
 
         def followed() -> list[dict[str, Any]]:
-            return [
-                i for i in self._incidents() if i["incident_id"] not in known and i["opened_at"] >= done.at - EARLY_S
-            ]
+            new = [i for i in self._incidents() if i["incident_id"] not in struck.known]
+            return [i for i in new if self._overlap or i["opened_at"] >= done.at - EARLY_S]
 
         trains, state, end = False, "", None
         try:
@@ -131,13 +190,15 @@ class Campaign:
         except Ended as ended:
             end, state = ended, str(ended)
         outcome = judge(
-            number=number,
+            number=struck.number,
             fault=kind.name,
-            stands_for=draw.fault.stands_for,
+            stands_for=struck.draw.fault.stands_for,
             target=done.target,
             at=done.at,
             host_id=done.host_id,
             causes=kind.causes,
+            causes_beside=[cause for other in struck.beside for cause in kind_of(other.done.fault).causes],
+            beside=[other.number for other in struck.beside],
             incidents=followed(),
             trains=trains,
             job_state=state,

@@ -128,3 +128,34 @@ def test_an_interrupted_campaign_reports_what_there_is() -> None:
     later = Draw(1e9, KILL.fault, 0.0)
     outcomes, early = running.run([KILL, later])
     assert early == "it was interrupted" and len(outcomes) <= 1
+
+
+class SlowCluster(Cluster):
+    """The incident of the first fault stays open until the second one has struck."""
+
+    def get(self, path: str, **query: str | int | None) -> Any:  # noqa: ANN401 - JSON
+        found = super().get(path, **query)
+        if path == "/v1/incidents" and len(self.requests) == 1:
+            found["items"][0]["state"] = "open"
+        return found
+
+
+def test_with_overlap_a_fault_strikes_while_another_has_no_verdict() -> None:
+    cluster, lines = SlowCluster(), []
+    running = Campaign(
+        cluster, cluster, job="gpt", clock=SystemClock(), announce=lines.append, patience_s=30.0, overlap=True
+    )
+    outcomes, early = running.run([KILL, KILL])
+    assert early == "" and [o.number for o in outcomes] == [1, 2]
+    assert [o.verdict for o in outcomes] == [FaultVerdict.RECOVERED] * 2, "one incident was both"
+    assert [o.why for o in outcomes] == ["at the same time as 2", "at the same time as 1"]
+
+
+def test_with_overlap_a_job_that_fails_ends_the_campaign() -> None:
+    cluster = Cluster(fails=True)
+    running = Campaign(
+        cluster, cluster, job="gpt", clock=SystemClock(), announce=lambda _: None, patience_s=30.0, overlap=True
+    )
+    outcomes, early = running.run([KILL] * 5)
+    assert "the job has ended" in early and len(cluster.requests) < 5
+    assert all(o.verdict is FaultVerdict.WRONG for o in outcomes)

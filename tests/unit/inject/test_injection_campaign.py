@@ -105,6 +105,13 @@ def test_a_fault_that_is_healed_has_its_times_and_its_cost() -> None:
             FaultVerdict.RECOVERED,
             "also rank_stalled",
         ),
+        (
+            [incident(cause="host_silent", host_id="host-b")],
+            {"beside": (7,), "causes_beside": ("host_silent",)},
+            FaultVerdict.RECOVERED,
+            "at the same time as 7",
+        ),
+        ([], {"beside": (7,), "causes_beside": ("host_silent",)}, FaultVerdict.MISSED, "nothing was noticed"),
     ],
 )
 def test_what_is_missed_or_handled_wrong_is_said(
