@@ -156,8 +156,8 @@ class Campaign:
             outcome, end = self._watch(struck)
         except FlyballError as error:
             raise Ended(
-                f"the fault {struck.number} ({struck.done.fault}, {struck.done.target}) was injected, and has no verdict:"
-                f" {error.message}"
+                f"the fault {struck.number} ({struck.done.fault}, {struck.done.target}) was injected, and has no "
+                f"verdict: {error.message}"
             ) from error
         finally:
             struck.has_verdict.set()
