@@ -66,9 +66,10 @@ class Campaign:
         is_over: Callable[[], bool] = lambda: False,
         patience_s: float = 180.0,
         overlap: bool = False,
+        judged: Callable[[FaultOutcome], None] = lambda _: None,
     ) -> None:
         """`patience_s`: for the detection of a fault, and then for its recovery. `overlap`: do not wait for the verdict
-        of a fault before the next, of which two may be without one."""
+        of a fault before the next, of which two may be without one. `judged` gets each outcome, in any thread."""
         self._api = api
         self._hands = hands
         self._job = job
@@ -77,6 +78,7 @@ class Campaign:
         self._is_over = is_over
         self._patience_s = patience_s
         self._overlap = overlap
+        self._judged = judged
         self._struck: list[_Struck] = []
         self._outcomes: dict[int, FaultOutcome] = {}
         self._count = 0  # of faults in all
@@ -168,6 +170,7 @@ class Campaign:
 
     def _tell(self, outcome: FaultOutcome) -> None:
         self._outcomes[outcome.number] = outcome
+        self._judged(outcome)
         self._announce(_line(outcome, self._count))
 
     def _watch(self, struck: _Struck) -> tuple[FaultOutcome, Ended | None]:

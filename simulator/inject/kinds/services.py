@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -88,8 +89,12 @@ class _Killed(RealFault):
         raise NotImplementedError
 
     def lacks(self, site: FaultSite) -> str:
-        tied = TIED in self.find(site).argv
-        return "it ends with the command that started it; start it with `flyball up`" if tied else ""
+        argv = self.find(site).argv
+        if TIED in argv:
+            return "it ends with the command that started it; start it with `flyball up`"
+        if shutil.which(argv[0]) is None:
+            return f"its title ({argv[0]}) has replaced its command line; start Redis with --set-proc-title no"
+        return ""
 
     def plan(self, site: FaultSite) -> Plan:
         process = self.find(site)

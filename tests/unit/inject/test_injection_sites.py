@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -171,3 +172,11 @@ def test_a_server_of_another_user_is_left_alone(monkeypatch: pytest.MonkeyPatch,
             monkeypatch.setattr(processes.os, "geteuid", uid)
             with pytest.raises(NotFound, match="redis server does not run"):
                 services.server_process(asked)
+
+
+def test_a_server_whose_title_hides_its_command_line_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis writes its address over its arguments: it could not be started again."""
+    asked = site(values={"server": "redis", "port": 1})
+    for argv, lacks in ((("redis-server 127.0.0.1:1",), "--set-proc-title no"), ((sys.executable, "--port", "1"), "")):
+        monkeypatch.setattr(services, "server_process", lambda _site, argv=argv: LiveProcess(1, 1, 1, argv))
+        assert (lacks in KINDS["server-kill"].lacks(asked)) and (bool(lacks) == bool(KINDS["server-kill"].lacks(asked)))

@@ -1,0 +1,175 @@
+"""Shows what Flyball stands: random faults against a live stack, noise without faults, and other launchers beside it.
+
+    python benchmarks/trust.py chaos --faults 300 --duration 3h    faults against three hosts and a spare
+    python benchmarks/trust.py quiet --duration 10m                the same stack under noise, without a fault
+    python benchmarks/trust.py chaos --seed 7 --json               one JSON object on stdout, progress on stderr
+
+`chaos` draws faults from the seed: of workers, hosts, the network, checkpoints, services, Redis and MariaDB, two at
+once among them. Afterwards it compares every loss of every rank with an uninterrupted run of torchrun, and looks into
+the database and the hosts' logs for what was done twice. With --record FILE each fault is appended to FILE as it is
+judged, one JSON object a line: what was found out is there even if the benchmark is killed. docs/explanation/trust.md
+has the figures.
+
+Servers and services are its own. It needs mariadbd, redis-server, and for faults of the network CAP_SYS_ADMIN.
+
+Exit codes: 0; 1 if anything was lost, missed or done twice; 7 for too little memory; 130 if interrupted. No process,
+segment or namespace is left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import msgspec  # noqa: E402 - the line above makes the rest importable
+import psutil  # noqa: E402
+from restart import machine  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
+from trust_bench.chaos import ChaosResult, run_chaos  # noqa: E402
+from trust_bench.quiet import run_quiet  # noqa: E402
+from trust_bench.stack import NEEDED_BYTES, StackError  # noqa: E402
+
+from flyball.cli.show.given_times import parse_duration  # noqa: E402
+from flyball.contracts.errors import FlyballError  # noqa: E402
+from simulator.inject.campaign.outcome import FaultOutcome, FaultVerdict  # noqa: E402
+
+SCHEMA = "flyball.benchmark.trust.v1"
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = parser.add_subparsers(dest="part", required=True)
+    chaos = parts.add_parser("chaos", help="random faults")
+    chaos.add_argument("--faults", type=int, default=300, help="how many (300)")
+    chaos.add_argument("--seed", type=int, default=1, help="draws the same faults again (1)")
+    chaos.add_argument("--record", type=Path, help="append each fault to this file as it is judged")
+    quiet = parts.add_parser("quiet", help="noise without faults")
+    for part, default in ((chaos, "3h"), (quiet, "10m")):
+        part.add_argument("--duration", default=default, help=f"ends it even if faults are left ({default})")
+        part.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    try:
+        options.duration_s = parse_duration("--duration", options.duration)
+    except FlyballError as error:
+        parser.error(error.message)
+    return options
+
+
+def main() -> int:
+    options = parse()
+    available = psutil.virtual_memory().available
+    if available < NEEDED_BYTES:
+        log(f"{available >> 20} MiB of memory are free; the benchmark needs {NEEDED_BYTES >> 20} MiB.")
+        return 7
+    interrupted = threading.Event()
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda _number, _frame: interrupted.set())
+    before = machine()
+    try:
+        code = chaos(options, interrupted, before) if options.part == "chaos" else quiet(options, interrupted, before)
+    except (StackError, FlyballError) as error:
+        log(str(error))
+        code = 1
+    return 130 if interrupted.is_set() else code
+
+
+def chaos(options: argparse.Namespace, interrupted: threading.Event, before: dict[str, Any]) -> int:
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("starting", total=options.faults)
+
+        def judged(outcome: FaultOutcome) -> None:
+            progress.advance(task)
+            if options.record is not None:
+                with options.record.open("ab") as record:
+                    record.write(msgspec.json.encode(outcome) + b"\n")
+
+        def announce(line: str) -> None:
+            progress.update(task, description=line[:100])
+            log(line)
+
+        result = run_chaos(
+            faults=options.faults,
+            duration_s=options.duration_s,
+            seed=options.seed,
+            announce=announce,
+            judged=judged,
+            is_over=interrupted.is_set,
+        )
+    table = summary(result)
+    if options.json:
+        settings = {"faults": options.faults, "duration_s": options.duration_s, "seed": options.seed}
+        shown = {"schema": SCHEMA, "part": "chaos", "machine": before, "settings": settings, "summary": table}
+        print(json.dumps({**shown, **msgspec.to_builtins(result)}, indent=2))
+    else:
+        for name, value in table.items():
+            print(f"{name:<48} {value}")
+        for fault in result.faults:
+            if fault.verdict.is_failure:
+                print(f"{fault.number}. {fault.fault}, {fault.target}: {fault.verdict}. {fault.why}")
+        print("\n".join((*result.incidents_without_fault, *result.audit.findings)))
+    return 0 if is_clean(result) else 1
+
+
+def summary(result: ChaosResult) -> dict[str, int | float | str]:
+    """The table that docs/explanation/trust.md shows."""
+    verdicts = Counter(fault.verdict for fault in result.faults)
+    injected = len(result.faults) - verdicts[FaultVerdict.NOT_INJECTED]
+    found = result.audit
+    return {
+        "faults injected": injected,
+        "not injected": verdicts[FaultVerdict.NOT_INJECTED],
+        "struck while another had no verdict": result.struck_together,
+        "recovered": verdicts[FaultVerdict.RECOVERED],
+        "trained on": verdicts[FaultVerdict.TRAINED_ON],
+        "missed": verdicts[FaultVerdict.MISSED],
+        "handled wrong": verdicts[FaultVerdict.WRONG],
+        "incidents": result.incidents,
+        "incidents without a fault": len(result.incidents_without_fault),
+        "generations": found.generations,
+        "steps": found.steps,
+        "losses compared": found.executions,
+        "losses that differ": found.losses_unequal,
+        "steps missing": found.steps_missing,
+        "wrong restores": found.wrong_restores,
+        "committed steps lost": found.committed_steps_lost,
+        "actions doubled": found.actions_doubled,
+        "minutes": round(result.duration_s / 60.0, 1),
+        "load average, least and most": f"{min(result.loads, default=0)} to {max(result.loads, default=0)}",
+    }
+
+
+def is_clean(result: ChaosResult) -> bool:
+    found = result.audit
+    counts = (found.losses_unequal, found.steps_missing, found.wrong_restores, found.committed_steps_lost)
+    return not (any(counts) or found.actions_doubled or any(f.verdict.is_failure for f in result.faults))
+
+
+def quiet(options: argparse.Namespace, interrupted: threading.Event, before: dict[str, Any]) -> int:
+    found = run_quiet(duration_s=options.duration_s, announce=log, is_over=interrupted.is_set)
+    if options.json:
+        shown = {"schema": SCHEMA, "part": "quiet", "machine": before, "load_average_after_1m": os.getloadavg()[0]}
+        print(json.dumps({**shown, **msgspec.to_builtins(found)}, indent=2))
+    else:
+        print("\n".join((*found.incidents, *found.decisions)) or f"nothing was decided in {found.seconds:.0f} s")
+    return 1 if found.incidents or found.decisions else 0
+
+
+def log(what: str) -> None:
+    print(f"trust: {what}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
