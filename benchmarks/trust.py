@@ -2,6 +2,7 @@
 
     python benchmarks/trust.py chaos --faults 300 --duration 3h    faults against three hosts and a spare
     python benchmarks/trust.py quiet --duration 10m                the same stack under noise, without a fault
+    python benchmarks/trust.py shootout --repeats 3                other launchers, the same loop and faults
     python benchmarks/trust.py chaos --seed 7 --json               one JSON object on stdout, progress on stderr
 
 `chaos` draws faults from the seed: of workers, hosts, the network, checkpoints, services, Redis and MariaDB, two at
@@ -9,6 +10,10 @@ once among them. Afterwards it compares every loss of every rank with an uninter
 the database and the hosts' logs for what was done twice. With --record FILE each fault is appended to FILE as it is
 judged, one JSON object a line: what was found out is there even if the benchmark is killed. docs/explanation/trust.md
 has the figures.
+
+`shootout` runs one training loop under Flyball, torchrun, NVRx's ft_launcher and DLRover, in turns: two hosts and a
+spare, a kill, an exception, a hang, a lost host. Each peer has an environment of its own, over this one (the docs say
+how): `--python nvrx=FOLDER/bin/python`. Flyball and torchrun are in this one.
 
 Servers and services are its own. It needs mariadbd, redis-server, and for faults of the network CAP_SYS_ADMIN.
 
@@ -20,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
@@ -37,7 +43,9 @@ from restart import machine  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
 from trust_bench.chaos import ChaosResult, run_chaos  # noqa: E402
+from trust_bench.peers import PEERS, python_of  # noqa: E402
 from trust_bench.quiet import run_quiet  # noqa: E402
+from trust_bench.race import FAULTS, RaceFailed, RaceRun, mean_with_interval, race  # noqa: E402
 from trust_bench.stack import NEEDED_BYTES, StackError  # noqa: E402
 
 from flyball.cli.show.given_times import parse_duration  # noqa: E402
@@ -59,7 +67,21 @@ def parse() -> argparse.Namespace:
     for part, default in ((chaos, "3h"), (quiet, "10m")):
         part.add_argument("--duration", default=default, help=f"ends it even if faults are left ({default})")
         part.add_argument("--json", action="store_true", help="print one JSON object")
+    shootout = parts.add_parser("shootout", help="other launchers beside it")
+    shootout.add_argument("--repeats", type=int, default=3, help="runs of each, in turns (3)")
+    shootout.add_argument("--peers", nargs="+", choices=list(PEERS), default=["flyball", "torchrun"])
+    shootout.add_argument(
+        "--python", action="append", default=[], metavar="PEER=FILE", help="the interpreter of a peer's environment"
+    )
+    shootout.add_argument("--hang-timeout-s", type=float, default=10.0, help="without a step, for all (10)")
+    shootout.add_argument(
+        "--save-every", type=int, default=12, help="steps between two saves to the disk, for all (12)"
+    )
+    shootout.add_argument("--record", type=Path, help="append each run to this file")
+    shootout.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
+    if options.part == "shootout":
+        return options
     try:
         options.duration_s = parse_duration("--duration", options.duration)
     except FlyballError as error:
@@ -78,7 +100,7 @@ def main() -> int:
         signal.signal(number, lambda _number, _frame: interrupted.set())
     before = machine()
     try:
-        code = chaos(options, interrupted, before) if options.part == "chaos" else quiet(options, interrupted, before)
+        code = {"chaos": chaos, "quiet": quiet, "shootout": shootout}[options.part](options, interrupted, before)
     except (StackError, FlyballError) as error:
         log(str(error))
         code = 1
@@ -165,6 +187,72 @@ def quiet(options: argparse.Namespace, interrupted: threading.Event, before: dic
     else:
         print("\n".join((*found.incidents, *found.decisions)) or f"nothing was decided in {found.seconds:.0f} s")
     return 1 if found.incidents or found.decisions else 0
+
+
+def shootout(options: argparse.Namespace, interrupted: threading.Event, before: dict[str, Any]) -> int:
+    pythons = dict(entry.split("=", 1) for entry in options.python)
+    runs: list[RaceRun] = []
+    failed: list[str] = []
+    for repetition in range(1, options.repeats + 1):
+        turn = repetition % len(options.peers)
+        for name in (*options.peers[turn:], *options.peers[:turn]):  # no peer is always first
+            if interrupted.is_set():
+                break
+            peer = PEERS[name]
+            try:
+                runs.append(
+                    race(
+                        peer,
+                        python_of(peer, pythons),
+                        repetition=repetition,
+                        hang_timeout_s=options.hang_timeout_s,
+                        save_every=options.save_every,
+                        say=log,
+                    )
+                )
+            except RaceFailed as error:
+                failed.append(f"{name}, repetition {repetition}: {error}")
+                log(failed[-1])
+                continue
+            if options.record is not None:
+                with options.record.open("ab") as record:
+                    record.write(msgspec.json.encode(runs[-1]) + b"\n")
+    found = {name: figures([run for run in runs if run.peer == name], runs) for name in options.peers}
+    if options.json:
+        shown = {"schema": SCHEMA, "part": "shootout", "machine": before, "figures": found, "failed": failed}
+        print(json.dumps({**shown, "runs": [msgspec.to_builtins(run) for run in runs]}, indent=2))
+    else:
+        for name, table in found.items():
+            print(name)
+            for figure, value in table.items():
+                print(f"  {figure:<32} {value}")
+    return 1 if failed or not runs else 0
+
+
+def figures(runs: list[RaceRun], everybody: list[RaceRun]) -> dict[str, str]:
+    """Means with 95 % confidence intervals. Goodput: steps kept, at the shortest median step of all, over the time."""
+    if not runs:
+        return {"measured": "no"}
+    step_s = min(run.step_s for run in everybody if run.step_s)
+    found = {"runs": str(len(runs)), "start to first step": _spread([run.start_s for run in runs], "s")}
+    for fault in FAULTS:
+        recoveries = [r for run in runs for r in run.recoveries if r.fault == fault]
+        seconds = [r.next_step_s for r in recoveries if r.next_step_s is not None]
+        reasons = {r.why for r in recoveries if r.next_step_s is None}
+        if seconds:
+            lost = _spread([float(r.lost_steps or 0) for r in recoveries if r.next_step_s is not None], "steps lost")
+            found[fault] = f"{_spread(seconds, 's')}, {lost}, {len(seconds)} of {len(recoveries)}"
+        else:
+            found[fault] = f"-: {'; '.join(reasons)[:200]}"
+    found["goodput"] = _spread([100.0 * run.steps_kept * step_s / run.elapsed_s for run in runs], "%")
+    found["median step"] = _spread([1000.0 * run.step_s for run in runs], "ms")
+    found["load average before"] = ", ".join(str(run.load_average_1m) for run in runs)
+    return found
+
+
+def _spread(values: list[float], unit: str) -> str:
+    mean, half = mean_with_interval(values)
+    return f"{mean:.2f} {unit}" if math.isnan(half) else f"{mean:.2f} ± {half:.2f} {unit}"
 
 
 def log(what: str) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
 HEADS = 4
+SAVERS: tuple[str, ...] = ("flyball", "dcp")
 
 
 class Saver(Protocol):
@@ -106,7 +107,7 @@ def _write_pid(folder: Path, rank: int) -> None:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--saver", choices=("flyball", "dcp"), required=True)
+    parser.add_argument("--saver", choices=SAVERS, required=True)
     parser.add_argument("--folder", type=Path, required=True, help="folder for losses, events and checkpoints")
     parser.add_argument("--job", required=True)
     parser.add_argument("--save-every", type=int, required=True, help="steps between two saves of --saver dcp")

@@ -64,6 +64,8 @@ def judge(
     opened after it. `trains`: the job has made steps since they were closed. `beside`: the numbers of faults that
     struck while it had no verdict, `causes_beside` their causes. One restart may heal several faults: then the incident
     of another is this one's, too."""
+    if not causes:  # it is blamed for nothing that a fault beside it explains
+        incidents = [i for i in incidents if i["cause"] not in causes_beside]
     expected = [i for i in incidents if i["cause"] in causes]
     if causes and not expected:
         expected = [i for i in incidents if i["cause"] in causes_beside]

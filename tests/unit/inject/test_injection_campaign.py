@@ -111,6 +111,12 @@ def test_a_fault_that_is_healed_has_its_times_and_its_cost() -> None:
             FaultVerdict.RECOVERED,
             "at the same time as 7",
         ),
+        (
+            [incident(cause="host_silent")],
+            {"causes": (), "beside": (7,), "causes_beside": ("host_silent",)},
+            FaultVerdict.TRAINED_ON,
+            "",
+        ),
         ([], {"beside": (7,), "causes_beside": ("host_silent",)}, FaultVerdict.MISSED, "nothing was noticed"),
     ],
 )

@@ -1,0 +1,123 @@
+"""The launchers of the shoot-out: how each is started, as its own documentation says, and what it cannot do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from host_daemon.workers.worker_environment import COPY_PAST_CACHES
+
+RACER = Path(__file__).with_name("racer.py")
+MAX_RESTARTS = "1000"
+HOSTS = 3  # two and a spare
+ENVIRONMENT = {  # for all alike
+    "OMP_NUM_THREADS": "1",
+    "GLIBC_TUNABLES": COPY_PAST_CACHES,
+    # Without it, restarted gloo jobs of torchrun and of those that are built on it usually hang.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+class Course(NamedTuple):
+    """What is the same for all: the training, and where it is."""
+
+    folder: Path
+    port: int
+    hang_timeout_s: float
+    save_every: int
+    step_floor_s: float = 0.1
+    width: int = 128
+    layers: int = 6
+
+    def script(self, saver: str) -> list[str]:
+        named = {
+            "--saver": saver,
+            "--folder": self.folder,
+            "--job": "race",
+            "--save-every": self.save_every,
+            "--hang-timeout-s": self.hang_timeout_s,
+            "--step-floor-s": self.step_floor_s,
+            "--width": self.width,
+            "--layers": self.layers,
+        }
+        return [str(RACER), *(str(word) for pair in named.items() for word in pair)]
+
+
+class Peer(NamedTuple):
+    """`command(course, python, host)`: of one host of three, the last a spare. `hosts`: how many commands."""
+
+    name: str
+    package: str  # what pip installs; '': Flyball itself
+    module: str  # that has to be there
+    command: Callable[[Course, str, int], list[str]]
+    hosts: int
+    environment: Mapping[str, str]
+    cannot: Mapping[str, str]  # fault -> why it is not scored
+
+
+def _flyball(course: Course, python: str, host: int) -> list[str]:
+    return [
+        *(python, "-P", "-m", "flyball.cli.main", "run", "--nnodes", "2", "--nproc-per-node", "1", "--spares", "1"),
+        *("--rdzv-endpoint", f"127.0.0.1:{course.port}", "--rdzv-id", "race", "--node-rank", str(host)),
+        *("--host-id", f"host-{host}", "--state-dir", str(course.folder / f"host-{host}")),
+        *("--hang-timeout", str(course.hang_timeout_s), "--max-restarts", MAX_RESTARTS),
+        *("--local-ckpt-dir", str(course.folder / "checkpoints"), "--local-ckpt-interval", str(course.save_every)),
+        *course.script("flyball"),
+    ]
+
+
+def _elastic(course: Course, host: int) -> list[str]:
+    """What torchrun and ft_launcher have in common."""
+    is_store = "is_host=true" if host == 0 else "is_host=false"
+    return [
+        *("--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", MAX_RESTARTS, "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", f"127.0.0.1:{course.port}", "--rdzv-id", "race", "--rdzv-conf", is_store),
+        *("--local-addr", "127.0.0.1"),
+    ]
+
+
+def _torchrun(course: Course, python: str, host: int) -> list[str]:
+    return [python, "-P", "-m", "torch.distributed.run", *_elastic(course, host), *course.script("dcp")]
+
+
+def _nvrx(course: Course, python: str, host: int) -> list[str]:
+    module = "nvidia_resiliency_ext.fault_tolerance.launcher"
+    timeouts = (
+        *("--ft-initial-rank-heartbeat-timeout", "60", "--ft-rank-heartbeat-timeout", str(course.hang_timeout_s)),
+        *("--ft-workload-check-interval", "1"),  # the default is 5 s
+    )
+    return [python, "-P", "-m", module, *_elastic(course, host), *timeouts, *course.script("nvrx")]
+
+
+def _dlrover(course: Course, python: str, host: int) -> list[str]:
+    module = "dlrover.trainer.torch.elastic_run"
+    flags = ("--standalone", "--nproc-per-node", "2", "--max-restarts", MAX_RESTARTS)
+    return [python, "-m", module, *flags, *course.script("dlrover")]
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("flyball", "", "flyball", _flyball, HOSTS, {"FLYBALL_TOKEN": "shoot-out-of-one-machine"}, {}),
+        Peer("torchrun", "torch", "torch", _torchrun, HOSTS, {}, {}),
+        Peer("nvrx", "nvidia-resiliency-ext", "nvidia_resiliency_ext", _nvrx, HOSTS, {}, {}),
+        Peer(
+            "dlrover",
+            "dlrover[torch]",
+            "dlrover",
+            _dlrover,
+            1,
+            {},
+            {"host": "a lost host is replaced by a new pod, which its operator asks Kubernetes for"},
+        ),
+    )
+}
+
+
+def python_of(peer: Peer, given: Mapping[str, str]) -> str:
+    """The interpreter that runs a peer: a virtual environment of its own, or this one."""
+    return given.get(peer.name, sys.executable)
