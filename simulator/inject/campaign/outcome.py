@@ -66,11 +66,7 @@ def judge(
     of another is this one's, too."""
     if not causes:  # it is blamed for nothing that a fault beside it explains
         incidents = [i for i in incidents if i["cause"] not in causes_beside]
-    expected = [i for i in incidents if i["cause"] in causes]
-    if causes and not expected:
-        expected = [i for i in incidents if i["cause"] in causes_beside]
-    if beside:  # their incidents are among these
-        expected = [i for i in expected if i["host_id"] in ("", host_id)] or expected
+    expected = _expected(incidents, causes, causes_beside, host_id if beside else "")
     first = next(iter(expected or incidents), None)
     closed = all(IncidentState(i["state"]).closed for i in incidents)
     why = ""
@@ -113,6 +109,18 @@ def judge(
         lost_steps=sum(max(0, i["lost_steps"]) for i in incidents),
         incident_ids=tuple(i["incident_id"] for i in incidents),
     )
+
+
+def _expected(
+    incidents: Sequence[Mapping[str, Any]], causes: Sequence[str], causes_beside: Sequence[str], host_id: str
+) -> list[Mapping[str, Any]]:
+    """Those that recognise the fault: by its own causes, else by those of faults beside it; of its host, if some are."""
+    expected = [i for i in incidents if i["cause"] in causes]
+    if causes and not expected:
+        expected = [i for i in incidents if i["cause"] in causes_beside]
+    if host_id:
+        expected = [i for i in expected if i["host_id"] in ("", host_id)] or expected
+    return expected
 
 
 def not_injected(number: int, fault: MixedFault, at: float, why: str) -> FaultOutcome:
