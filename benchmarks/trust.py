@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import os
 import signal
@@ -39,6 +40,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import msgspec  # noqa: E402 - the line above makes the rest importable
 import psutil  # noqa: E402
+import structlog  # noqa: E402
 from restart import machine  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
@@ -98,6 +100,8 @@ def main() -> int:
     interrupted = threading.Event()
     for number in STOP_SIGNALS:
         signal.signal(number, lambda _number, _frame: interrupted.set())
+    # What is read while it changes would be warned of, on stdout.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     before = machine()
     try:
         code = {"chaos": chaos, "quiet": quiet, "shootout": shootout}[options.part](options, interrupted, before)

@@ -11,7 +11,6 @@ from host_daemon.workers.worker_environment import COPY_PAST_CACHES
 
 RACER = Path(__file__).with_name("racer.py")
 MAX_RESTARTS = "1000"
-HOSTS = 3  # two and a spare
 ENVIRONMENT = {  # for all alike
     "OMP_NUM_THREADS": "1",
     "GLIBC_TUNABLES": COPY_PAST_CACHES,
@@ -48,13 +47,13 @@ class Course(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """`command(course, python, host)`: of one host of three, the last a spare. `hosts`: how many commands."""
+    """`command(course, python, host)`: of one host. `hosts`: how many are there from the beginning. `late_spare`: one
+    more is started at the moment in which a host is lost."""
 
     name: str
-    package: str  # what pip installs; '': Flyball itself
-    module: str  # that has to be there
     command: Callable[[Course, str, int], list[str]]
     hosts: int
+    late_spare: bool
     environment: Mapping[str, str]
     cannot: Mapping[str, str]  # fault -> why it is not scored
 
@@ -102,17 +101,18 @@ def _dlrover(course: Course, python: str, host: int) -> list[str]:
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("flyball", "", "flyball", _flyball, HOSTS, {"FLYBALL_TOKEN": "shoot-out-of-one-machine"}, {}),
-        Peer("torchrun", "torch", "torch", _torchrun, HOSTS, {}, {}),
-        Peer("nvrx", "nvidia-resiliency-ext", "nvidia_resiliency_ext", _nvrx, HOSTS, {}, {}),
+        Peer("flyball", _flyball, 3, late_spare=False, environment={"FLYBALL_TOKEN": "shoot-out-token"}, cannot={}),
+        # Its documentation knows no spares. With a third agent at the door from the beginning, each restart is followed
+        # by several more: agents that wait make the others restart, and take each other's places.
+        Peer("torchrun", _torchrun, 2, late_spare=True, environment={}, cannot={}),
+        Peer("nvrx", _nvrx, 3, late_spare=False, environment={}, cannot={}),
         Peer(
-            "dlrover",
-            "dlrover[torch]",
             "dlrover",
             _dlrover,
             1,
-            {},
-            {"host": "a lost host is replaced by a new pod, which its operator asks Kubernetes for"},
+            late_spare=False,
+            environment={},
+            cannot={"host": "a lost host is replaced by a new pod, which its operator asks Kubernetes for"},
         ),
     )
 }

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -133,7 +134,8 @@ def race(
             if fault in peer.cannot:
                 recoveries.append(Recovery(fault, None, None, peer.cannot[fault]))
                 continue
-            recoveries.append(_strike(track, course, fault))
+            beside = partial(_start, peer, course, python, peer.hosts, shm) if peer.late_spare else None
+            recoveries.append(_strike(track, course, fault, beside))
             say(f"{peer.name}, repetition {repetition}: {recoveries[-1]}")
             if recoveries[-1].next_step_s is None:
                 break
@@ -173,7 +175,7 @@ def _start(peer: Peer, course: Course, python: str, host: int, shm: Path) -> Non
     threading.Thread(target=process.wait, daemon=True).start()
 
 
-def _strike(track: _Track, course: Course, fault: str) -> Recovery:
+def _strike(track: _Track, course: Course, fault: str, start_spare: Callable[[], None] | None) -> Recovery:
     """Inject a fault into rank 1, or the host that it is on, after some calm seconds of training."""
     until_s = time.monotonic() + CALM_S
     _until(track, lambda: time.monotonic() > until_s, CALM_S + 1.0)
@@ -183,6 +185,8 @@ def _strike(track: _Track, course: Course, fault: str) -> Recovery:
     if fault == "host":
         host = _environment(hit).get(HOST, "")
         _end(host, HOST)
+        if start_spare is not None:
+            start_spare()
     else:
         with contextlib.suppress(ProcessLookupError):
             os.kill(hit, _SIGNALS[fault])

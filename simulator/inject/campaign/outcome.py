@@ -114,7 +114,7 @@ def judge(
 def _expected(
     incidents: Sequence[Mapping[str, Any]], causes: Sequence[str], causes_beside: Sequence[str], host_id: str
 ) -> list[Mapping[str, Any]]:
-    """Those that recognise the fault: by its own causes, else by those of faults beside it; of its host, if some are."""
+    """Those that recognise the fault: by its own causes, else by those of faults beside it; its host's, if any."""
     expected = [i for i in incidents if i["cause"] in causes]
     if causes and not expected:
         expected = [i for i in incidents if i["cause"] in causes_beside]
