@@ -51,6 +51,10 @@ class _Struck:
     has_verdict: threading.Event
     beside: list[_Struck]  # faults that had no verdict while it had none
 
+    @property
+    def causes_beside(self) -> list[str]:
+        return [cause for other in self.beside for cause in kind_of(other.done.fault).causes]
+
 
 class Campaign:
     """`announce` gets a line for each fault. `is_over()` ends it early."""
@@ -184,7 +188,11 @@ class Campaign:
         trains, state, end = False, "", None
         try:
             if kind.causes:
-                self._until(lambda: any(i["cause"] in kind.causes for i in followed()), self._patience_s + done.lasts_s)
+                # What heals a fault beside it may heal this one before it is noticed by itself.
+                self._until(
+                    lambda: any(i["cause"] in (*kind.causes, *struck.causes_beside) for i in followed()),
+                    self._patience_s + done.lasts_s,
+                )
             else:
                 self._until(lambda: done.injection_id not in self._hands.active, self._patience_s + done.lasts_s)
             self._until(lambda: all(IncidentState(i["state"]).closed for i in followed()), self._patience_s)
@@ -200,7 +208,7 @@ class Campaign:
             at=done.at,
             host_id=done.host_id,
             causes=kind.causes,
-            causes_beside=[cause for other in struck.beside for cause in kind_of(other.done.fault).causes],
+            causes_beside=struck.causes_beside,
             beside=[other.number for other in struck.beside],
             incidents=followed(),
             trains=trains,
