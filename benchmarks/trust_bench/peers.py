@@ -1,4 +1,4 @@
-"""The launchers of the shoot-out: how each is started, as its own documentation says, and what it cannot do."""
+"""The launchers of the shoot-out: how each is started, as its own documentation says."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ class Peer(NamedTuple):
     hosts: int
     late_spare: bool
     environment: Mapping[str, str]
-    cannot: Mapping[str, str]  # fault -> why it is not scored
 
 
 def _flyball(course: Course, python: str, host: int) -> list[str]:
@@ -92,28 +91,14 @@ def _nvrx(course: Course, python: str, host: int) -> list[str]:
     return [python, "-P", "-m", module, *_elastic(course, host), *timeouts, *course.script("nvrx")]
 
 
-def _dlrover(course: Course, python: str, host: int) -> list[str]:
-    module = "dlrover.trainer.torch.elastic_run"
-    flags = ("--standalone", "--nproc-per-node", "2", "--max-restarts", MAX_RESTARTS)
-    return [python, "-m", module, *flags, *course.script("dlrover")]
-
-
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("flyball", _flyball, 3, late_spare=False, environment={"FLYBALL_TOKEN": "shoot-out-token"}, cannot={}),
-        # Its documentation knows no spares. With a third agent at the door from the beginning, each restart is followed
-        # by several more: agents that wait make the others restart, and take each other's places.
-        Peer("torchrun", _torchrun, 2, late_spare=True, environment={}, cannot={}),
-        Peer("nvrx", _nvrx, 3, late_spare=False, environment={}, cannot={}),
-        Peer(
-            "dlrover",
-            _dlrover,
-            1,
-            late_spare=False,
-            environment={},
-            cannot={"host": "a lost host is replaced by a new pod, which its operator asks Kubernetes for"},
-        ),
+        Peer("flyball", _flyball, 3, late_spare=False, environment={"FLYBALL_TOKEN": "shoot-out-token"}),
+        # With a third agent at the door from the beginning, each restart of torchrun was followed by several more, and
+        # each of NVRx waited for the 30 s in which its rendezvous takes more nodes.
+        Peer("torchrun", _torchrun, 2, late_spare=True, environment={}),
+        Peer("nvrx", _nvrx, 2, late_spare=True, environment={}),
     )
 }
 

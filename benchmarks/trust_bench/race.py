@@ -131,9 +131,6 @@ def race(
         first_s = track.done[0][0]
         recoveries = []
         for fault in FAULTS:
-            if fault in peer.cannot:
-                recoveries.append(Recovery(fault, None, None, peer.cannot[fault]))
-                continue
             beside = partial(_start, peer, course, python, peer.hosts, shm) if peer.late_spare else None
             recoveries.append(_strike(track, course, fault, beside))
             say(f"{peer.name}, repetition {repetition}: {recoveries[-1]}")
