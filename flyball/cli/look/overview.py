@@ -143,7 +143,7 @@ def _incidents(found: Overview, now: float) -> Iterator[str]:
     if shown:
         yield _labelled("Open incidents", str(len(found.open_incidents)))
     else:
-        yield _labelled("Open incidents", "none" + (f"; the newest: {_ended(newest, now)}" if newest else ""))
+        yield _labelled("Open incidents", "none" + (f"; newest: {_ended(newest, now)}" if newest else ""))
     for one in shown:
         yield f" {one['incident_id']} {one['cause']}, {one['state']}: {cell(one['message'])}"
     if len(found.open_incidents) > len(shown):
@@ -154,9 +154,8 @@ def _ended(incident: Json, now: float) -> str:
     lost = known(incident["lost_steps"])
     where = f" on {incident['host_id']}" if incident["host_id"] else ""
     at = clock(incident["resolved_at"] or incident["since"], now)
-    return f"{incident['incident_id']} {incident['cause']}{where}, {incident['state']} at {at}" + (
-        "" if lost is None else f", {lost} steps lost"
-    )
+    ended = f"{incident['incident_id']} {incident['cause']}{where}, {incident['state']} {at}"
+    return ended if lost is None else f"{ended}, {lost} steps lost"
 
 
 def _decisions(decisions: Sequence[Json], now: float) -> Iterator[str]:

@@ -50,7 +50,7 @@ def router(events: EventLog, streams: EventStreams, wakeup: Wakeup) -> APIRouter
         since: SinceQuery = 0.0,
     ) -> Response:
         """Return a page of the log in order: what follows `after` or, with `newest`, the end of the log. Pass
-        `next_after` as `after` for the next page."""
+        `next_after` as `after` for the next page. `since`: happened then or later."""
         chosen = frozenset(kinds or ())
         if newest:
             page = await asyncio.to_thread(events.newest, job, limit, chosen, since)
