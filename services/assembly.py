@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import secrets
 import socket
@@ -260,7 +261,15 @@ class Assembly:
                 poll_interval_s=self._poll_interval_s,
             ),
             goodput=goodput,
+            simulations=self._settings.simulations_dir or self._own_simulations(),
         )
+
+    def _own_simulations(self) -> Path:
+        """A folder that is there invites results."""
+        folder = self._settings.state_dir.resolve() / "simulations"
+        with contextlib.suppress(OSError):  # the page then says that there are none
+            folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     def _add_loop(self, name: str, body: Loop) -> None:
         self.loops.append(

@@ -74,6 +74,8 @@ class Settings(BaseSettings):
     otlp_endpoint: str = ""
     otlp_headers: SecretStr = SecretStr("")  # name=value,name=value for it; also OTEL_EXPORTER_OTLP_HEADERS
 
+    simulations_dir: Path | None = None  # results of `flyball simulate run -o json` to show; unset: in the state folder
+
     policy: dict[str, Any] = Field(default_factory=dict)  # fields of PolicySettings
     detector: dict[str, Any] = Field(default_factory=dict)  # fields of DetectorSettings
     retention: dict[str, Any] = Field(default_factory=dict)  # fields of RetentionSettings

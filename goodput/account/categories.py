@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Category(StrEnum):
@@ -38,3 +39,39 @@ PRODUCTIVE = (
 RUNNING = (*PRODUCTIVE, Category.RECOMPUTED, Category.REDUCED_CAPACITY)
 # Categories in which the job lacked hosts: excluded from Google's scheduling goodput.
 WITHOUT_HOSTS = (Category.SCHEDULING, Category.IDLE_NO_HOSTS, Category.REDUCED_CAPACITY)
+
+
+class TimeGroup(NamedTuple):
+    """Categories that a picture shows as one."""
+
+    name: str
+    words: str
+    categories: frozenset[Category]
+
+
+# Eighteen categories cannot be distinguished by colour and pattern: each group has its own.
+GROUPS = (
+    TimeGroup("useful", "useful", frozenset({Category.USEFUL})),
+    TimeGroup("recomputed", "recomputed", frozenset({Category.RECOMPUTED})),
+    TimeGroup(
+        "held",
+        "saving, evaluating, waiting for data or stragglers",
+        frozenset({Category.CHECKPOINT_BLOCKED, Category.EVALUATION, Category.DATA_WAIT, Category.STRAGGLER}),
+    ),
+    TimeGroup(
+        "deciding",
+        "detecting and deciding",
+        frozenset({Category.DETECTION, Category.DECISION, Category.CONTROL_PLANE_AWAY}),
+    ),
+    TimeGroup(
+        "restarting",
+        "stopping, restarting, restoring",
+        frozenset({Category.STOP, Category.RESTART, Category.RESTORE, Category.WARM_UP}),
+    ),
+    TimeGroup(
+        "no-hosts",
+        "without hosts, queued, ending",
+        frozenset({Category.SCHEDULING, Category.IDLE_NO_HOSTS, Category.REDUCED_CAPACITY, Category.SHUTDOWN}),
+    ),
+    TimeGroup("unknown", "unknown", frozenset({Category.UNKNOWN})),
+)

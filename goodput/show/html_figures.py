@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
+from goodput.account import categories
 from goodput.account.categories import Category
 from goodput.account.timeline_bins import TimelineBin
 from goodput.calculator import GoodputReport
@@ -30,36 +31,17 @@ class CategoryGroup(NamedTuple):
     pattern: str
 
 
-# Eighteen categories cannot be distinguished in one figure; the waterfall and the table have each of them.
-GROUPS = (
-    CategoryGroup("useful", frozenset({Category.USEFUL}), "#1f5fa8", ""),
-    CategoryGroup("recomputed", frozenset({Category.RECOMPUTED}), "#d55e00", "/"),
-    CategoryGroup(
-        "saving, evaluating, waiting for data or stragglers",
-        frozenset({Category.CHECKPOINT_BLOCKED, Category.EVALUATION, Category.DATA_WAIT, Category.STRAGGLER}),
-        "#56a3d9",
-        ".",
-    ),
-    CategoryGroup(
-        "detecting and deciding",
-        frozenset({Category.DETECTION, Category.DECISION, Category.CONTROL_PLANE_AWAY}),
-        "#cc79a7",
-        "x",
-    ),
-    CategoryGroup(
-        "stopping, restarting, restoring",
-        frozenset({Category.STOP, Category.RESTART, Category.RESTORE, Category.WARM_UP}),
-        "#e69f00",
-        "\\",
-    ),
-    CategoryGroup(
-        "without hosts, queued, ending",
-        frozenset({Category.SCHEDULING, Category.IDLE_NO_HOSTS, Category.REDUCED_CAPACITY, Category.SHUTDOWN}),
-        "#7a8490",
-        "-",
-    ),
-    CategoryGroup("unknown", frozenset({Category.UNKNOWN}), "#ffffff", "+"),
-)
+LOOKS = {
+    "useful": ("#1f5fa8", ""),
+    "recomputed": ("#d55e00", "/"),
+    "held": ("#56a3d9", "."),
+    "deciding": ("#cc79a7", "x"),
+    "restarting": ("#e69f00", "\\"),
+    "no-hosts": ("#7a8490", "-"),
+    "unknown": ("#ffffff", "+"),
+}
+# The waterfall and the table have each category.
+GROUPS = tuple(CategoryGroup(group.words, group.categories, *LOOKS[group.name]) for group in categories.GROUPS)
 
 LOST = CategoryGroup("not useful", frozenset(), "#e69f00", "/")
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -24,7 +25,7 @@ from services.api.auth import Guard, allowed_roles
 from services.api.description import openapi, reference
 from services.api.description.openapi import media_of, reply_of
 from services.api.exchange import json_response
-from services.api.goodput import Asked, GoodputReports
+from services.api.goodput import GoodputReports
 from services.api.lifespan import Background, running
 from services.api.ports import AuditLog, Departures, EventLog
 from services.api.rate_limits import RateLimits
@@ -39,7 +40,9 @@ from services.api.routes import (
     observations,
     orders,
     rank_logs,
+    runs,
 )
+from services.api.runs import Runs
 from services.api.stream import EventStreams
 from services.dashboard import pages
 from services.dashboard.site import Site, wants_page
@@ -62,6 +65,7 @@ class ApiPart:
     events: EventLog
     streams: EventStreams
     goodput: GoodputReports
+    simulations: Path  # folder of the simulator's results
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,7 @@ def create_app(deps: Dependencies) -> FastAPI:
         app.include_router(conditions.router(acts, deps.clock))
         app.include_router(orders.router(acts, deps.clock))
         app.include_router(observations.router(reads, part.goodput))
+        app.include_router(runs.router(_runs(part)))
         app.include_router(history.router(reads))
         app.include_router(audit.router(part.audit))
         app.include_router(hosts.token_router(deps.authenticator))
@@ -128,12 +133,16 @@ def create_app(deps: Dependencies) -> FastAPI:
     return app
 
 
+def _runs(part: ApiPart) -> Runs:
+    return Runs(part.goodput, part.simulations)
+
+
 def _site(deps: Dependencies, part: ApiPart) -> Site:
     return Site(
         deps.authenticator,
         part.stores.reads,
         part.events,
-        lambda job, options: part.goodput.report(job, Asked(options)),
+        _runs(part),
         deps.clock,
     )
 

@@ -92,7 +92,7 @@ def _incident(site: Site, incident_id: str) -> Json:
 
 def _cost(site: Site, incident_id: str) -> Json:
     incident = site.reads.incident(_checked(incident_id, _INCIDENT))
-    report = site.goodput(incident["job"], AccountOptions())
+    report = site.runs.of_job(incident["job"], AccountOptions())
     costs = (cost for cost in report["incidents"] if cost["incident_id"] == incident_id)
     return {"cost": next(costs, None)}
 

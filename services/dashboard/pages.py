@@ -15,7 +15,7 @@ from fastapi.staticfiles import StaticFiles
 from starlette.responses import HTMLResponse, Response
 from starlette.types import Scope
 
-from services.dashboard import host_pages, incident_pages, recovery_pages, training_pages
+from services.dashboard import goodput_pages, host_pages, incident_pages, recovery_pages, training_pages
 from services.dashboard.rendering import templates
 from services.dashboard.sessions import Sessions
 from services.dashboard.site import HEADERS, Site
@@ -64,4 +64,5 @@ def router(
     routes.include_router(incident_pages.router(site))
     routes.include_router(recovery_pages.router(site))
     routes.include_router(host_pages.router(site))
+    routes.include_router(goodput_pages.router(site))
     return routes

@@ -15,7 +15,10 @@ from flyball.contracts.orders import AWAITS_APPROVAL
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-NAVIGATION = (("/", "Training"), ("/incidents", "Incidents"), ("/recovery", "Recovery"), ("/hosts", "Hosts"))
+NAVIGATION = (
+    *(("/", "Training"), ("/incidents", "Incidents"), ("/recovery", "Recovery"), ("/hosts", "Hosts")),
+    ("/goodput", "Goodput"),
+)
 
 # A state has a word, a colour and a shape: "good", "warn" or "bad"; others are neutral.
 LOOKS: Mapping[str, frozenset[str]] = {
@@ -54,6 +57,8 @@ def templates() -> Environment:
         "duration": duration,
         "size": size,
         "percent": percent,
+        "points": points,
+        "amount": amount,
         "iso": iso,
         "utc": utc,
         "segment": lambda name: quote(str(name), safe=""),
@@ -109,6 +114,17 @@ def size(size_bytes: float) -> str:
 
 def percent(share: float | None) -> str:
     return NOTHING if share is None else f"{100 * share:.1f}%"
+
+
+def points(difference: float) -> str:
+    """Return the difference of two shares in points, signed: "+3.10"."""
+    text = f"{100 * difference:+.2f}".replace("-", "\N{MINUS SIGN}")
+    return text if text[1:] != "0.00" else text[1:]
+
+
+def amount(number: float) -> str:
+    """Return "0.43", "31.2" or "12,345"."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
 
 
 def iso(at: float) -> str:

@@ -21,6 +21,7 @@ from services.runtime.list_filters import DecisionFilter, HostFilter, IncidentFi
 from services.runtime.paging import EventLogReader, Page
 
 Json = dict[str, Any]
+RUN_PATTERN = r"^(job|simulation):[A-Za-z0-9][A-Za-z0-9._-]{0,98}$"
 DECISION = re.compile(r"dec-[0-9]{1,18}")
 Name = Annotated[str, Query(pattern=f"^$|{NAME_PATTERN}")]  # of a job or a host; '': of any
 Before = Annotated[str, Query(max_length=32)]  # the item that a page of a list ends before; '': the newest page
@@ -78,17 +79,34 @@ class PageReads(Protocol):
     def orders(self, page: Page, wanted: OrderFilter) -> list[Json]: ...
 
 
-GoodputOf = Callable[[str, AccountOptions], Json]  # raises NotFound, TooBusy
+class RunReports(Protocol):
+    """Runs by their names, `job:NAME` or `simulation:NAME`, as the API replies them. Raises NotFound, InvalidMessage,
+    TooBusy."""
+
+    def of_job(self, job: str, options: AccountOptions) -> Json: ...
+
+    def report(self, run: str, bins: int = 0) -> Json: ...
+
+    def compare(self, a: str, b: str) -> Json: ...
+
+    def simulations(self) -> Json: ...
+
+    def simulation(self, name: str) -> Json: ...
 
 
 class Site:
     """Renders pages for those who may look, and the login for others."""
 
     def __init__(
-        self, authenticator: Authenticator, reads: PageReads, events: EventLogReader, goodput: GoodputOf, clock: Clock
+        self,
+        authenticator: Authenticator,
+        reads: PageReads,
+        events: EventLogReader,
+        runs: RunReports,
+        clock: Clock,
     ) -> None:
         self.reads = reads
-        self.goodput = goodput
+        self.runs = runs
         self.clock = clock
         self._authenticator = authenticator
         self._events = events

@@ -67,7 +67,7 @@ def _overview(site: Site) -> Json:
 
 def _goodput(site: Site, job: str, since: float) -> Json | None:
     try:
-        return site.goodput(job, AccountOptions(from_at=since or None, window_s=NOW_S))
+        return site.runs.of_job(job, AccountOptions(from_at=since or None, window_s=NOW_S))
     except NotFound:  # nothing has happened yet
         return None
 

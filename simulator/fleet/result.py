@@ -9,15 +9,17 @@ import msgspec
 
 from flyball import __version__
 from flyball.contracts.errors import UsageError
+from goodput.account.timeline_bins import TimelineBin, binned
 from goodput.calculator import Analysis, GoodputReport, analyse
 from goodput.predict.prediction import SECONDS_PER_DAY, Range, expected_ettr, rate_interval
+from goodput.read.simulations import SCHEMA
 from simulator.fleet import log
 from simulator.fleet.control_plane import JOB
 from simulator.fleet.scenario import Distribution, Effect, FleetScenario
 from simulator.fleet.world import FleetWorld
 from simulator.world.events import BEGAN_AT
 
-SCHEMA = "flyball.simulation.v1"
+TIMELINE_BINS = 240  # slices of the result's timeline
 _SAME_S = 1e-3  # of a year: sums of floats
 _SAME_GOODPUT = 0.005
 _OPEN_S = 7200.0  # an incident may be open for so long while hosts are free
@@ -57,6 +59,7 @@ class Result(msgspec.Struct, frozen=True):
     causes: tuple[CauseCount, ...]
     closed_form_ettr: float | None  # Meta's, with the restart time that was simulated
     goodput: GoodputReport  # the production account of the run's event log
+    timeline: tuple[TimelineBin, ...]  # of that account
     violations: tuple[str, ...]
     decisions: int
     rounds: int
@@ -82,7 +85,7 @@ def simulate(
     gpus = scenario.job.nodes * scenario.job.gpus_per_node
     events = [*log.with_true_size(world.control.events, gpus, world.ranks.every_steps), *world.ranks.log]
     analysis = analyse(events, now=BEGAN_AT + scenario.length_s, job=JOB)
-    spent, length_s = world.training.spent, scenario.length_s
+    spent, length_s, line = world.training.spent, scenario.length_s, analysis.timeline
     interruptions = sum(fault.interrupted for fault in world.faults)
     has_failed = world.control.has_ended
     row = world.control.memory.jobs[JOB]
@@ -108,6 +111,7 @@ def simulate(
             causes=tuple(_causes(world)),
             closed_form_ettr=_closed_form(world, interruptions),
             goodput=analysis.report,
+            timeline=binned(line.intervals, line.start, line.end, TIMELINE_BINS),
             violations=tuple(_violations(world, analysis.report)),
             decisions=world.control.decisions,
             rounds=world.control.rounds,

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from described_replies import DescribedReplies
 
+from flyball.cli.main import run_cli
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostFacts
 from flyball.contracts.credentials import host_credential, reader_token
@@ -19,6 +20,8 @@ from flyball.contracts.wire import WIRE_VERSION, encode
 from services.main import Supervisor
 from services.runtime.http.auth import Authenticator
 from services.settings import load_settings
+from simulator.fleet import scenario
+from simulator.fleet.result import simulate
 
 PATIENCE_S = 300.0
 SPEC = {"job": "gpt", "argv": ["train.py"], "workdir": "/", "env": {"KEY": "a-secret"}, "nnodes": 1}
@@ -152,6 +155,38 @@ def test_the_audit_log_shows_who_did_what(client: httpx.Client, supervisor: Supe
     assert "a-secret" not in client.get("/v1/audit").text
     reader = {"Authorization": f"Bearer {reader_token(supervisor.token)}"}
     assert client.get("/v1/audit", headers=reader).status_code == 200
+
+
+def test_a_job_is_compared_with_a_simulated_run(
+    client: httpx.Client, state_dir: Path, supervisor: Supervisor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = simulate(scenario.load("small", ["days=0.2"]), 1, "small").result
+    (state_dir / "simulations" / "Small-1.json").write_bytes(encode(done))
+    (state_dir / "simulations" / "Torn.json").write_bytes(encode(done)[:99])
+    listed = client.get("/v1/simulations").json()
+    assert [(one["name"], one["seed"], bool(one["problem"])) for one in listed["items"]] == [
+        ("Small-1", 1, False),
+        ("Torn", 0, True),
+    ]
+    assert listed["folder"] == str(state_dir.resolve() / "simulations") and listed["next_before"] is None
+    page = client.get("/v1/simulations", params={"limit": 1, "before": "Torn"}).json()
+    assert [one["name"] for one in page["items"]] == ["Small-1"] and page["next_before"] is None
+    shown = client.get("/v1/simulations/Small-1").json()
+    assert shown["goodput"]["goodput"] == done.goodput.goodput and len(shown["timeline"]) == len(done.timeline)
+    for name, status in (("Torn", 400), ("Other", 404), ("a%0Ab", 422)):
+        assert client.get(f"/v1/simulations/{name}").status_code == status, name
+
+    assert client.post("/v1/jobs", json=SPEC | {"job": "real", "hosts": ["host-z"]}).status_code == 201
+    runs = {"a": "simulation:Small-1", "b": "job:real"}
+    found = client.get("/v1/goodput/comparison", params=runs).json()
+    assert found["measures"][0]["a"] == done.goodput.goodput and found["measures"][0]["b"] == 0.0
+    for wrong, status in (("job:none", 404), ("simulation:Torn", 400), ("Small-1", 422), ("simulation:../x", 422)):
+        assert client.get("/v1/goodput/comparison", params=runs | {"b": wrong}).status_code == status, wrong
+    assert {"listSimulations", "getSimulation", "compareRuns"} <= client.event_hooks["response"][0].checked
+    where = ("--supervisor", supervisor.url, "--token-file", str(state_dir / "token"))
+    for line, word in ((["simulations"], "Torn.json is not a result"), (["simulation", "Small-1"], "small")):
+        assert run_cli(["get", *line, *where]) == 0
+        assert word in " ".join(capsys.readouterr().out.split())
 
 
 def test_users_have_a_limit_and_daemons_have_none(tmp_path: Path) -> None:

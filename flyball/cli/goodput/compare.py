@@ -35,6 +35,7 @@ COMMAND = command_help(
     "flyball goodput compare llama-1 llama-2 -o json",
     "flyball goodput compare all.jsonl:llama-1 all.jsonl:llama-2",
     "flyball goodput compare torchrun.log llama --out difference.csv",
+    "flyball goodput compare llama3.json llama",
 )
 
 
@@ -43,14 +44,18 @@ def command(
     *,
     a: Annotated[
         str,
-        typer.Argument(metavar="A", help="an event log, a folder of them, LOG:JOB for one job in a log, or a job"),
+        typer.Argument(
+            metavar="A",
+            help="an event log, a folder of them, LOG:JOB for one job in a log, a simulated run's JSON, or a job",
+        ),
     ],
     b: Annotated[str, typer.Argument(metavar="B", help="the run to compare it with, named in the same ways")],
     query: Query,
     output: ComparisonFormatOption = None,
     out: OutOption = None,
 ) -> None:
-    """A and B may each be an event log, a folder of them, one job in a log, or a job of the supervisor."""
+    """A and B may each be an event log, a folder of them, one job in a log, a result of the simulator, or a job of the
+    supervisor."""
     from goodput.comparison import compare
     from goodput.show.report import to_json
 

@@ -20,6 +20,9 @@ StepFlopsOption = Annotated[
 PeakFlopsOption = Annotated[
     float | None, typer.Option("--peak-flops-per-gpu", help="peak FLOP/s of one GPU (to compute MFU)")
 ]
+BinsOption = Annotated[
+    int, typer.Option("--timeline-bins", min=0, max=1000, help="also write the time in so many slices (JSON, YAML)")
+]
 OutOption = Annotated[Path | None, typer.Option("--out", help="write to this file instead of stdout")]
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from flyball.cli.goodput.options import (
+    BinsOption,
     Method,
     MethodOption,
     OutOption,
@@ -49,6 +50,7 @@ def command(
     reference_step_time: ReferenceOption = None,
     model_flops_per_step: StepFlopsOption = None,
     peak_flops_per_gpu: PeakFlopsOption = None,
+    timeline_bins: BinsOption = 0,
 ) -> None:
     """The table is a summary; -o json, csv and html have the whole report."""
     chosen = choose_format(output, out)
@@ -62,7 +64,7 @@ def command(
     if method is Method.GOOGLE_RESILIENCY:
         write_out(google_text(query, chosen), out)
         return
-    found = find(query, bins=TIMELINE_BINS if chosen is ReportFormat.HTML else 0)
+    found = find(query, bins=TIMELINE_BINS if chosen is ReportFormat.HTML else timeline_bins)
     write_out(render(found, chosen), out)
 
 
@@ -73,7 +75,8 @@ def render(found: Found, chosen: ReportFormat) -> str:
     report: GoodputReport = found.report
     match chosen:
         case ReportFormat.JSON | ReportFormat.YAML:
-            return document(to_json(report), chosen)
+            with_timeline = {"timeline": msgspec.to_builtins(found.timeline)} if found.timeline else {}
+            return document(to_json(report) | with_timeline, chosen)
         case ReportFormat.CSV:
             from goodput.show.csv_report import report_csv
 

@@ -67,7 +67,8 @@ def named_runs(a: str, b: str, query: Query) -> tuple[Query, Query]:
 
 
 def _named_run(run: str, query: Query) -> Query:
-    """Query for a log file, a folder of them, one job of these (LOG:JOB), or a job of the supervisor."""
+    """Query for a log file, a folder of them, one job of these (LOG:JOB), a result of the simulator, or a job of the
+    supervisor."""
     path = Path(run)
     if path.exists():
         return msgspec.structs.replace(query, logs=(path,), how_to_choose_job="as LOG:JOB")
@@ -96,7 +97,13 @@ def find(query: Query, *, bins: int = 0) -> Found:
 
     Raises NotFound, UsageError, InvalidMessage if `strict`, and the errors of `ApiClient`.
     """
-    return _from_logs(query, bins) if query.logs else _from_supervisor(query, bins)
+    if not query.logs:
+        return _from_supervisor(query, bins)
+    from goodput.read.simulations import is_result
+
+    if len(query.logs) == 1 and is_result(query.logs[0]):
+        return _from_simulation(query)
+    return _from_logs(query, bins)
 
 
 def refuse_supervisor(query: Query) -> None:
@@ -137,6 +144,21 @@ def _from_logs(query: Query, bins: int) -> Found:
         source=", ".join(map(str, query.logs)),
         left_out=refusals.count,
     )
+
+
+def _from_simulation(query: Query) -> Found:
+    """The account in a result of `flyball simulate run -o json`, with its own slices."""
+    from goodput.read.simulations import read_result
+
+    refuse_supervisor(query)
+    options = query.options
+    if query.since or query.until or query.job or options.gpu_hour_price is not None or options.gpus is not None:
+        raise UsageError(
+            f"{query.logs[0]} is a result of the simulator, whose account is complete.",
+            hint="leave out --from, --to, --job, --gpu-hour-price and --gpus",
+        )
+    result = read_result(query.logs[0])
+    return Found(report=result.goodput, timeline=result.timeline, source=str(query.logs[0]), is_final=True)
 
 
 def announce_skipped(count: int, first: Sequence[MalformedLine]) -> None:

@@ -93,6 +93,16 @@ def _audit(item: Json, now: float) -> Sequence[object]:
     return [item["audit_id"], _at(item, now), *about, item["code"] or item["status"]]
 
 
+def _simulation(item: Json, now: float) -> Sequence[object]:
+    if problem := item.get("problem"):
+        return [item["name"], clock(item["written_at"], now), None, None, None, problem]
+    account = item["goodput"]
+    share = account["goodput"] if isinstance(account, dict) else account  # one alone has the whole account
+    written = clock(item["written_at"], now) if "written_at" in item else None
+    about = [item["scenario"], item["gpus"], f"{item['days']:g}"]
+    return [item.get("name"), written, *about, None if share is None else f"{100 * share:.1f}%"]
+
+
 TIERS = ("memory", "peer", "disk", "persistent")
 
 
@@ -168,6 +178,15 @@ KINDS = (
         filters=("state",),
         can_show_one=False,
         example="host-b",
+    ),
+    ListedKind(
+        *("simulations", "simulation", "/v1/simulations", "name"),
+        ("simulation", "written", "scenario", "GPUs", "days", "goodput"),
+        _simulation,
+        filters=(),
+        wide_columns=("seed",),
+        wide_row=_fields("seed"),
+        example="llama3",
     ),
     ListedKind(
         *("audit", "audit", "/v1/audit", "audit_id"),

@@ -108,9 +108,13 @@ def media_of(media_type: str, *statuses: int) -> dict[int | str, dict[str, Any]]
 
 def components() -> dict[str, Any]:
     """Return the schemas of all contract types in bodies and responses, for `components.schemas`."""
-    from services.api.replies.goodput import GoodputReply  # loads the calculator
+    from goodput.comparison import ReportComparison  # these load the calculator
+    from goodput.read.simulations import SimulatedRun
+    from services.api.replies.goodput import GoodputReply, SimulationPage
 
-    _, schemas = msgspec.json.schema_components((*_TYPES, GoodputReply), ref_template=_REF_TEMPLATE)
+    _, schemas = msgspec.json.schema_components(
+        (*_TYPES, GoodputReply, SimulatedRun, SimulationPage, ReportComparison), ref_template=_REF_TEMPLATE
+    )
     return schemas
 
 

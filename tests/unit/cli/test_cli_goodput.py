@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from goodput_runs import START, interrupted_run
 
@@ -18,6 +19,8 @@ from goodput.account.options import AccountOptions
 from goodput.calculator import calculate
 from goodput.read.event_files import write_events
 from goodput.show.report import to_json
+from simulator.fleet import scenario
+from simulator.fleet.result import simulate
 
 pytestmark = pytest.mark.real_time
 
@@ -142,6 +145,22 @@ def test_compares_two_runs(logs: Path, capsys: pytest.CaptureFixture[str]) -> No
     text = output_of("compare a.jsonl b.jsonl", capsys)
     assert "90.63%" in text and "recomputed" in text and "B - A" in text
     assert output_of("compare a.jsonl b.jsonl -o csv", capsys).startswith("section,item,a,b,difference")
+
+
+def test_a_result_of_the_simulator_is_a_run_like_any_other(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = simulate(scenario.load("small", ["days=0.2"]), 1, "small")
+    Path("small.json").write_bytes(msgspec.json.encode(done.result))
+    found = json_of("compare a.jsonl small.json -o json", capsys)
+    assert found["b"]["report"]["goodput"] == done.result.goodput.goodput and found["b"]["source"] == "small.json"
+    whole = json_of("small.json -o json --timeline-bins 1", capsys)
+    assert whole["elapsed_s"] == done.result.goodput.elapsed_s
+    assert len(whole["timeline"]) == len(done.result.timeline)
+    assert len(json_of("report a.jsonl -o json --timeline-bins 7", capsys)["timeline"]) == 7
+    assert run_cli(["goodput", "small.json", "--gpu-hour-price", "2"]) == 2
+    assert "account is complete" in capsys.readouterr().err
+    Path("torn.json").write_bytes(msgspec.json.encode(done.result)[:999])
+    assert run_cli(["goodput", "torn.json"]) == 11
+    assert "torn.json is not a result of the simulator" in capsys.readouterr().err
 
 
 def test_compares_two_jobs_of_one_log(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:

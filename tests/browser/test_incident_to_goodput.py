@@ -1,4 +1,5 @@
-"""An incident that waits for an operator, in a real browser: its own page has the plan, and the approval."""
+"""From an incident to what it cost, in a real browser: an operator approves the restart on the incident's page, and
+looks at the job's time beside simulated runs."""
 
 from __future__ import annotations
 
@@ -22,6 +23,8 @@ from flyball.contracts.wire import WIRE_VERSION, encode
 from services.dashboard import training_pages
 from services.main import Supervisor
 from services.settings import load_settings
+from simulator.fleet import scenario
+from simulator.fleet.result import simulate
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
 PICTURES = Path(__file__).parents[2] / ".pictures"
@@ -107,8 +110,12 @@ def train_and_die(client: httpx.Client, host: Host) -> None:
     host.reports(signals=(Signal(source="host-a", incarnation="i", seq=1, at=SystemClock().wall_s(), body=exited),))
 
 
-def test_an_operator_approves_on_the_page_of_the_incident(
-    browser: Browser, supervisor: Supervisor, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+def test_an_operator_approves_an_incident_and_sees_what_it_cost(
+    browser: Browser,
+    supervisor: Supervisor,
+    tmp_path: Path,
+    pytestconfig: pytest.Config,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert pytestconfig.cache is not None
     axe = axe_core(pytestconfig.cache.mkdir("axe-core"))
@@ -138,6 +145,7 @@ def test_an_operator_approves_on_the_page_of_the_incident(
         (entry,) = client.get("/v1/audit", params={"operation": "approve"}).json()["items"]
         assert entry["detail"]["target"] == "inc-1" and entry["idempotency_key"]
         lists_lead_on(client, monkeypatch)
+        was_it_worth_it(browser, supervisor.url, tmp_path / "supervisor" / "simulations", axe)
     assert [error for error in browser.errors if "/logs?" not in error] == [], "this host has no logs to send"
 
 
@@ -154,3 +162,40 @@ def lists_lead_on(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None
     assert 'id="inc-1"' in client.get("/incidents", params={"job": "demo"}).text
     assert "No such incident" in client.get("/incidents", params={"job": "other"}).text
     assert client.get("/incidents", params={"host": "a b"}).status_code == 422
+
+
+def was_it_worth_it(browser: Browser, url: str, results: Path, axe: str) -> None:
+    """The job's time by cause and over time; a simulated run beside another; a file that is no result."""
+    browser.open(f"{url}/goodput")
+    browser.until("document.querySelector('#waterfall')?.textContent.includes('worker killed')")
+    causes = "[...document.querySelectorAll('#waterfall th[scope=row]')].map((one) => one.textContent)"
+    assert browser.evaluate(f"{causes}[0]") == "elapsed" and browser.evaluate(f"{causes}.at(-1)") == "useful"
+    assert browser.evaluate("document.querySelector('#lanes a').getAttribute('href')") == "/incidents/inc-1"
+    look(browser, "goodput-job", axe)
+
+    for number, settings in enumerate((["days=2"], ["days=2", "checkpoint.every_s=7200"])):
+        done = simulate(scenario.load("small", settings), 1, "small")
+        (results / f"small-{number}.json").write_bytes(encode(done.result))
+    (results / "torn.json").write_bytes(encode(done.result)[:1000])
+    (results / "..json").write_text("not listed")
+    browser.open(f"{url}/goodput?run=simulation:small-0&with=simulation:small-1")
+    browser.until("document.querySelector('#run .lead')?.textContent.includes('on 64 GPUs became training')")
+    browser.until("document.querySelector('#comparison .lead')?.textContent.includes('points more')")
+    assert "torn.json is not a result of the simulator" in browser.evaluate("document.body.textContent")
+    assert browser.evaluate("document.querySelectorAll('#lanes path.use').length") > 3
+    look(browser, "goodput-compared", axe, whole=True)
+    browser.evaluate("document.querySelector('select[name=run]').value = 'job:demo'; 0")
+    browser.evaluate("document.querySelector('form.choose').requestSubmit(); 0")
+    browser.until("location.search === '?run=job%3Ademo&with=simulation%3Asmall-1'")
+    browser.until("document.querySelector('#comparison .lead')?.textContent.startsWith('demo turned')")
+
+
+def look(browser: Browser, name: str, axe: str, *, whole: bool = False) -> None:
+    """Take pictures, and look for what readers could not use: on a wide screen, in the dark, and on a phone."""
+    for screen, width, dark in (("light", 1280, False), ("dark", 1280, True), ("phone", 390, False)):
+        browser.look(width=width, height=2400 if whole else 1000, dark=dark)
+        browser.picture(PICTURES / f"{name}-{screen}.png")
+        assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), (name, screen)
+        if screen != "phone":
+            assert serious_findings(browser, axe) == [], (name, screen)
+    browser.look()
