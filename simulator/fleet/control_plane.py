@@ -298,9 +298,12 @@ class FleetControl:
         return moved
 
     def _wake(self, at: float) -> None:
-        if at == inf or (self.now < self._wake_at <= at):
+        """Look again at this moment, instead of that which an earlier round named."""
+        if at == self._wake_at > self.now:
             return
         self._wake_at = at = max(at, self.now + 1e-3)
+        if at == inf:
+            return
 
         def wake() -> None:
             if self._wake_at == at:

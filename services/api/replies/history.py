@@ -79,7 +79,12 @@ class IncidentReply(msgspec.Struct, frozen=True):
     action_id: Annotated[str, msgspec.Meta(description="The newest action; '': none.", examples=["act-17"])]
     hold_until: WallClockOrNull
     holding_for: Annotated[str, msgspec.Meta(description="What a hold waits for; '': it does not.", examples=[""])]
-    decisions_made: Annotated[int, msgspec.Meta(description="Decisions that led to an action.", examples=[1])]
+    decisions_made: Annotated[
+        int, msgspec.Meta(description="Decisions that led to an action about its newest fault.", examples=[1])
+    ]
+    decisions_before: Annotated[
+        int, msgspec.Meta(description="Likewise, about earlier faults since the job's last new step.", examples=[0])
+    ]
     resolved_at: WallClockOrNull
     restored_step: Step
     lost_steps: Annotated[int, msgspec.Meta(description="Steps to recompute; -1: not known yet.", examples=[0])]

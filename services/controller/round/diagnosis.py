@@ -301,6 +301,7 @@ def silence_failure(hosts: Iterable[HostView], generation: GenerationView) -> Fa
         at=silent[0].since,
         rank=ranks[0] if ranks else -1,
         host_id=silent[0].host_id,
+        step=newest_common_step(generation),
         evidence={"hosts": kept([host.host_id for host in silent]), "ranks": ranks_kept(ranks)},
     )
 

@@ -5,12 +5,15 @@ workers themselves counts: a signal, an exception, a lost connection or a hang. 
 count: a silent host, a preemption, a copy that could not be restored. Nor do repeated starts (`start_rules`, or an
 unknown cause). The incident's limit on decisions and the patience with starts bound those. A generation that gets
 further than all earlier ones refills the budget, and each day that one runs gives a restart back.
+
+The incident's limit counts decisions about one fault without such progress. While lost steps are redone, a large job
+meets faults that have nothing to do with the first one: each has a limit of its own, and all together have one, too.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -22,6 +25,7 @@ from services.controller.round.diagnosis import FALSE_ALARM, HARMS, newest_commo
 from services.controller.round.view import GenerationView, JobView, PastFailure, PolicySettings, RankView
 
 WORKER_CAUSES = frozenset({"worker_killed", "worker_exception", "rank_stalled", "connection_lost"})
+_FAULTS_AT_ONCE = 4  # so many faults may use up their decisions without a new step in between
 _FIRST_BACK_OFF_S = 0.5
 _LONGEST_BACK_OFF_S = 10.0
 _ADDRESS = re.compile(r"0x[0-9a-f]+", re.IGNORECASE)
@@ -149,6 +153,31 @@ def hosts_alike(failure: PastFailure, failures: Iterable[PastFailure], now: Iter
     """Return the hosts on which this failure came; '' for an unknown one. `now`: the failures of all ranks of its
     generation, of which only one is on the record."""
     return {past.host_id for past in (failure, *failures, *now) if is_identical(past, failure)}
+
+
+def failures_within(incident: Incident, job: JobView) -> list[PastFailure]:
+    """Return the failures that the incident's decisions were about, since the job's last progress: each decision grants
+    one generation at most."""
+    newest = job.generation.generation if job.generation is not None else incident.generation
+    first = newest - incident.decisions_made - incident.decisions_before
+    return [failure for failure in job.failures if failure.generation >= first]
+
+
+def is_another_fault(failure: PastFailure, earlier: Sequence[PastFailure]) -> bool:
+    """Whether a failure has nothing to do with earlier ones: it is on another host than each of them, and came by
+    another cause, or at another step. Where a host is not known, it may have."""
+    return bool(failure.host_id and earlier) and all(
+        past.host_id not in ("", failure.host_id) and (past.cause, past.step) != (failure.cause, failure.step)
+        for past in earlier
+    )
+
+
+def decisions_left(incident: Incident, settings: PolicySettings) -> int:
+    """Return how many more decisions may be made about the incident. The limit is that of one fault; of independent
+    faults it takes in that of a few."""
+    limit = settings.max_decisions_per_incident
+    in_all = incident.decisions_made + incident.decisions_before
+    return min(limit - incident.decisions_made, _FAULTS_AT_ONCE * limit - in_all)
 
 
 def back_off_s(decisions_made: int) -> float:

@@ -110,6 +110,7 @@ class Round:
         self.actions: dict[str, ActionView] = {action.action_id: action for action in view.actions}
         self.reported: dict[str, list[Failure]] = {}  # job -> failures known only from signals of this round
         self.noticed: dict[str, float] = {}  # host -> time of its preemption notice, if new in this round
+        self.broke: set[str] = set()  # hosts that a report of this round calls broken
         self.diagnoses: dict[str, Failure] = {}  # job -> what is wrong with its current generation
         self.unadopted: set[str] = set()  # jobs about which hosts know more than the view
         self.adoption: Adoption | None = None
@@ -362,7 +363,8 @@ class Round:
 
     def _hold(self, case: Case, rule: str, verdict: Verdict) -> None:
         assert case.incident is not None  # a job without an incident waits with a message instead
-        self.wake(verdict.hold_until)
+        if not verdict.awaits_news:
+            self.wake(verdict.hold_until)
         if verdict.is_in_force(case.incident):
             return
         self._decide(case, rule, verdict)

@@ -22,6 +22,7 @@ class Verdict(msgspec.Struct, frozen=True):
     evidence: Evidence = {}
     holding_for: str = ""
     hold_until: float = 0.0
+    awaits_news: bool = False  # only a change of the view ends this hold, no moment: no round is due for it
     job_state: JobState | None = None  # the job's new state
     gives_up: bool = False  # the incident escalates
     settles: PastFailure | None = None  # nothing is to be done: the incident is over, and the job's record says why

@@ -39,7 +39,8 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     emergency_margin_steps: Count = 3  # an emergency save names the newest step in beacons plus this margin
     emergency_reserve_s: Seconds = 5.0  # of a notice's time, reserved for the migration itself
     identical_exception_limit: Count = 2  # so often the same exception at the same step is a bug in the job
-    max_decisions_per_incident: Count = 8  # then it is given up, and the job fails
+    # About one fault without a new step, or four times as many about independent ones; then the job fails.
+    max_decisions_per_incident: Count = 8
     unwatched_verify_s: Seconds = 10.0  # a script that never attaches reports no steps: if it runs this long, it works
     start_patience_s: Seconds = 120.0  # for a file that no host has, or full disks everywhere; then the job fails
     spare_fresh_s: Seconds = 15.0  # a host without a report for this long gets no work

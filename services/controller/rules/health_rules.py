@@ -151,8 +151,10 @@ def leave_a_recovery_point_that_fails(case: Case) -> Verdict | None:
     if not _threw_after_attaching(generation):
         return None
     before = generation.generation - 1
-    failed = {f.generation: f.step for f in case.job.failures if f.cause == WORKER_EXCEPTION and not _is_hardware(f)}
-    is_known = all(step <= failed.get(number, -1) <= step + _SOON_STEPS for number in (before, generation.generation))
+    both = (before, generation.generation)
+    threw = (f for f in case.job.failures if f.generation in both and f.cause == WORKER_EXCEPTION)
+    failed = {f.generation: f.step for f in threw if not _is_hardware(f)}
+    is_known = all(step <= failed.get(number, -1) <= step + _SOON_STEPS for number in both)
     # A generation that is not part of the history left no recovery point of its own.
     if not is_known or any(entry.generation == before for entry in generation.lineage):
         return None

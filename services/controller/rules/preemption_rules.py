@@ -55,6 +55,7 @@ def let_the_other_incident_go_first(case: Case) -> Verdict | None:
         evidence={"incident": others[0].incident_id},
         holding_for=f"{others[0].incident_id} to be over",
         hold_until=case.now + _ASK_AGAIN_S,
+        awaits_news=case.incident.cause != DRAIN_REQUESTED,  # which has a deadline of its own
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
@@ -24,11 +25,17 @@ _LEAVING = (HostState.CORDONED, HostState.IN_REPAIR, HostState.DEGRADED)
 
 
 def fail_after_too_many_decisions(case: Case) -> Verdict | None:
-    """Fail the job if this many actions have not ended the incident: a person must look at it."""
-    incident, limit = case.this_incident, case.settings.max_decisions_per_incident
-    if incident.decisions_made < limit:
+    """Fail the job if this many actions about one fault have not ended the incident, or four times as many about
+    faults that have nothing to do with each other, without a new step in between: a person must look at it."""
+    incident = case.this_incident
+    if guardrails.decisions_left(incident, case.settings) > 0:
         return None
-    return fail(case, f"{incident.message} {limit} actions have not ended it.", {"decisions": incident.decisions_made})
+    made, limit = incident.decisions_made, case.settings.max_decisions_per_incident
+    why = f"{limit} actions have not ended it."
+    if made < limit:
+        made += incident.decisions_before
+        why = f"{made} actions about this fault and those before it have not brought the job to a new step."
+    return fail(case, f"{incident.message} {why}", {"decisions": made})
 
 
 def leave_the_host_of_an_identical_exception(case: Case) -> Verdict | None:
@@ -49,11 +56,15 @@ def leave_the_host_of_an_identical_exception(case: Case) -> Verdict | None:
 
 
 def fail_on_identical_exception(case: Case) -> Verdict | None:
-    """Fail the job if the same exception comes at the same step again: a bug, not a fault of a machine."""
+    """Fail the job if the same exception comes at the same step again: a bug, not a fault of a machine, unless it came
+    on broken hosts only."""
     repeated = _repeated(case)
     if repeated is None:
         return None
     failure, times = repeated
+    hosts = guardrails.hosts_alike(failure, case.job.failures, _records(case.this_generation))
+    if all(host_id in case.round.hosts and case.round.hosts[host_id].is_broken for host_id in hosts):
+        return None
     where = f"after step {failure.step}" if failure.step >= 0 else "before the first step"
     memory = _gpu_memory(case.this_generation)
     return fail(
@@ -126,11 +137,14 @@ def migrate_to_spare(case: Case) -> Verdict | None:
 
 
 def restart_on_a_broken_host(case: Case) -> Verdict | None:
-    """If no spare came within the patience with starts, try again on a host that is reachable, although it has a
-    critical condition: the report may be wrong."""
+    """If no spare came within the patience with starts, try once more on a host that is reachable, although it has a
+    critical condition: the report may be wrong. If its ranks fail there again, it was right: wait for a spare."""
     lost, _ = lost_and_leaving(case)
     waited_s = case.now - case.this_incident.since
     if not lost or any(case.round.is_silent(host_id) for host_id in lost) or waited_s < case.settings.start_patience_s:
+        return None
+    failed = Counter(failure.host_id for failure in guardrails.failures_within(case.this_incident, case.job))
+    if any(failed[host_id] > 1 for host_id in lost):
         return None
     broken = f"{listed(lost)} {'has a critical condition' if len(lost) == 1 else 'have critical conditions'}"
     return restart(case, f"{broken}, but no spare came within {waited_s:.0f} s: the job starts there once more.")

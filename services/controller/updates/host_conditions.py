@@ -9,9 +9,10 @@ from flyball.contracts.decisions import IncidentState
 from flyball.contracts.orders import OrderKind
 from flyball.contracts.reports.conditions import MAX_CONDITIONS, HostCondition, Severity
 from flyball.contracts.reports.signals import ConditionBegan, ConditionEnded, Signal
-from services.controller.round.diagnosis import DEPARTURES, HOST_CONDITION, newest_common_step
+from services.controller.round.diagnosis import BESIDE_FAILURES, DEPARTURES, HOST_CONDITION, newest_common_step
 from services.controller.round.round import Round
 from services.controller.round.view import GenerationView, HostView, JobView
+from services.rules.incident_states import IncidentEvent
 
 _CORDONED = "no rank is on it, and it has a condition: "
 
@@ -62,6 +63,22 @@ def overrule(round_: Round, host: HostView) -> None:
         round_.change_condition(host.host_id, condition, is_overruled=True)
 
 
+def leave_before_it_fails(round_: Round, job: JobView) -> None:
+    """Decide again about a failure if a host of the generation that is to end it turns out to be broken, and others are
+    free: a worker ends moments before a probe tells why, and would end there again."""
+    generation = job.generation
+    if generation is None or not round_.broke:
+        return
+    hosts = [round_.hosts[part.host_id] for part in generation.hosts if part.host_id in round_.hosts]
+    found = [host for host in hosts if host.host_id in round_.broke and host.is_broken]  # unless that ended again
+    lost = sum(host.is_broken or round_.is_silent(host.host_id) for host in hosts)
+    for incident in round_.open_incidents(job.spec.job) if found else ():
+        recovers = incident.state in (IncidentState.ACTING, IncidentState.VERIFYING)
+        if recovers and incident.cause not in BESIDE_FAILURES and len(round_.free_hosts(job.spec)) >= lost:
+            why = " ".join(_message(host.host_id, host.pressing) for host in found)
+            round_.advance(incident, IncidentEvent.FAILED_AGAIN, message=f"{incident.message} {why}")
+
+
 def find(round_: Round, job: JobView, generation: GenerationView) -> None:
     """Open an incident for each host of the job with a pressing condition, or update its message."""
     departures = [i for i in round_.open_incidents(job.spec.job) if i.cause in DEPARTURES]
@@ -109,6 +126,8 @@ def _begin(round_: Round, host: HostView, condition: HostCondition) -> None:
     if known is None or not known.condition.says_the_same(condition):
         stays = known is not None and known.is_overruled and known.condition.severity is condition.severity
         round_.change_condition(host.host_id, condition, is_overruled=stays)
+        if round_.hosts[host.host_id].is_broken and not host.is_broken:
+            round_.broke.add(host.host_id)
 
 
 def _end(round_: Round, host_id: str, condition: HostCondition) -> None:

@@ -24,7 +24,7 @@ from services.controller.round.diagnosis import (
     Failure,
     newest_common_step,
 )
-from services.controller.round.guardrails import progress_of
+from services.controller.round.guardrails import failures_within, is_another_fault, progress_of
 from services.controller.round.round import Round
 from services.controller.round.view import ActionView, GenerationView, HostView, JobView, PastFailure, RankView
 from services.controller.round.wording import ranks_kept, ranks_of
@@ -66,6 +66,7 @@ def follow(round_: Round, job: JobView) -> None:
             _follow_action(round_, job, incident)
         elif incident.state is IncidentState.VERIFYING:
             _verify(round_, job, incident)
+    host_conditions.leave_before_it_fails(round_, job)
     for incident in round_.open_incidents(job.spec.job):
         if incident.state is IncidentState.DECIDING:
             _clear(round_, job, incident)
@@ -318,7 +319,9 @@ def _record(round_: Round, job: JobView, generation: GenerationView, failure: Fa
         failed = max(incident.failed_step, newest_common_step(generation))
         facts["failed_step"] = failed
         if progress_of(generation, round_.settings_of(job.spec)):  # the last decision worked
-            facts |= {"decisions_made": 0, "failed_starts": ()}
+            facts |= {"decisions_made": 0, "decisions_before": 0, "failed_starts": ()}
+        elif is_another_fault(failure.record, failures_within(incident, job)):
+            facts |= {"decisions_made": 0, "decisions_before": incident.decisions_before + incident.decisions_made}
         round_.advance(incident, IncidentEvent.FAILED_AGAIN, **facts)
     elif incident.state is IncidentState.DECIDING and health_rules.replaces(failure, incident):
         round_.advance(incident, None, **facts)

@@ -19,11 +19,26 @@ from services.controller.round.view import (
     HostView,
     JobView,
     Outcome,
+    PastFailure,
     StandingCondition,
     View,
 )
 from tests.checked_rules import decide
-from tests.policy_views import GENERATION, HOSTS, JOB, NOW, SETTINGS, exited, host, say, submitted, view, with_exit
+from tests.policy_views import (
+    GENERATION,
+    HOSTS,
+    JOB,
+    NOW,
+    SETTINGS,
+    action,
+    exited,
+    host,
+    incident,
+    say,
+    submitted,
+    view,
+    with_exit,
+)
 
 ECC = HostCondition("ecc-correctable", Severity.WARNING, "GPU 3 corrected 900 errors.", "probe gpu", NOW - 2, "gpu 3")
 LOST = HostCondition("gpu-lost", Severity.CRITICAL, "GPU 3 is gone.", "probe gpu", NOW - 1, "gpu 3")
@@ -199,6 +214,34 @@ def test_a_job_that_cannot_leave_a_broken_host_starts_there_after_a_while() -> N
     decision = next(d for d in look(waits, now=late).decisions if d.action is not None)
     assert (decision.kind, decision.rule) == (DecisionKind.RESTART_IN_PLACE, "restart_on_a_broken_host")
     assert "b has a critical condition, but no spare came within 121 s" in decision.reason
+
+
+@pytest.mark.parametrize("has_failed_again", [False, True])
+def test_ranks_that_failed_on_a_broken_host_once_more_wait_for_a_spare(has_failed_again: bool) -> None:
+    generations = (1, 2) if has_failed_again else (2,)
+    failures = tuple(PastFailure(number, "worker_exception", "ValueError", "boom", 50, "b") for number in generations)
+    job = msgspec.structs.replace(with_exit(exited()), failures=failures)
+    late = NOW + 2 * SETTINGS.start_patience_s
+    hosts = tuple(msgspec.structs.replace(one, last_report_at=late) for one in on_b(LOST)[:2])
+    facts = {"cause": "worker_exception", "state": IncidentState.DECIDING, "generation": 2, "action_id": ""}
+    rules = [d.rule for d in look(view(job=job, hosts=hosts, incidents=[incident(**facts)]), now=late).decisions]
+    assert rules[0] == ("wait_for_a_spare" if has_failed_again else "restart_on_a_broken_host")
+
+
+@pytest.mark.parametrize("state", [IncidentState.ACTING, IncidentState.VERIFYING])
+def test_a_restart_leaves_a_host_that_turns_out_to_be_broken_before_it_fails_there_again(state: IncidentState) -> None:
+    acting = state is IncidentState.ACTING
+    restart = action(state=ActionState.DISPATCHED if acting else ActionState.SUCCEEDED, phase="stop")
+    failed = incident(state=state, cause="worker_exception")
+    seen = view(job=JOB, incidents=[failed], actions=[restart])
+    outcome = look(seen, ConditionBegan(LOST))
+    decision = next(d for d in outcome.decisions if d.action is not None)
+    assert (decision.incident_id, decision.rule) == ("inc-1", "migrate_to_spare")
+    assert "b has a critical condition (gpu-lost, probe gpu): GPU 3 is gone. c takes rank 1 of b." in decision.reason
+    assert outcome.superseded_actions == (("act-1",) if acting else ())
+    for told, source, hosts in ((LOST, "b", HOSTS[:2]), (ECC, "b", HOSTS), (LOST, "c", HOSTS)):
+        goes_on = look(msgspec.structs.replace(seen, hosts=hosts), ConditionBegan(told), source=source)
+        assert all(d.action is None for d in goes_on.decisions), "no host to go to, a warning, or a host without ranks"
 
 
 def test_what_an_operator_cordoned_stays_cordoned_when_the_condition_ends() -> None:

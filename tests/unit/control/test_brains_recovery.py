@@ -298,6 +298,46 @@ def test_too_many_decisions_escalate() -> None:
     assert decided(outcome).rule == "fail_after_too_many_decisions"
 
 
+@pytest.mark.parametrize(
+    ("earlier", "made", "before"),
+    [
+        (PastFailure(1, "worker_exception", "ValueError", "boom", 47, "a"), 1, 7),  # another host, another step
+        (PastFailure(1, "host_silent", "", "", 50, "a"), 1, 7),  # another host, another cause
+        (PastFailure(1, "worker_exception", "ValueError", "no", 47, "b"), 8, 0),  # the same host
+        (PastFailure(1, "worker_exception", "ValueError", "no", 50, "a"), 8, 0),  # alike on another host
+        (PastFailure(1, "worker_exception", "ValueError", "no", 47), 8, 0),  # perhaps the same host
+    ],
+)
+def test_a_fault_that_has_nothing_to_do_with_the_earlier_ones_has_decisions_of_its_own(
+    earlier: PastFailure, made: int, before: int
+) -> None:
+    job = msgspec.structs.replace(JOB, failures=(earlier,))
+    verifying = incident(state=IncidentState.VERIFYING, decisions_made=7)
+    outcome = decide(view(job=job, incidents=[verifying], actions=[action()]), [say(exited())], SETTINGS, NOW)
+    (same,) = outcome.incidents
+    assert (same.incident_id, same.decisions_made, same.decisions_before) == ("inc-1", made, before)
+
+
+def test_independent_faults_without_a_new_step_come_to_an_end_too() -> None:
+    limit = SETTINGS.max_decisions_per_incident
+    facts = {"state": IncidentState.DECIDING, "generation": 2, "action_id": "", "decisions_made": 2}
+    job = with_exit(KILLED)
+    ends = incident(**facts, decisions_before=4 * limit - 2)
+    decision = decided(decide(view(job=job, incidents=[ends]), [], SETTINGS, NOW))
+    assert (decision.rule, decision.evidence["decisions"]) == ("fail_after_too_many_decisions", 4 * limit)
+    assert "32 actions about this fault and those before it have not brought the job to a new step" in decision.reason
+    last = incident(**facts, decisions_before=4 * limit - 3)
+    assert decided(decide(view(job=job, incidents=[last]), [], SETTINGS, NOW)).rule == "restart_in_place"
+
+
+def test_a_new_step_gives_all_decisions_back() -> None:
+    progressed = msgspec.structs.replace(GENERATION, furthest_step=0, restore_step=0)
+    job = msgspec.structs.replace(JOB, generation=progressed)
+    verifying = incident(state=IncidentState.VERIFYING, failed_step=90, decisions_made=7, decisions_before=20)
+    (same,) = decide(view(job=job, incidents=[verifying], actions=[action()]), [say(KILLED)], SETTINGS, NOW).incidents
+    assert (same.decisions_made, same.decisions_before) == (1, 0)
+
+
 def test_a_failed_action_is_followed_by_another_with_growing_pauses() -> None:
     failed = action(state=ActionState.FAILED, message="b could not stop: no disk", phase="stop")
     generation = msgspec.structs.replace(GENERATION, started_at=0.0, ranks=(), restore_step=None)
