@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Final
@@ -222,10 +222,25 @@ class JobHistory(msgspec.Struct, frozen=True):
     run: RunId = ""
 
 
+def entries_of(lineage: Lineage, generations: Collection[int]) -> dict[int, tuple[int, LineageEntry]]:
+    """generation -> its place in a history, and its entry; without those that are not part of it. A long job has
+    thousands of generations, and copies of the newest: looks from the end."""
+    missing, found = set(generations), dict[int, tuple[int, LineageEntry]]()
+    for place in range(len(lineage) - 1, -1, -1):
+        if not missing:
+            break
+        entry = lineage[place]
+        if entry.generation in missing:
+            missing.discard(entry.generation)
+            found[entry.generation] = place, entry
+    return found
+
+
 def is_alive(generation: int, step: int, lineage: Iterable[LineageEntry]) -> bool:
     """Whether a copy of (generation, step) belongs to the job's current history."""
     return any(
-        entry.generation == generation and (entry.upto_step is None or step <= entry.upto_step) for entry in lineage
+        entry.generation == generation and (entry.upto_step is None or step <= entry.upto_step)
+        for entry in reversed(tuple(lineage))
     )
 
 
@@ -245,8 +260,9 @@ def newest_point(points: Iterable[Point], lineage: Lineage) -> Point | None:
     A later generation's steps are newer, even if it is uncertain whether it completed any. A step of its own then ends
     the older history.
     """
-    order = {entry.generation: place for place, entry in enumerate(lineage)}
-    return max(points, key=lambda point: (order.get(point[1], -1), point[0]), default=None)
+    points = tuple(points)
+    found = entries_of(lineage, {generation for _, generation in points})
+    return max(points, key=lambda point: (found[point[1]][0] if point[1] in found else -1, point[0]), default=None)
 
 
 def branch(
@@ -261,7 +277,8 @@ def branch(
     for entry in reversed(lineage):
         if last is not None and (source is None or entry.generation <= source):
             upto_step = last if entry.upto_step is None else min(entry.upto_step, last)
-            kept.append(LineageEntry(entry.generation, upto_step, world_size=entry.world_size))
+            is_same = upto_step == entry.upto_step and entry.after_step is None  # as nearly all of a long job's
+            kept.append(entry if is_same else LineageEntry(entry.generation, upto_step, world_size=entry.world_size))
             last = last if entry.after_step is None else min(last, entry.after_step)
     return tuple(reversed(kept))
 

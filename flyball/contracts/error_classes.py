@@ -10,6 +10,7 @@ import re
 import signal
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from functools import lru_cache
 from typing import Final
 
 _CRASHES: Final = frozenset({signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
@@ -121,6 +122,7 @@ _EXCEPTION: Final = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception)(?:: .*)?$",
 _SIZE: Final = re.compile(r"this process has ([\d.]+ [KMGT]iB) memory in use")
 
 
+@lru_cache(maxsize=1024)  # all ranks that lose the same one say the same, and rules ask again
 def error_class_of(line: str) -> ErrorClass | None:
     """The class that a line shows; None if the table has none for it."""
     return next((error_class for error_class, pattern in _TABLE if pattern.search(line)), None)

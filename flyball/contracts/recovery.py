@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from enum import IntEnum, StrEnum
 
-from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier, is_alive
+from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier, entries_of
 from flyball.contracts.identity import HostId, Rank, Step
 
 
@@ -73,14 +73,17 @@ def by_nearness(copy: ShardCopy, home: HostId) -> tuple[Rank, Origin, bool, Host
 def complete_points(copies: Iterable[ShardCopy], lineage: Lineage, world_size: int) -> set[tuple[Step, int]]:
     """Every (step, generation) that is alive by lineage and of which there is a copy for every rank that saved it.
     `world_size` is the job's."""
-    # Not by `world_size_of`, which looks at all entries for each one: a long job has thousands.
-    saved_by = {entry.generation: entry.world_size or world_size for entry in reversed(lineage)}
     ranks_at: dict[tuple[Step, int], set[Rank]] = defaultdict(set)
     for copy in copies:
-        if copy.rank < saved_by.get(copy.generation, 0):
-            ranks_at[copy.step, copy.generation].add(copy.rank)
-    return {
-        (step, generation)
-        for (step, generation), ranks in ranks_at.items()
-        if len(ranks) == saved_by[generation] and is_alive(generation, step, lineage)
-    }
+        ranks_at[copy.step, copy.generation].add(copy.rank)
+    history = entries_of(lineage, {generation for _, generation in ranks_at})
+    found = set()
+    for (step, generation), ranks in ranks_at.items():
+        if generation not in history:
+            continue
+        _, entry = history[generation]
+        saved_by = entry.world_size or world_size
+        is_complete = sum(rank < saved_by for rank in ranks) == saved_by
+        if is_complete and (entry.upto_step is None or step <= entry.upto_step):
+            found.add((step, generation))
+    return found

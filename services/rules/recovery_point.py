@@ -14,6 +14,7 @@ from flyball.contracts.checkpoints import (
     ShardCopy,
     ShardSource,
     Tier,
+    entries_of,
     newest_point,
     world_size_of,
 )
@@ -44,11 +45,13 @@ def plan_restore(
     it. None means that there is nothing to restore from.
     """
     homes = {rank: host.host_id for host in hosts for rank in host.ranks}
+    copies = tuple(copies)
+    history = entries_of(lineage, {copy.generation for copy in copies})
+    foreign = {generation for generation, (_, e) in history.items() if e.world_size not in (0, world_size)}
 
     def home_of(copy: ShardCopy) -> str:
         """The host that will run the copy's rank. Of another world's shards any host may need some, so none is home."""
-        saved_by = world_size_of(copy.generation, lineage, of_job=world_size)
-        return homes.get(copy.rank, "") if saved_by == world_size else ""
+        return "" if copy.generation in foreign else homes.get(copy.rank, "")
 
     usable = [copy for copy in copies if is_within_reach(copy, home_of(copy), engine_addresses)]
     point = newest_point(complete_points(usable, lineage, world_size), lineage)

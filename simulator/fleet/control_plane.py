@@ -267,10 +267,10 @@ class FleetControl:
     def _view(self) -> View:
         view = self._store.load_view()
         recent = failures_of_hosts(self.memory.incidents.values())
-        failures = {host.host_id: self._failures(host.host_id, recent) for host in view.hosts}
         hosts = tuple(
-            msgspec.structs.replace(host, failed_at=failures[host.host_id]) if failures[host.host_id] else host
+            msgspec.structs.replace(host, failed_at=failures) if failures else host
             for host in view.hosts
+            for failures in (self._failures(host.host_id, recent),)
         )
         return msgspec.structs.replace(view, hosts=hosts, is_whole=False, fleet=self._fleet)
 

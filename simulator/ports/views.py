@@ -34,8 +34,9 @@ def load_view(memory: Memory) -> View:
     named |= {held.spec.job for row in memory.standings.values() for held in row.standing.jobs}
     rows = [memory.hosts[name] for name in sorted(memory.hosts)]
     named.update(*(row.workers for row in rows))
+    troubled = {incident.job for incident in incidents}
     jobs = tuple(
-        _job(memory, row)
+        _job(memory, row, is_troubled=name in troubled)
         for name, row in sorted(memory.jobs.items(), key=lambda item: (item[1].submitted_at, item[0]))
         if not row.state.ended or name in named
     )
@@ -67,7 +68,8 @@ def load_view(memory: Memory) -> View:
     )
 
 
-def _job(memory: Memory, row: JobRow) -> JobView:
+def _job(memory: Memory, row: JobRow, *, is_troubled: bool) -> JobView:
+    """`is_troubled`: it has an open incident."""
     return JobView(
         spec=row.spec,
         state=row.state,
@@ -78,32 +80,30 @@ def _job(memory: Memory, row: JobRow) -> JobView:
         newest_step=row.newest_step,
         message=row.message,
         ended_at=row.ended_at,
-        recoveries=_recoveries(memory, row.spec.job),
-        acted_at=_acted_at(memory, row.spec.job),
+        recoveries=_recoveries(memory, row.spec.job) if is_troubled else (),
+        acted_at=_acted_at(memory, row.spec.job) if is_troubled else (),
     )
 
 
 def _acted_at(memory: Memory, job: str) -> tuple[float, ...]:
-    if all(incident.job != job or incident.state.closed for incident in memory.incidents.values()):
-        return ()
     since = memory.clock.wall_s() - HOUR_S
-    rows = (row for _, row in sorted(memory.actions.items(), reverse=True) if row.plan.job == job and row.incident_id)
     return tuple(
         row.started_at
-        for row in rows
-        if row.started_at > since and row.plan.kind not in (DecisionKind.TAKE_STACKS, DecisionKind.CHECK_HOSTS)
+        for row in reversed(memory.actions.values())  # newest first
+        if row.started_at > since
+        and row.plan.job == job
+        and row.incident_id
+        and row.plan.kind not in (DecisionKind.TAKE_STACKS, DecisionKind.CHECK_HOSTS)
     )
 
 
 def _recoveries(memory: Memory, job: str) -> tuple[PastRecovery, ...]:
     """Of a job with an open incident, as the database has them."""
-    if all(incident.job != job or incident.state.closed for incident in memory.incidents.values()):
-        return ()
-    decided = (decision for _, (decision, _) in sorted(memory.decisions.items(), reverse=True) if decision.job == job)
     return newest_recoveries(
         (decision.kind, decision.at, incident)
-        for decision in decided
+        for decision, _ in reversed(memory.decisions.values())  # newest first
         if decision.kind in RECOVERING
+        and decision.job == job
         and (incident := memory.incidents.get(number_of(decision.incident_id))) is not None
         and incident.state is IncidentState.RESOLVED
     )

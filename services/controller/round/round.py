@@ -187,6 +187,8 @@ class Round:
 
     def _counted(self, host: HostView) -> HostView:
         """The host with those failures that count: recent ones, since an operator last uncordoned it."""
+        if not host.failed_at:
+            return host
         cleared = self.orders.get((OrderKind.CLEAR, host.host_id))
         since = max(self.now - self.settings.host_failure_window_s, cleared.requested_at if cleared else -inf)
         failed_at = tuple(at for at in host.failed_at if at > since)

@@ -32,6 +32,7 @@ from services.rules.incident_states import HOST, HostEvent
 RELEASED = "an operator released it"  # begins the reason
 
 _NOT_REPORTING = (HostState.SILENT, HostState.SUSPECT)
+_WELL = (HostState.HEALTHY, HostState.SPARE)
 _WATCHED_S = 20.0
 _RETURNED_AFTER_S = 2.0  # a report this much newer than the silence is a return, even without a signal
 _STAYED_S = 10.0  # as below, for a host with ranks, which may stand and wait
@@ -78,7 +79,7 @@ def take_signals(round_: Round, signals: Sequence[Signal]) -> None:
 def settle_hosts(round_: Round) -> None:
     """Apply what follows from the state of hosts, without signals."""
     host_conditions.settle(round_)
-    for host in list(round_.hosts.values()):
+    for host in [host for host in round_.hosts.values() if not _is_quiet(host)]:
         reported_at = min(host.last_report_at, round_.now)  # a sensor's clock may be ahead
         if host.state in _NOT_REPORTING and reported_at > host.since + _RETURNED_AFTER_S:
             _returned(round_, host, "it reports again")
@@ -105,6 +106,11 @@ def settle_hosts(round_: Round) -> None:
             why = f"{host.host_id}: {reason}. Its notice is void."
             round_.decide_host(host.host_id, DecisionKind.HOLD, "withdraw_an_outlived_notice", why)
             round_.change_host(host.host_id, None, reason, preempt_deadline_at=0.0)
+
+
+def _is_quiet(host: HostView) -> bool:
+    """Whether a host is as nearly all are, so that nothing follows from its state."""
+    return host.state in _WELL and not (host.conditions or host.left_at or host.drain or host.preempt_deadline_at)
 
 
 def _is_empty(host: HostView) -> bool:
