@@ -117,7 +117,9 @@ class Times(_Section):
     notice_s: NotNegative = Field(
         default=0.05, description="from the end of a worker until the controller has the report"
     )
-    stop_s: NotNegative = Field(default=1.0, description="to stop all workers, and to list the copies")
+    stop_s: Annotated[float, Field(ge=0.0, le=15.0)] = Field(
+        default=1.0, description="to stop all workers, and to list the copies; hosts that take longer are given up"
+    )
     start_s: NotNegative = Field(default=20.0, description="to start all workers: processes, imports, rendezvous")
     restore_s: NotNegative = Field(default=5.0, description="to load a step from memory or a replica")
     persistent_restore_s: NotNegative = Field(default=60.0, description="to load it from the persistent tier")

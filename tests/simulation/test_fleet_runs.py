@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import closed_form
 
 from goodput.predict.prediction import SECONDS_PER_DAY, expected_ettr, rate_interval
 from simulator.fleet import scenario
 from simulator.fleet.report import to_html
 from simulator.fleet.result import Result, simulate
 from simulator.fleet.world import FleetWorld
-
-# What Meta's formula assumes: each fault ends the run, costs the same, and nothing else is lost.
-FORMULA = """
-about = "The assumptions of the closed form."
-days = {days}
-[job]
-nodes = {nodes}
-step_s = 1.0
-[cluster]
-spares = 0
-[checkpoint]
-every_s = {every_s}
-replicate_s = 0.0
-[times]
-notice_s = 0.0
-stop_s = 1.0
-start_s = 100.0
-restore_s = 18.8
-[[causes]]
-name = "fault"
-effect = "process"
-per_1000_node_days = {rate}
-"""
-RESTART_S = 120.0  # stop, answer of the start (0.2 s), start, restore
+from simulator.planning.outcome import RunOutcome
+from simulator.planning.pool import run_all, usable_cores
 
 
 def _run(name: str, seed: int, *settings: str) -> Result:
@@ -84,13 +68,25 @@ def test_another_cause_shifts_none_of_the_others() -> None:
 @pytest.mark.parametrize("rate", [2.0, 10.0])
 @pytest.mark.parametrize("every_s", [300.0, 900.0])
 def test_the_closed_form_and_the_simulation_agree(nodes: int, rate: float, every_s: float) -> None:
-    per_day = nodes * rate / 1000.0
-    days = min(3650.0, 60.0 / per_day)
-    text = FORMULA.format(days=days, nodes=nodes, rate=rate, every_s=every_s)
-    found = simulate(scenario.parse(text, "formula"), 1, "formula").result
-    expected = expected_ettr(nodes=nodes, failures_per_1000_node_days=rate, restart_s=RESTART_S, interval_s=every_s)
-    assert found.violations == ()
-    assert found.useful == pytest.approx(expected, abs=0.02)
+    planned = closed_form.planned(nodes, rate, every_s, faults=60.0)
+    assert _is_as_expected(run_all([planned], 1)[0], nodes, rate, every_s)
+
+
+@pytest.mark.proof
+def test_the_closed_form_and_the_simulation_agree_wherever_it_is_of_first_order() -> None:
+    grid = itertools.product(closed_form.NODES, closed_form.RATES, closed_form.INTERVALS_S)
+    points = [point for point in grid if closed_form.loss(*point) <= closed_form.FIRST_ORDER]
+    outcomes = run_all([closed_form.planned(*point) for point in points], usable_cores())
+    wrong = [point for point, outcome in zip(points, outcomes, strict=True) if not _is_as_expected(outcome, *point)]
+    assert len(points) > 20
+    assert wrong == []
+
+
+def _is_as_expected(outcome: RunOutcome, nodes: int, rate: float, every_s: float) -> bool:
+    restart_s = closed_form.RESTART_S
+    expected = expected_ettr(nodes=nodes, failures_per_1000_node_days=rate, restart_s=restart_s, interval_s=every_s)
+    assert outcome.violations == ()
+    return outcome.useful == pytest.approx(expected, abs=0.02)
 
 
 @pytest.mark.slow

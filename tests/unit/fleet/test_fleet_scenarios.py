@@ -84,3 +84,29 @@ def test_llama3_has_the_published_counts() -> None:
 @pytest.mark.parametrize(("name", "rate"), [("rsc1", 6.50), ("rsc2", 2.34)])
 def test_rsc_has_the_published_rates(name: str, rate: float) -> None:
     assert sum(cause.per_1000_node_days or 0.0 for cause in scenario.load(name).causes) == pytest.approx(rate)
+
+
+def test_byterobust_has_the_incidents_of_the_job_in_the_mix_of_the_platform() -> None:
+    counts = {cause.name: cause.count or 0.0 for cause in scenario.load("byterobust").causes}
+    assert sum(counts.values()) == pytest.approx(175, abs=0.05)
+    others = ("hang-or-slowdown", "code-that-is-rolled-back", "code-or-data-adjustment")
+    assert [counts[name] for name in others] == [15, 12, 20]
+    assert counts["cuda-error"] / 128 == pytest.approx(19_968 / 39_687, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["dlrover", "dlrover-before"])
+def test_dlrover_loses_eight_per_cent_of_its_gpus_in_a_month(name: str) -> None:
+    found = scenario.load(name)
+    assert found.rate_per_s(found.causes[0]) * 30 * 86_400.0 == pytest.approx(0.08 * found.gpus, rel=1e-3)
+
+
+def test_googles_run_has_its_length_and_its_starts() -> None:
+    found = scenario.load("google-112")
+    assert found.job.nodes == 112
+    assert found.length_s == pytest.approx(35_364, abs=1)
+    assert (found.causes[0].count, found.checkpoint.every_s) == (47, 20 * found.job.step_s)
+
+
+def test_transom_saves_twenty_times_as_fast() -> None:
+    before, after = (scenario.load(name).checkpoint.save_s for name in ("transom-before", "transom"))
+    assert before == 20 * after
