@@ -35,6 +35,7 @@ class Overview(msgspec.Struct, frozen=True):
     more_jobs: int  # than are shown
     recoverable: Mapping[str, Json]  # job -> what a restart would go on from
     host_states: Mapping[str, int]
+    free_hosts: int  # without ranks, and well
     hosts: Sequence[Json]  # those to show, see `troubled_hosts`
     troubled: int  # how many hosts are not as they should be
     open_incidents: Sequence[Json]
@@ -66,6 +67,15 @@ def troubled_hosts(host_map: Json) -> list[str]:
         if state not in HEALTHY or mark
     ]
     return [host_id for _, host_id in sorted(found)]
+
+
+def free_hosts(host_map: Json) -> int:
+    """How many hosts could take ranks: they are well, have none, and nothing speaks against them."""
+    return sum(
+        state in HEALTHY and not job and not mark
+        for domain in host_map["items"]
+        for state, job, mark in zip(domain["states"], domain["jobs"], domain["marks"], strict=True)
+    )
 
 
 def screen(found: Overview, now: float, width: int) -> list[str]:
@@ -122,7 +132,8 @@ def _without_ranks(recoverable: Json) -> tuple[int, str]:
 def _hosts(found: Overview, now: float) -> Iterator[str]:
     counts = {state: count for state, count in found.host_states.items() if count}
     when = f", when the supervisor ended at {clock(found.ended_at, now)} UTC" if found.ended_at else ""
-    yield _labelled("Hosts", (", ".join(f"{count} {state}" for state, count in counts.items()) or "none") + when)
+    free = f"; {found.free_hosts} free" if counts else "none"
+    yield _labelled("Hosts", ", ".join(f"{count} {state}" for state, count in counts.items()) + free + when)
     for host in found.hosts:
         host_id, state, lasting, job, _ = map(cell, host_row(host, now))
         about = "" if job == "-" else f", with ranks of {job}"

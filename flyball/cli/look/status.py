@@ -16,6 +16,7 @@ from flyball.cli.look.overview import (
     OPEN_INCIDENTS,
     Overview,
     first_jobs,
+    free_hosts,
     screen,
     troubled_hosts,
 )
@@ -86,6 +87,7 @@ def _overview(client: ApiClient, job: str, ended_at: float | None) -> Overview:
         if ended_at  # whether memory still has its copies is not known then
         else {one["job"]: client.get(f"/v1/jobs/{one['job']}/recoverability") for one in shown},
         host_states=host_map["states"],
+        free_hosts=free_hosts(host_map),
         hosts=[client.get(f"/v1/hosts/{name}") for name in troubled[:HOSTS_SHOWN]],
         troubled=len(troubled),
         open_incidents=open_incidents,

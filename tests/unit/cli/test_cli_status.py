@@ -12,6 +12,7 @@ from flyball.cli.look.overview import (
     HEIGHT,
     Overview,
     first_jobs,
+    free_hosts,
     next_step,
     resumes_from,
     screen,
@@ -66,7 +67,15 @@ def recoverable(step: int, tier: str, after_processes: int | None = None) -> dic
 
 def overview(**given: object) -> Overview:
     nothing = {
-        **{"jobs": [], "more_jobs": 0, "recoverable": {}, "host_states": {}, "hosts": [], "troubled": 0},
+        **{
+            "jobs": [],
+            "more_jobs": 0,
+            "recoverable": {},
+            "host_states": {},
+            "free_hosts": 0,
+            "hosts": [],
+            "troubled": 0,
+        },
         **{"open_incidents": [], "newest_incident": None, "decisions": [], "orders": []},
     }
     return Overview(**(nothing | given))  # type: ignore[arg-type]
@@ -75,13 +84,13 @@ def overview(**given: object) -> Overview:
 def test_an_ordinary_cluster_is_a_line_per_subject() -> None:
     resolved = incident(2, "resolved", resolved_at=NOW - 30)
     found = overview(
-        jobs=[job()], recoverable={"llama": recoverable(40, "peer", 40)}, host_states={"healthy": 2, "silent": 0},
+        jobs=[job()], recoverable={"llama": recoverable(40, "peer", 40)}, host_states={"healthy": 2, "silent": 0}, free_hosts=1,
         newest_incident=resolved,
     )  # fmt: skip
     assert screen(found, NOW, 80) == [
         " job    state    for  step  last step  resumes from  loss  a step  restarts",
         " llama  running  1 h  41    2.0 s ago  40 peer       0.5   0.25 s  1 (1 of 3)",
-        "Hosts            2 healthy",
+        "Hosts            2 healthy; 1 free",
         "Open incidents   none; newest: inc-2 worker_killed on host-001, resolved 06:05:…",
         "Next             nothing to do; flyball watch follows what happens",
     ]
@@ -103,7 +112,9 @@ def test_whatever_is_wrong_fits_into_a_terminal() -> None:
     lines = screen(found, NOW, 80)
     assert len(lines) < HEIGHT and max(map(len, lines)) <= 80
     shown = "\n".join(lines)
-    assert "and 70 more (flyball get jobs)" in shown and "9600 healthy, 400 silent, when the supervisor" in shown
+    assert (
+        "and 70 more (flyball get jobs)" in shown and "9600 healthy, 400 silent; 0 free, when the supervisor" in shown
+    )
     assert "and 398 more (flyball status --hosts)" in shown and "and 87 older ones (flyball get incidents)" in shown
     assert "2 cordon, 1 silence (flyball get orders)" in shown and "dec-9" in shown
 
@@ -114,6 +125,8 @@ def test_the_worst_hosts_and_the_jobs_in_trouble_come_first() -> None:
         **{"states": ["healthy", "cordoned", "silent", "healthy"], "marks": ["", "", "", "drain"]},
     }
     assert troubled_hosts({"items": [domain]}) == ["c", "b", "d"]
+    assert free_hosts({"items": [domain | {"jobs": ["", "", "", ""]}]}) == 1
+    assert free_hosts({"items": [domain | {"jobs": ["llama", "", "", ""]}]}) == 0
     jobs = [job("old", ended_at=NOW, submitted_at=1.0), job("fine", submitted_at=9.0), job("llama", submitted_at=3.0)]
     assert [one["job"] for one in first_jobs(jobs, [incident(1)])] == ["llama", "fine", "old"]
 
