@@ -84,8 +84,8 @@ def overview(**given: object) -> Overview:
 def test_an_ordinary_cluster_is_a_line_per_subject() -> None:
     resolved = incident(2, "resolved", resolved_at=NOW - 30)
     found = overview(
-        jobs=[job()], recoverable={"llama": recoverable(40, "peer", 40)}, host_states={"healthy": 2, "silent": 0}, free_hosts=1,
-        newest_incident=resolved,
+        jobs=[job()], recoverable={"llama": recoverable(40, "peer", 40)}, newest_incident=resolved,
+        host_states={"healthy": 2, "silent": 0}, free_hosts=1,
     )  # fmt: skip
     assert screen(found, NOW, 80) == [
         " job    state    for  step  last step  resumes from  loss  a step  restarts",
