@@ -10,7 +10,7 @@ from ckpt_engine.format.shard_names import shard_name
 from ckpt_engine.tiers.opening import run_location
 from flyball.contracts.checkpoints import CheckpointSpec, Tier
 from flyball.contracts.errors import NotFound, UsageError
-from flyball.contracts.on_host.segments import SLOT_SUFFIXES, rank_segment, replica_segment
+from flyball.contracts.on_host.segments import SLOT_SUFFIXES, parse_segment
 from flyball.contracts.on_host.worker_env import RUN
 from flyball.contracts.wire import convert
 from simulator.inject.faults import running_worker
@@ -50,11 +50,17 @@ class ShardDamage(RealFault):
 
 
 def _slots(site: FaultSite, tier: Tier) -> list[dict[str, Any]]:
-    prefix = str(site.host.segment_prefix())
-    base = rank_segment(prefix, site.job, site.rank)
-    if tier is Tier.PEER:
-        base = replica_segment(prefix, site.job, site.rank)
-    return [_place(path) for suffix in SLOT_SUFFIXES if (path := Path(base + suffix)).is_file()]
+    """Of the rank; of the peer tier, all replicas of other hosts' ranks that this rank's host holds."""
+    prefix = site.host.segment_prefix()
+    segments = [
+        (path, parse_segment(str(prefix), path.name)) for path in sorted(prefix.parent.glob(f"{prefix.name}.*"))
+    ]
+    return [
+        _place(path)
+        for path, named in segments
+        if named is not None and named.job == site.job and named.suffix in SLOT_SUFFIXES
+        if named.replica is (tier is Tier.PEER) and (named.replica or named.rank == site.rank)
+    ]
 
 
 def _files(site: FaultSite, tier: Tier) -> list[dict[str, Any]]:

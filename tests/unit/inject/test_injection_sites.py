@@ -102,6 +102,26 @@ def test_a_shard_of_the_job_and_run_is_damaged_whatever_the_base_is_called(
     assert kind.plan(asked)["bytes"][0]["path"] == str(shards["gpt/run-2"]), "that of its run"
 
 
+@pytest.mark.parametrize(("tier", "damaged"), [("memory", ["r1.s0", "r1.s1"]), ("peer", ["p0.s0", "p2.s1"])])
+def test_in_memory_the_ranks_own_slots_are_damaged_or_the_replicas_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str, damaged: list[str]
+) -> None:
+    """A host holds replicas of other hosts' ranks, never of its own."""
+    monkeypatch.setattr(HostFiles, "segment_prefix", lambda _: tmp_path / "fb-1")
+    names = ["r1.s0", "r1.s1", "r1.ctl", "r11.s0", "p0.s0", "p2.s1", "p2.ctl"]
+    slots = [tmp_path / f"fb-1.gpt.{name}" for name in names]
+    others = [tmp_path / "fb-1.gpt.2.p0.s0", tmp_path / "fb-1.gpt.2.r1.s0", tmp_path / "fb-12.gpt.p0.s0"]
+    for path in (*slots, *others):
+        path.write_bytes(bytes(30))
+    kind = KINDS["corrupt-shard"]
+    host = HostFiles(host_folder(tmp_path / "host-a"))
+    plan = kind.plan(site(host_id="host-a", files=host, job="gpt", rank=1, values=kind.values({"tier": tier})))
+    kind.inject(plan)
+    changed = [path.name.removeprefix("fb-1.gpt.") for path in slots if path.read_bytes() != bytes(30)]
+    assert changed == damaged
+    assert all(path.read_bytes() == bytes(30) for path in others)
+
+
 @pytest.mark.parametrize(
     ("host_id", "pids", "is_its"),
     [("host-a", {4711}, True), ("host-a", {99, 4711}, True), ("host-b", {4711}, False), ("host-a", {99}, False)],
