@@ -185,7 +185,12 @@ class Campaign:
             new = [i for i in self._incidents() if i["incident_id"] not in struck.known]
             return [i for i in new if self._overlap or i["opened_at"] >= done.at - EARLY_S]
 
-        trains, state, end = False, "", None
+        def are_closed() -> bool:
+            closed[:] = followed()
+            return all(IncidentState(i["state"]).closed for i in closed)
+
+        closed: list[dict[str, Any]] = []
+        is_healed, trains, state, end = False, False, "", None
         try:
             if kind.causes:
                 # What heals a fault beside it may heal this one before it is noticed by itself.
@@ -195,7 +200,7 @@ class Campaign:
                 )
             else:
                 self._until(lambda: done.injection_id not in self._hands.active, self._patience_s + done.lasts_s)
-            self._until(lambda: all(IncidentState(i["state"]).closed for i in followed()), self._patience_s)
+            is_healed = self._until(are_closed, self._patience_s)
             trains = self._trains_on()
             state = str(self._job_now()["state"])
         except Ended as ended:
@@ -210,7 +215,7 @@ class Campaign:
             causes=kind.causes,
             causes_beside=struck.causes_beside,
             beside=[other.number for other in struck.beside],
-            incidents=followed(),
+            incidents=closed if self._overlap and is_healed else followed(),  # not those of a fault that struck since
             trains=trains,
             job_state=state,
         )

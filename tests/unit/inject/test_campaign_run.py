@@ -159,3 +159,26 @@ def test_with_overlap_a_job_that_fails_ends_the_campaign() -> None:
     outcomes, early = running.run([KILL] * 5)
     assert "the job has ended" in early and len(cluster.requests) < 5
     assert all(o.verdict is FaultVerdict.WRONG for o in outcomes)
+
+
+class StruckAgain(Cluster):
+    """As soon as the incident is closed and the job trains again, another fault opens another one."""
+
+    trains_again = False
+
+    def get(self, path: str, **query: str | int | None) -> Any:  # noqa: ANN401 - JSON
+        found = super().get(path, **query)
+        if path == "/v1/jobs/gpt":
+            self.trains_again = self.looks > 1
+        elif self.trains_again:
+            found["items"].append({**found["items"][0], "incident_id": "inc-2", "state": "open"})
+        return found
+
+
+def test_with_overlap_an_incident_that_opens_after_the_recovery_is_the_next_faults() -> None:
+    cluster = StruckAgain()
+    running = Campaign(
+        cluster, cluster, job="gpt", clock=SystemClock(), announce=lambda _: None, patience_s=5.0, overlap=True
+    )
+    [outcome], _ = running.run([KILL])
+    assert (outcome.verdict, outcome.incident_ids) == (FaultVerdict.RECOVERED, ("inc-1",))
