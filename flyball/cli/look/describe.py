@@ -58,7 +58,9 @@ def _found(client: ApiClient, kind: ListedKind, name: str) -> Json:
         return {"host": found, "incidents": incidents}
     return {
         "job": found,
-        "checkpoints": {n: v for n, v in client.get("/v1/checkpoints", job=name).items() if n != "copies"},
+        "checkpoints": {
+            n: v for n, v in client.get("/v1/checkpoints", job=name, copies="false").items() if n != "copies"
+        },
         "incidents": incidents,
         "decisions": client.items("/v1/decisions", limit=NEWEST, job=name),
     }

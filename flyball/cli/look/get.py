@@ -72,7 +72,7 @@ def fetch(client: ApiClient, kind: ListedKind, name: str) -> Json:
         return get_job(client, name)
     if kind.name == "checkpoints":
         get_job(client, name)
-        found: Json = client.get(kind.path, job=name)
+        found: Json = client.get(kind.path, job=name, copies="false")
         return found
     if kind.can_show_one:
         _check_name(kind, name)

@@ -194,4 +194,4 @@ class CheckpointsReply(msgspec.Struct, frozen=True):
     ]
     lineage: tuple[LineageEntry, ...]
     tiers: Annotated[dict[str, TierReply], msgspec.Meta(description="By name: memory, peer, disk, persistent.")]
-    copies: Annotated[tuple[CopyReply, ...], msgspec.Meta(description="Newest step first.")]
+    copies: Annotated[tuple[CopyReply, ...], msgspec.Meta(description="Newest step first; empty unless asked for.")]

@@ -24,6 +24,7 @@ from services.runtime.list_filters import HostFilter, OrderFilter
 from services.runtime.paging import DEFAULT_LIMIT, Page
 
 JobRequired = Annotated[str, Query(pattern=NAME_PATTERN, description="Name of the job.")]
+WithCopies = Annotated[bool, Query(description="false: leave `copies` empty. A large job has a hundred thousand.")]
 BeforeOrder = Annotated[
     str,
     Query(pattern=r"^$|^[a-z]{1,32}:.{1,140}$", description="Only orders before this one: `next_before` of a page."),
@@ -84,9 +85,9 @@ def router(reads: ReadModels, goodput: GoodputReports) -> APIRouter:
         return json_response({"items": found, "next_before": earlier})
 
     @routes.get("/v1/checkpoints", responses=reply_of(CheckpointsReply))
-    async def get_checkpoints(job: JobRequired) -> Response:
+    async def get_checkpoints(job: JobRequired, *, copies: WithCopies = True) -> Response:
         """Show a job's verified copies per tier, and its recovery point."""
-        return json_response(await asyncio.to_thread(reads.checkpoints, job))
+        return json_response(await asyncio.to_thread(reads.checkpoints, job, with_copies=copies))
 
     @routes.get("/v1/jobs/{job}/recoverability", responses=reply_of(RecoverabilityReply))
     async def get_recoverability(job: JobPath) -> Response:

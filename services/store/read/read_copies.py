@@ -47,9 +47,9 @@ class _Copies:
         return found
 
 
-def checkpoints(connection: Connection, job: str) -> list[Json]:
-    """Return the job's copies (an empty list if there is no such job). Copies on lost hosts are listed, but do not
-    count."""
+def checkpoints(connection: Connection, job: str, *, with_copies: bool) -> list[Json]:
+    """Return the job's copies by tier, and each of them if asked for (an empty list if there is no such job). Copies on
+    lost hosts are listed, but do not count."""
     row = connection.execute(select(tables.jobs).where(tables.jobs.c.job == job)).first()
     if row is None:
         return []
@@ -65,10 +65,14 @@ def checkpoints(connection: Connection, job: str) -> list[Json]:
             "tiers": {tier.value: _tier(found, tier) for tier in Tier},
             "copies": [
                 plain(copy) | {"reachable": copy.host_id not in found.lost}
-                for copy in sorted(found.copies, key=lambda c: (-c.step, c.rank, c.tier.value, c.host_id))
+                for copy in (sorted(found.copies, key=_place_in_list) if with_copies else ())
             ],
         }
     ]
+
+
+def _place_in_list(copy: ShardCopy) -> tuple[int, int, str, str]:
+    return -copy.step, copy.rank, copy.tier.value, copy.host_id
 
 
 def recoverability(connection: Connection, job: str) -> list[Json]:

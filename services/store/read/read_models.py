@@ -91,11 +91,11 @@ class SqlReadModels:
         """Return how many hosts that have not left are in each state, those with none included."""
         return self._read(read_state.host_states)
 
-    def checkpoints(self, job: str) -> Json:
-        """Return the verified copies by tier, and the recovery point. Raises NotFound."""
-        return _only(
-            self._read(lambda c: read_copies.checkpoints(c, job)), f"job {job!r}", "`flyball status` lists the jobs"
-        )
+    def checkpoints(self, job: str, *, with_copies: bool = False) -> Json:
+        """Return the verified copies by tier, and the recovery point; only if asked each copy too, of which a large job
+        has a hundred thousand. Raises NotFound."""
+        found = self._read(lambda c: read_copies.checkpoints(c, job, with_copies=with_copies))
+        return _only(found, f"job {job!r}", "`flyball status` lists the jobs")
 
     def recoverability(self, job: str) -> Json:
         """Return the newest step in each tier, and what a loss of hosts would cost. Raises NotFound."""
