@@ -21,6 +21,7 @@ from simulator.world.host import Host
 from simulator.world.world import World
 
 JOB = "job"
+MAY_SHRINK = 0.25  # share of the drawn clusters
 SHRINKS_SOON = {"shrink_after_s": 5.0, "grow_after_s": 5.0, "grow_cooldown_s": 20.0}
 
 
@@ -38,8 +39,9 @@ class Scenario(msgspec.Struct, frozen=True):
     min_nodes: int = 0  # with how few the job may go on; 0: with all only
 
 
-def draw_scenario(rng: Random, *, may_shrink: bool = False) -> Scenario:
-    """Draw a small cluster; each is different. `may_shrink`: the job may go on with one host, and there is no spare."""
+def draw_scenario(rng: Random) -> Scenario:
+    """Draw a small cluster; each is different. In a quarter of them the job may go on with one host, and there is no
+    spare."""
     nodes = rng.randint(1, 4)
     drawn = Scenario(
         nodes=nodes,
@@ -48,7 +50,9 @@ def draw_scenario(rng: Random, *, may_shrink: bool = False) -> Scenario:
         racks=rng.randint(1, 3),
         step_s=rng.uniform(0.8, 2.0),
         faults=rng.randint(2, 7),
+        within_s=rng.uniform(20.0, 120.0),
     )
+    may_shrink = rng.random() < MAY_SHRINK
     return msgspec.structs.replace(drawn, nodes=nodes + drawn.spares, spares=0, min_nodes=1) if may_shrink else drawn
 
 

@@ -1,6 +1,6 @@
 """Runs the checkers on a real database: after fault injection into a live stack, or when a database is in doubt.
 
-python -m simulator.cli check --from-db sqlite:////var/lib/flyball/flyball.sqlite
+flyball simulate check --from-db sqlite:////var/lib/flyball/flyball.sqlite
 """
 
 from __future__ import annotations

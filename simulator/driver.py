@@ -1,7 +1,8 @@
 """Runs one seed: a cluster, its faults, and the checks. The same seed gives exactly the same run.
 
 Detector, policy, loop, executor and playbook are the services' own; time, chance, network, hosts and storage are
-simulated.
+simulated. What is drawn, and what the world does, come from random streams of their own: without some of its faults a
+seed has the same cluster, and the same others.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
-from random import Random
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import msgspec
 import structlog
 
 from flyball.contracts.cluster import HostState, JobState
+from goodput.calculator import calculate
 from services.controller.replay import StoredRound
 from simulator.checks import checkers
 from simulator.checks.checkers import Violation
@@ -24,14 +27,16 @@ from simulator.checks.record import Record
 from simulator.cluster import JOB, Cluster, Scenario, draw_scenario
 from simulator.faults.faults import Fault, draw
 from simulator.faults.injection import Injector
+from simulator.fleet.arrivals import stream
 from simulator.ports.memory import record_of
+from simulator.watch import Livelock, Watch
 from simulator.world.events import BEGAN_AT
 
-FIRST_FAULT_AFTER_S = 20.0
+FIRST_FAULT_AFTER_S = 15.0
 RECOVER_WITHIN_S = 400.0  # after the last fault ended; several actions may have to time out first
 LOOK_EVERY_S = 1.0
 STEPS_TO_SEE = 3
-MAY_SHRINK_EVERY = 4  # seeds
+SAME_S = 1e-3
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -50,39 +55,74 @@ class Run(msgspec.Struct, frozen=True):
     generations: int
 
 
+def drawn(seed: int) -> tuple[Scenario, tuple[Fault, ...]]:
+    """The cluster and the faults of a seed."""
+    scenario = draw_scenario(stream(seed, "cluster"))
+    count, within_s = scenario.faults, scenario.within_s
+    return scenario, draw(stream(seed, "faults"), count=count, first_after_s=FIRST_FAULT_AFTER_S, within_s=within_s)
+
+
 def run(seed: int, *, scenario: Scenario | None = None, faults: tuple[Fault, ...] | None = None) -> Run:
     """Simulate one seed. `scenario` and `faults` replace those that the seed draws."""
-    rng = Random(seed)
-    scenario = scenario or draw_scenario(rng, may_shrink=seed % MAY_SHRINK_EVERY == MAY_SHRINK_EVERY - 1)
-    drawn = draw(rng, count=scenario.faults, first_after_s=FIRST_FAULT_AFTER_S, within_s=scenario.within_s)
-    faults = drawn if faults is None else faults
-    cluster = Cluster(scenario, rng)
+    own_scenario, own_faults = drawn(seed)
+    scenario, faults = scenario or own_scenario, own_faults if faults is None else faults
+    cluster = Cluster(scenario, stream(seed, "world"))
+    world, memory = cluster.world, cluster.memory
+    watch = Watch(cluster)
     with _core_faults(cluster):
         injector = Injector(cluster)
         for fault in faults:
             injector.plan(fault)
-        is_back = _simulate(cluster, injector)
-    record = record_of(cluster.memory)
-    now = cluster.world.now
-    violations = [
-        *checkers.check_record(record, now=now, bound_s=RECOVER_WITHIN_S),
-        *checkers.check_history(cluster.world.facts, record),
-        *_left_undone(cluster, is_back=is_back),
-        *checkers.check_replay(cluster.memory.rounds, record),
-    ]
+        ended_early, is_back = None, False
+        try:
+            is_back = _simulate(cluster, injector)
+        except Livelock as error:
+            ended_early = Violation("livelock", str(error))
+        except Exception as error:  # noqa: BLE001 - whatever the core raises is the seed's result
+            ended_early = Violation("crash", where(error))
+        record = record_of(memory)
+        if ended_early is None:
+            violations = [
+                *watch.violations,
+                *checkers.check_record(record, now=world.now, bound_s=RECOVER_WITHIN_S),
+                *checkers.check_history(world.facts, record),
+                *_left_undone(cluster, is_back=is_back),
+                *checkers.check_replay(memory.rounds, record),
+                *_intervals(cluster),
+            ]
+        else:
+            violations = [ended_early, *watch.violations, *checkers.check_history(world.facts, record)]
     return Run(
         seed=seed,
         scenario=scenario,
         faults=faults,
-        simulated_s=now - BEGAN_AT,
-        facts=cluster.world.facts,
+        simulated_s=world.now - BEGAN_AT,
+        facts=world.facts,
         record=record,
-        rounds=tuple(cluster.memory.rounds),
+        rounds=tuple(memory.rounds),
         violations=violations,
-        fingerprint=fingerprint(cluster.world.facts, record),
-        steps=cluster.world.truth.newest,
-        generations=len(cluster.memory.generations),
+        fingerprint=fingerprint(world.facts, record),
+        steps=world.truth.newest,
+        generations=len(memory.generations),
     )
+
+
+def where(error: Exception) -> str:
+    """An exception in one line, with the place that raised it."""
+    *_, place = extract_tb(error.__traceback__)
+    return f"{type(error).__name__} in {place.name} ({Path(place.filename).name}:{place.lineno}): {error}"
+
+
+def _intervals(cluster: Cluster) -> Iterator[Violation]:
+    """The account of the event log gives every second to one category."""
+    events = [event for event in cluster.memory.events if event.job in ("", JOB)]
+    if not any(event.job for event in events):
+        return
+    report = calculate(events, now=cluster.world.now, job=JOB)
+    total_s = sum(report.seconds_by_category.values())
+    if abs(total_s - report.elapsed_s) > SAME_S or report.elapsed_s > cluster.world.now - BEGAN_AT + SAME_S:
+        what = f"the parts of the account sum to {total_s:.3f} s of {report.elapsed_s:.3f} s"
+        yield Violation("account_is_lost", what)
 
 
 def _simulate(cluster: Cluster, injector: Injector) -> bool:

@@ -21,6 +21,7 @@ from simulator.checks.history import (
     HOST_LOST,
     NO_SOURCE,
     Condemned,
+    Cordoned,
     CoreFault,
     Fact,
     Granted,
@@ -35,7 +36,7 @@ from simulator.checks.history import (
 from simulator.checks.record import ActionRecord, DecisionRecord, GenerationRecord, IncidentRecord, Record
 
 # Causes that may stay open beside a failure of the generation.
-_BESIDE = BESIDE_FAILURES | {DOMAIN_SILENT, DATABASE_OLDER, DATABASE_NEW, NOT_ADOPTED}
+BESIDE = BESIDE_FAILURES | {DOMAIN_SILENT, DATABASE_OLDER, DATABASE_NEW, NOT_ADOPTED}
 
 
 _PARKED_S = 110.0  # for a save before a move, while the control plane is away
@@ -76,6 +77,7 @@ def check_history(facts: Sequence[Fact], record: Record) -> list[Violation]:
         *_restored_whole_steps(facts, record),
         *_rollbacks_are_explained(facts, record),
         *_reachable_hosts_are_not_condemned(facts),
+        *_few_hosts_are_cordoned(facts),
         *_failed_starts_are_free(facts, record),
         *_nobody_stays_parked(facts),
         *(Violation("core_fault", f"{f.event} {f.detail}") for f in facts if isinstance(f, CoreFault)),
@@ -131,7 +133,7 @@ def _one_failure_per_job(incidents: Sequence[IncidentRecord]) -> Iterator[Violat
     """One failure of a job is one incident: a second one opens only when the first is closed."""
     by_job: dict[str, IncidentRecord] = {}
     for found in incidents:
-        if found.incident.cause in _BESIDE or not found.states:
+        if found.incident.cause in BESIDE or not found.states:
             continue
         before = by_job.get(found.incident.job)
         if before is not None:
@@ -370,6 +372,19 @@ def _reachable_hosts_are_not_condemned(facts: Iterable[Fact]) -> Iterator[Violat
     for fact in facts:
         if isinstance(fact, Condemned) and fact.is_up and fact.witness:
             yield Violation("healthy_host_condemned", f"{fact.host_id}, which {fact.witness} reached all the time")
+
+
+def _few_hosts_are_cordoned(facts: Iterable[Fact]) -> Iterator[Violation]:
+    """Within an hour no more hosts are cordoned than a fifth of all, one at least, or than the largest domain has."""
+    for fact in facts:
+        if not isinstance(fact, Cordoned):
+            continue
+        allowed = max(1, fact.hosts // 5)
+        if fact.largest_domain > 1:  # else each host is a domain of its own
+            allowed = min(allowed, fact.largest_domain)
+        if len(fact.beside) + 1 > allowed:
+            what = f"{fact.host_id} of {fact.hosts} hosts, beside {', '.join(fact.beside)}"
+            yield Violation("blast_radius", f"{what}, is cordoned; {allowed} may be within an hour")
 
 
 def _failed_starts_are_free(facts: Iterable[Fact], record: Record) -> Iterator[Violation]:

@@ -128,6 +128,17 @@ class Condemned(msgspec.Struct, frozen=True, tag=True):
     witness: str
 
 
+class Cordoned(msgspec.Struct, frozen=True, tag=True):
+    """A controller took a host out of work by itself. `beside`: those that it took within the hour before, and that are
+    still out; `hosts` and `largest_domain`: of the whole cluster."""
+
+    at: float
+    host_id: str
+    beside: tuple[str, ...]
+    hosts: int
+    largest_domain: int
+
+
 class CoreFault(msgspec.Struct, frozen=True, tag=True):
     """The core logged an error: an action that cannot advance, a report that cannot be stored."""
 
@@ -149,6 +160,7 @@ Fact: TypeAlias = (
     | Parked
     | Saved
     | Condemned
+    | Cordoned
     | CoreFault
 )
 

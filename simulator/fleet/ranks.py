@@ -64,6 +64,7 @@ class JobRanks:
         self.log: list[Event] = []
         self.violations: list[str] = []  # restarts that went back further than they had to
         self.running = -1  # the generation whose workers run; -1: none
+        self.restoring: int | None = None  # the step from which a generation is about to go on
         self.trained: GenerationPlan | None = None  # the generation that trained last, as it is shown
         self._phase = Phase.STARTING
         self._placement: Placement | None = None
@@ -298,6 +299,7 @@ class JobRanks:
         self._joined(plan)
         self.trained = plan
         self._restore_check.trains()
+        self.restoring = None
         self.training.begin(self.now, generation, restored)
         self.log.append(
             log.started(generation, spawned_at=spawned_at, restore_began_at=self.now - restore_s, restored_at=self.now)
@@ -320,7 +322,7 @@ class JobRanks:
         """Compare the restore step with what the hosts that are up, and the store, truly have."""
         if self.trained is None:
             return
-        found = placement.restore.step if placement.restore is not None else -1
+        self.restoring = found = placement.restore.step if placement.restore is not None else -1
         expected = self._restore_check.newest_there(self.training, self.trained, self._has_memory)
         if found < expected:
             what = f"generation {plan.generation} restores step {found}; step {expected} is there"

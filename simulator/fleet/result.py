@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 import msgspec
 
 from flyball import __version__
+from flyball.contracts.cluster import Phase
+from flyball.contracts.decisions import IncidentState
 from flyball.contracts.errors import UsageError
 from goodput.account.timeline_bins import TimelineBin, binned
 from goodput.calculator import Analysis, GoodputReport, analyse
@@ -171,8 +173,13 @@ def _violations(world: FleetWorld, report: GoodputReport) -> Iterator[str]:
         yield f"account_is_wrong: {seen:.4f} of the time is useful by the account, and {useful:.4f} in truth"
     if world.control.has_ended:
         return
+    plan = world.control.plan
+    running = world.ranks.phase(plan.generation) if plan is not None else None
+    trains = running is not None and running[0] is Phase.STEP
     for incident in world.control.memory.incidents.values():
         open_s = world.now - incident.opened_at
+        if trains and incident.state is IncidentState.VERIFYING:
+            continue  # it repeats the steps that it went back, perhaps for days
         if not incident.state.closed and open_s > _OPEN_S and world.spares_left:
             what = f"{incident.incident_id} ({incident.cause}) for {open_s:.0f} s: {incident.message}"
             yield f"incident_left_open: {what}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from difflib import get_close_matches
 from enum import StrEnum
 from importlib.resources import files
@@ -260,14 +261,20 @@ def parse(text: str, name: str, settings: Sequence[str] = ()) -> FleetScenario:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"{name} is not TOML: {error}.", hint="correct the file") from error
-    _keep_what_was_observed(content)
+    return validated(content, name, settings)
+
+
+def validated(content: Mapping[str, Any], name: str, settings: Sequence[str] = ()) -> FleetScenario:
+    """A scenario from a file's content. Raises ConfigurationError, which names each wrong field."""
+    changed = deepcopy(dict(content))
+    _keep_what_was_observed(changed)
     for setting in settings:
-        _set(content, setting)
+        _set(changed, setting)
     try:
-        return FleetScenario.model_validate(content)
+        return FleetScenario.model_validate(changed)
     except ValidationError as error:
         raise ConfigurationError(
-            f"{name}: {'; '.join(_problems(error, content))}.",
+            f"{name}: {'; '.join(_problems(error, changed))}.",
             hint="see the fields with `flyball simulate describe`",
         ) from error
 

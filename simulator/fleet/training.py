@@ -123,9 +123,14 @@ class JobTraining:
         """Nothing in memory is complete any more."""
         self.committed = self.replicated = SavedStep()
 
-    def end(self, at: float) -> None:
-        """The run is over: account for the time since the last change."""
+    def end(self, at: float, *, restoring: int | None = None) -> None:
+        """The run is over: account for the time since the last change. `restoring`: the step from which a generation
+        was about to go on. What was trained after it is lost."""
         if self.is_stepping:
             self.stop(at)
+        elif restoring is not None:
+            undone_s = max(0, self.newest - restoring) * self.step_s
+            self.spent.useful_s -= undone_s
+            self.spent.recomputed_s += undone_s
         self.spent.down_s += at - self.since
         self.since = at

@@ -136,7 +136,7 @@ class FleetWorld:
         self.timeline.now = BEGAN_AT + self.scenario.length_s
         if self.training.is_stepping:
             self.ranks.log += log.steps(self.training, self.now)
-        self.training.end(self.now)
+        self.training.end(self.now, restoring=self.ranks.restoring)
 
     def _after(self, delay_s: float, happening: Callable[[], None]) -> None:
         self.timeline.after(delay_s, happening)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from itertools import count
 from typing import Any
@@ -207,13 +207,11 @@ class Memory:
         self._make()
         vars(self).update(backup or {})
 
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Raises Unreachable while the database is away."""
+    def transaction(self) -> AbstractContextManager[bool]:
+        """The lock, to be entered. Raises Unreachable while the database is away."""
         if self.is_away:
             raise Unreachable("The simulated database does not answer.", hint="wait until the fault is over")
-        with self.lock:
-            yield
+        return self.lock
 
     def raise_watermark(self, sender: Sender, at_least: int = 0) -> None:
         """Advance a sender's watermark over all signals stored without a gap behind it."""

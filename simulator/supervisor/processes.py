@@ -15,7 +15,7 @@ from simulator.world.events import Happening, MachineClock
 from simulator.world.world import World
 
 LEAST_PAUSE_S = 0.1  # least time between two rounds of a loop
-IDLE_PAUSE_S = 0.25  # after a round without work
+IDLE_PAUSE_S = 0.5  # after a round without work
 TICK_S = 0.25  # of the detector
 WRITE_EVERY_S = 0.1
 

@@ -5,6 +5,7 @@ A process's memory is lost with it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -22,7 +23,7 @@ from services.rules.recovery_point import newest_step
 from services.rules.stream import Cursor
 from services.runtime.outages import OUTAGES, Outage
 from services.sensor.detector.witnesses import neighbours
-from simulator.checks.history import Condemned, Granted
+from simulator.checks.history import Condemned, Cordoned, Granted
 from simulator.ports import standings
 from simulator.ports.action_store import MemoryActionStore
 from simulator.ports.decision_store import MemoryDecisionStore
@@ -32,6 +33,8 @@ from simulator.supervisor.sensors import Sensor
 from simulator.world.events import MachineClock
 from simulator.world.host import ACTUATOR, SENSOR, Host
 from simulator.world.world import World
+
+HOUR_S = 3600.0
 
 
 class WatchedStore(MemoryDecisionStore):
@@ -54,6 +57,7 @@ class WatchedStore(MemoryDecisionStore):
     ) -> None:
         if outcome.decisions:
             self._controller.hold_up()
+        out_of_work = self._controller.cordoned_hosts() if outcome.hosts else frozenset()
         super().commit(
             epoch=epoch,
             now=now,
@@ -69,6 +73,8 @@ class WatchedStore(MemoryDecisionStore):
         for change in outcome.hosts:
             if change.state is HostState.SILENT:
                 self._controller.condemned(change.host_id, reported_by.get(change.host_id, ""))
+        for host_id in sorted(self._controller.cordoned_hosts() - out_of_work) if outcome.hosts else ():
+            self._controller.cordoned(host_id, out_of_work)
 
 
 def lasting_neighbours(host_id: str, own: GenerationPlan, present: GenerationPlan) -> list[str]:
@@ -121,6 +127,25 @@ class Controller(SimulatedProcess):
         steps = [-1 if step is None else step for step in found]
         self.world.granted_at[plan.next.generation] = self.world.now
         self.world.note(Granted(self.world.now, plan.job, plan.next.generation, *steps))
+
+    def cordoned_hosts(self) -> frozenset[str]:
+        """The hosts that the policy took out of work within the last hour; not those that were taken from it by a drain
+        or a notice."""
+        return frozenset(
+            row.host_id
+            for row in self._memory.hosts.values()
+            if row.state is HostState.CORDONED
+            and self.clock.wall_s() - row.since < HOUR_S
+            and row.host_id not in self._memory.drains
+            and row.preempt_deadline_at == 0.0
+        )
+
+    def cordoned(self, host_id: str, beside: frozenset[str]) -> None:
+        """Record that a host was cordoned, and which ones were already."""
+        domains = Counter(row.failure_domain for row in self._memory.hosts.values())
+        self.world.note(
+            Cordoned(self.world.now, host_id, tuple(sorted(beside)), domains.total(), max(domains.values(), default=0))
+        )
 
     def condemned(self, host_id: str, reported_by: str) -> None:
         """Record that a controller declared a host silent, and whether the host was well."""

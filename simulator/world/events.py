@@ -15,6 +15,7 @@ class EventQueue:
 
     def __init__(self) -> None:
         self.now = BEGAN_AT
+        self.after_each: Happening | None = None  # looks at the world after every event
         self._queue: list[tuple[float, int, Happening]] = []
         self._planned = 0
 
@@ -32,6 +33,8 @@ class EventQueue:
             due, _, happening = heapq.heappop(self._queue)
             self.now = max(self.now, due)
             happening()
+            if self.after_each is not None:
+                self.after_each()
         if not unless():
             self.now = max(self.now, at)
 

@@ -67,6 +67,7 @@ class Host:
         self.is_disk_full = False
         self.keeps_saves = True
         self._up_since = world.now
+        self.switched_at = 0.0  # when it last went down or came up
         # survives on disk:
         self._incarnations = 0
         self.incarnation = ""
@@ -84,7 +85,7 @@ class Host:
 
     def go_down(self) -> None:
         """Lose everything in memory."""
-        self.is_up = False
+        self.is_up, self.switched_at = False, self.world.now
         self.kill_daemon()
         self.copies.clear()
         self._unseen_exits.clear()
@@ -93,7 +94,7 @@ class Host:
     def come_up(self) -> None:
         """Boot."""
         self.is_up, self.is_paused = True, False
-        self._up_since = self.world.now
+        self._up_since = self.switched_at = self.world.now
         self.is_engine_up = True
         self.start_daemon()
 

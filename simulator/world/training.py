@@ -279,20 +279,24 @@ class SimulatedGeneration:
     # --- saves -------------------------------------------------------------------------------------------------------
 
     def _save(self, step: int) -> None:
-        """Save a step. Every rank has two slots, so a save waits while the previous one lacks replicas that can still
+        """Save a step, unless some rank has no slot for it: while the previous one lacks replicas that can still
         arrive."""
         if not self._can_save(step):
             return
-        waits_s = self.world.now - self._began_saving_at
-        if self._committed > self._replicated:
-            if waits_s < REPLICA_WAIT_S:
-                return
+        if self._committed > self._replicated and self.world.now - self._began_saving_at >= REPLICA_WAIT_S:
             self._replicated = self._committed
-        self._committed, self._began_saving_at = step, self.world.now
-        for worker in self.workers.values():
-            self.world.hold(worker.host_id, self._copy(worker, step, Tier.MEMORY, worker.host_id))
+            self.world.replicas_given_up += 1
+        copies = [self._copy(worker, step, Tier.MEMORY, worker.host_id) for worker in self.workers.values()]
+        if not all([self._hold(copy) for copy in copies]):
+            return
+        if self._committed <= self._replicated:  # else the wait for its replicas goes on
+            self._began_saving_at = self.world.now
+        self._committed = step
         self.world.note(Saved(self.world.now, self.job, self.generation, step))
         self.world.after(self._rng.uniform(0.02, 0.3), lambda: self._replicate(step))
+
+    def _hold(self, copy: ShardCopy) -> bool:
+        return self.world.hold(copy.host_id, copy, self.placement.lineage, self._replicated)
 
     def _can_save(self, step: int) -> bool:
         """Whether every host can save. A host reports when its saves have failed for long, and when they recover."""
@@ -327,10 +331,10 @@ class SimulatedGeneration:
         are_all_there = True
         for worker in self.workers.values():
             for peer in self.parts[worker.host_id].peers.get(worker.host_id, ()):
-                if self.world.can_copy(worker.host_id, peer):
-                    self.world.hold(peer, self._copy(worker, step, Tier.PEER, peer))
-                else:
-                    are_all_there = False
+                is_there = self.world.can_copy(worker.host_id, peer) and self._hold(
+                    self._copy(worker, step, Tier.PEER, peer)
+                )
+                are_all_there = are_all_there and is_there
         if are_all_there and len(self.workers) == self.placement.world_size:
             self._replicated = step
             self.world.forget_before(self.job, self.generation, step, {w.host_id for w in self.workers.values()})

@@ -7,17 +7,17 @@ from collections.abc import Iterable
 from random import Random
 from typing import TYPE_CHECKING
 
+from ckpt_engine.rules.slot_rules import MIN_SLOTS, SlotState, SlotView, choose_slot
 from flyball.contracts.checkpoints import Lineage, ShardCopy, ShardSource, branch
 from flyball.contracts.cluster import Placement
 from flyball.contracts.recovery import complete_points
 from simulator.checks.history import EXPECTED, HOST_LOST, Fact, HostSwitched, WorkerBegan, WorkerEnded
-from simulator.world.events import EventQueue, Happening
+from simulator.world.events import BEGAN_AT, EventQueue, Happening
 from simulator.world.training import ProcessEnd, SimulatedGeneration, SimulatedWorker
 
 if TYPE_CHECKING:
     from simulator.world.host import Host
 
-SLOTS = 2
 KNOWN_AFTER_S = 20.0  # after this long in reach, a host's copies are known despite lost messages or an absent database
 
 
@@ -27,6 +27,8 @@ class Truth:
     def __init__(self, world: World) -> None:
         self._world = world
         self.lineage: Lineage = ()
+        self.world_size = 0  # of the generation that trains
+        self.has_replicas = False  # on one host there are none
         self.newest = -1
         self._branched_at = 0.0
 
@@ -44,7 +46,8 @@ class Truth:
             source=source,
             world_size=group.placement.world_size,
         )
-        self.newest = step
+        self.newest, self.world_size = step, group.placement.world_size
+        self.has_replicas = any(part.peers.get(host_id) for host_id, part in group.parts.items())
         self._branched_at = self._world.now
 
     def was_overtaken(self, group: SimulatedGeneration) -> bool:
@@ -74,11 +77,19 @@ class World:
         self.groups: dict[int, SimulatedGeneration] = {}  # by generation, of the one job
         self.granted_at: dict[int, float] = {}  # by generation
         self.facts: list[Fact] = []
+        self.copies_changed = 0  # how often copies were written or removed
+        self.memories_lost = 0  # how often a host lost its memory
+        self.replicas_given_up = 0  # how often ranks went on without a replica of a step
         self.ports_taken = 0  # number of generations that will find their port taken
 
     @property
     def now(self) -> float:
         return self.timeline.now
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return self.timeline.now - BEGAN_AT
 
     def after(self, delay_s: float, happening: Happening) -> None:
         """Plan an event."""
@@ -94,18 +105,27 @@ class World:
 
     # --- copies ------------------------------------------------------------------------------------------------------
 
-    def hold(self, host_id: str, copy: ShardCopy) -> None:
-        """Put a copy into a host's slot, overwriting the rank's oldest."""
+    def hold(self, host_id: str, copy: ShardCopy, lineage: Lineage, world_step: int) -> bool:
+        """Put a copy into a host's slot, if the engine's rule gives it one. `world_step`: the newest step that all
+        ranks have, with replicas."""
         held = self.hosts[host_id].copies
         if copy in held:
-            return
-        same = sorted(c for c in held if (c.job, c.rank, c.tier) == (copy.job, copy.rank, copy.tier))
-        for old in sorted(same, key=lambda c: (c.generation, c.step))[: max(0, len(same) + 1 - SLOTS)]:
-            held.remove(old)
+            return True
+        same = [c for c in held if (c.job, c.rank, c.tier) == (copy.job, copy.rank, copy.tier)]
+        slots = [SlotView(i, SlotState.COMMITTED, c.generation, c.step, c.size_bytes, i) for i, c in enumerate(same)]
+        slots += [SlotView(i, SlotState.EMPTY, -1, -1, 0, i) for i in range(len(same), MIN_SLOTS)]
+        chosen = choose_slot(slots, world_step, lineage, ())
+        if chosen is None:
+            return False
+        if chosen.index < len(same):
+            held.remove(same[chosen.index])
         held.append(copy)
+        self.copies_changed += 1
+        return True
 
     def forget_before(self, job: str, generation: int, step: int, hosts: Iterable[str]) -> None:
         """A step is replicated: older copies on these hosts may be overwritten, and here they are at once."""
+        self.copies_changed += 1
         for name in sorted(hosts):
             host = self.hosts[name]
             host.copies[:] = [c for c in host.copies if c.job != job or (c.generation, c.step) >= (generation, step)]
@@ -160,6 +180,8 @@ class World:
         self.note(HostSwitched(self.now, host_id, False))
         workers = list(host.workers.values())
         host.go_down()
+        self.memories_lost += 1
+        self.copies_changed += 1
         for group in self.groups.values():
             group.beacons.pop(host_id, None)
         for group, worker in workers:

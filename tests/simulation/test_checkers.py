@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import msgspec
@@ -11,13 +12,16 @@ import pytest
 from flyball.contracts.checkpoints import LineageEntry
 from flyball.contracts.decisions import ActionState, IncidentState
 from flyball.contracts.identity import Fence
+from simulator import driver
 from simulator.checks.checkers import check_history, check_record, check_replay
-from simulator.checks.history import Condemned, CoreFault, Fact, Granted, Obeyed, Restored, Saved, WorkerBegan
+from simulator.checks.history import Condemned, Cordoned, CoreFault, Fact, Granted, Obeyed, Restored, Saved, WorkerBegan
 from simulator.checks.record import Record
-from simulator.cluster import Scenario
+from simulator.cluster import Cluster, Scenario
 from simulator.driver import Run, run
 from simulator.faults.faults import Fault, FaultKind
 from simulator.supervisor.services import lasting_neighbours
+from simulator.watch import Watch
+from simulator.world.events import BEGAN_AT
 
 LATE = 2_000_000.0
 
@@ -105,6 +109,7 @@ FACTS: dict[str, list[Fact]] = {
     "restored_torn_step": [Restored(1.0, "job", 1, 5, 1, 5, 5, True)],
     "restored_mixed_steps": [Restored(1.0, "job", 1, -1, -1, -1, -1, False)],
     "lost_steps": [Restored(1.0, "job", 1, -1, -1, 5, 6, True)],
+    "blast_radius": [Cordoned(1.0, "host-a", ("host-b",), 6, 2)],
     "healthy_host_condemned": [Condemned(1.0, "host-a", True, "host-b")],
     "core_fault": [CoreFault(1.0, "action_cannot_be_moved", "{}")],
 }
@@ -114,7 +119,14 @@ FACTS: dict[str, list[Fact]] = {
 def test_a_broken_history_is_found(good: Run, invariant: str) -> None:
     found = {violation.invariant for violation in check_history(FACTS[invariant], good.record)}
     assert invariant in found
-    harmless: list[Fact] = [obeyed(Fence(1, 1)), obeyed(Fence(1, 1), resumed=True), Condemned(1.0, "host-a", True, "")]
+    harmless: list[Fact] = [
+        obeyed(Fence(1, 1)),
+        obeyed(Fence(1, 1), resumed=True),
+        Condemned(1.0, "host-a", True, ""),
+        Cordoned(1.0, "host-a", (), 6, 2),
+        Cordoned(1.0, "host-a", ("host-b",), 10, 2),
+        Cordoned(1.0, "host-a", ("host-b",), 10, 1),
+    ]
     assert check_history(harmless, good.record) == []
 
 
@@ -171,3 +183,29 @@ def test_a_replay_that_decides_otherwise_is_found(good: Run) -> None:
     forged = msgspec.structs.replace(decisions[0].decision, reason="somebody's taste")
     (violation,) = check_replay(good.rounds, but(good.record, decisions=changed(decisions, 0, decision=forged)))
     assert violation.what.startswith("dec-1: reason was")
+
+
+def test_time_that_the_account_loses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_useful(*given: Any, **named: Any) -> Any:  # noqa: ANN401 - as the account
+        report = real(*given, **named)
+        return msgspec.structs.replace(report, seconds_by_category={**report.seconds_by_category, "useful": 0.0})
+
+    real = driver.calculate
+    monkeypatch.setattr(driver, "calculate", without_useful)
+    scenario = Scenario(nodes=1, ranks_per_node=1, spares=0, racks=1, step_s=1.0, faults=0)
+    assert {violation.invariant for violation in run(7, scenario=scenario, faults=()).violations} == {"account_is_lost"}
+
+
+def test_a_copy_that_is_dropped_is_found_at_its_event() -> None:
+    """A step that is complete only with it; and one that no longer outlives the loss of a host."""
+    cluster = Cluster(Scenario(nodes=2, ranks_per_node=1, spares=0, racks=2, step_s=1.0, faults=0), Random(3))
+    watch, world = Watch(cluster), cluster.world
+    cluster.timeline.run_until(BEGAN_AT + 20.0)
+    assert watch.violations == []
+    first, second = (host for host in world.hosts.values() if host.workers)
+    for host, how in ((first, "complete on two hosts"), (second, "complete")):
+        host.copies.clear()
+        world.copies_changed += 1
+        watch.look()
+        assert watch.violations[-1].invariant == "recovery_point_dropped"
+        assert f"was {how}," in watch.violations[-1].what

@@ -85,6 +85,21 @@ def share_bar(what: str, total: float) -> Iterator[Callable[[float], None]]:
         yield reached
 
 
+@contextmanager
+def tally(what: str, total: int) -> Iterator[Callable[[int, str], None]]:
+    """Show a bar of `total` items, and yield a function that advances it and says how it goes."""
+    console = Console(file=sys.stderr)
+    columns = (
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} {task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[so_far]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total, so_far="")
+        yield lambda number, so_far: progress.update(task, advance=number, so_far=so_far)
+
+
 def counted(what: str, items: Iterable[T]) -> Iterator[T]:
     """Pass `items` through while showing how many there were so far. Their total is not known in advance."""
     console = Console(file=sys.stderr)

@@ -10,6 +10,8 @@ from flyball.cli.reach.options import command_help
 from flyball.cli.show.output import Format, OutputOption, print_fields, print_table, printed
 from flyball.cli.simulate import compare as simulate_compare
 from flyball.cli.simulate import optimize as simulate_optimize
+from flyball.cli.simulate import replay as simulate_replay
+from flyball.cli.simulate import swarm as simulate_swarm
 from flyball.cli.simulate import sweep as simulate_sweep
 from flyball.cli.simulate.calibrate import Calibrate, calibration
 from flyball.cli.simulate.options import Report, ScenarioName, Settings, check_can_write, seeds_from, write_report
@@ -29,6 +31,7 @@ app = typer.Typer(
         "flyball simulate sweep llama3 --vary cluster.spares=0,8,16,32",
         "flyball simulate optimize llama3",
         "flyball simulate run my-cluster.toml -o json",
+        "flyball simulate swarm --seeds 1000",
     ),
     no_args_is_help=True,
 )
@@ -152,11 +155,12 @@ def run(
 
         write_report(to_html(done, chosen, given), report)
     if not printed(done.result, output):
-        _print(done.result)
+        print_result(done.result)
     raise typer.Exit(1 if done.result.violations else 0)
 
 
-def _print(result: Result) -> None:
+def print_result(result: Result) -> None:
+    """A result for people."""
     from goodput.wording import percent, seconds
 
     account = result.goodput
@@ -193,3 +197,41 @@ def _print(result: Result) -> None:
     )
     for violation in result.violations:
         print_fields({"CHECK FAILED": violation})
+
+
+@app.command(
+    "check",
+    **command_help(
+        "Check a supervisor's database for broken invariants: after injected faults, or when it is in doubt. It is "
+        "only read. Exit codes as of `swarm`.",
+        "flyball simulate check --from-db sqlite:////var/lib/flyball/flyball.sqlite",
+    ),
+)
+def check(
+    *,
+    from_db: Annotated[str, typer.Option("--from-db", help="URL of a supervisor's database")],
+    bound_s: Annotated[
+        float, typer.Option("--bound-s", min=0.0, help="seconds for which an incident may be open")
+    ] = 600.0,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """The checkers that need no more than a database, on a real one."""
+    from flyball.contracts.clock import SystemClock
+    from services.store.sql.database import open_existing
+    from simulator.database_check import check_database
+    from simulator.swarm.verdicts import EXIT_CODES, verdict
+
+    db = open_existing(from_db)
+    try:
+        violations = check_database(db, now=SystemClock().wall_s(), bound_s=bound_s)
+    finally:
+        db.close()
+    if not printed(violations, output):
+        for violation in violations:
+            typer.echo(str(violation))
+        typer.echo(f"{len(violations)} violations")
+    raise typer.Exit(EXIT_CODES[verdict(violations)])
+
+
+app.command("swarm", **simulate_swarm.HELP)(simulate_swarm.swarm)
+app.command("replay", **simulate_replay.HELP)(simulate_replay.replay)

@@ -71,7 +71,7 @@ def run_with_bar(runs: Sequence[PlannedRun], jobs: int, what: str = "runs") -> l
 
 
 def write_report(page: str, report: Path) -> None:
-    """Write an HTML report, and say so."""
+    """Write a report or a trace, and say so."""
     from flyball.cli.goodput.options import write_out
 
     write_out(page, report)

@@ -1,0 +1,135 @@
+"""Tries a trial, and finds the fewest faults with which it still fails."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import msgspec
+
+from simulator.checks.checkers import Violation
+from simulator.driver import Run, run, where
+from simulator.fleet.result import simulate
+from simulator.swarm.shrink import fewest
+from simulator.swarm.trials import ClusterTrial, FleetTrial, Trial, draw, only
+from simulator.swarm.verdicts import Verdict, verdict
+
+
+class Tried(msgspec.Struct, frozen=True):
+    """How one trial went."""
+
+    seed: int
+    world: str  # "cluster" or "fleet"
+    verdict: Verdict
+    violations: tuple[Violation, ...]
+    faults: int
+    digest: str  # of everything that happened: the same trial and release give the same
+    simulated_s: float
+    generations: int
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """A seed that failed, with the fewest faults of it that still break one of the same invariants."""
+
+    seed: int
+    kept: tuple[int, ...]  # the places of these faults in the seed's list
+    named: tuple[str, ...]  # these faults in words
+    tried: Tried  # with all faults
+    shrunk: Tried
+    trace: Trial  # for `flyball simulate replay`
+
+    @property
+    def repeat(self) -> str:
+        """The command that repeats it."""
+        return f"flyball simulate swarm --seeds 1 --from-seed {self.seed} --faults {','.join(map(str, self.kept))}"
+
+
+class SeedResult(NamedTuple):
+    """A seed's result, and its failure if it failed."""
+
+    tried: Tried
+    failure: Failure | None
+
+
+def try_out(trial: Trial) -> Tried:
+    """Run a trial once."""
+    if isinstance(trial, FleetTrial):
+        return _try_fleet(trial)
+    return tried_of(run_cluster(trial))
+
+
+def run_cluster(trial: ClusterTrial) -> Run:
+    """Run a trial of a small cluster."""
+    with _without_collector():
+        return run(trial.seed, scenario=trial.scenario, faults=trial.faults)
+
+
+def tried_of(done: Run) -> Tried:
+    """How a run of a small cluster went."""
+    violations = tuple(done.violations)
+    return Tried(
+        done.seed,
+        "cluster",
+        verdict(violations),
+        violations,
+        len(done.faults),
+        done.fingerprint,
+        done.simulated_s,
+        done.generations,
+    )
+
+
+def _try_fleet(trial: FleetTrial) -> Tried:
+    scenario = trial.with_moments()
+    digest, generations = "", 0
+    try:
+        with _without_collector():
+            result = simulate(scenario, trial.seed, "swarm").result
+    except Exception as error:  # noqa: BLE001 - whatever the core raises is the seed's result
+        violations: tuple[Violation, ...] = (Violation("crash", where(error)),)
+    else:
+        violations = tuple(Violation(*text.split(": ", 1)) for text in result.violations)
+        digest, generations = result.digest, result.decisions
+    return Tried(
+        trial.seed,
+        "fleet",
+        verdict(violations),
+        violations,
+        len(trial.faults),
+        digest,
+        scenario.length_s,
+        generations,
+    )
+
+
+def try_seed(seed: int, kept: Sequence[int] | None = None) -> SeedResult:
+    """Draw a seed's trial and run it, with `kept` of its faults or all of them. If it fails, find the fewest."""
+    trial = draw(seed)
+    places = tuple(range(len(trial.faults))) if kept is None else tuple(kept)
+    tried = try_out(only(trial, places))
+    if tried.verdict is Verdict.CLEAN:
+        return SeedResult(tried, None)
+    wanted = {violation.invariant for violation in tried.violations}
+    results = {places: tried}
+
+    def fails(part: tuple[int, ...]) -> bool:
+        results[part] = try_out(only(trial, part))
+        return any(violation.invariant in wanted for violation in results[part].violations)
+
+    few = fewest(places, fails)
+    smallest = only(trial, few)
+    return SeedResult(tried, Failure(seed, few, smallest.named(), tried, results[few], smallest))
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """A run makes many small objects that live as long as it: to look for cycles among them takes a tenth of it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -1,0 +1,149 @@
+"""Random worlds with random faults break no invariant, and a bug that is planted is found, and shrunk."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from flyball.cli.main import run_cli
+from simulator.driver import run
+from simulator.swarm import tries
+from simulator.swarm.pool import try_seeds
+from simulator.swarm.shrink import fewest
+from simulator.swarm.trials import ClusterTrial, FleetTrial, draw, only
+from simulator.swarm.tries import Tried, try_out, try_seed
+from simulator.swarm.verdicts import EXIT_CODES, Verdict, worst
+from tests.simulation.planted_bugs import BUGS, PlantedBug
+
+SEEDS = range(0, 40)
+MORE_SEEDS = range(40, 200)  # by make proofs
+AT_ONCE = 20
+
+
+@pytest.mark.parametrize(
+    "first",
+    [*SEEDS[::AT_ONCE], *(pytest.param(first, marks=pytest.mark.proof) for first in MORE_SEEDS[::AT_ONCE])],
+)
+def test_no_seed_breaks_an_invariant(first: int) -> None:
+    failures = [result.failure for result in try_seeds(range(first, first + AT_ONCE), jobs=1) if result.failure]
+    assert [(one.repeat, one.shrunk.violations) for one in failures] == []
+
+
+def test_the_seeds_are_not_trivial() -> None:
+    """They contain restarts, moves to spares, smaller and larger worlds, changes of the leader, and fleets."""
+    trials = [draw(seed) for seed in SEEDS]
+    assert sum(isinstance(trial, FleetTrial) for trial in trials) == len(SEEDS) // 5
+    clusters = [trial for trial in trials if isinstance(trial, ClusterTrial)]
+    assert len({fault.kind for trial in clusters for fault in trial.faults}) > 30
+    assert {0, 1} <= {trial.scenario.min_nodes for trial in clusters}
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_a_planted_bug_is_found(bug: PlantedBug, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug.plant(monkeypatch)
+    found = try_out(draw(bug.seed))
+    assert bug.invariant in {violation.invariant for violation in found.violations}
+    assert found.verdict is not Verdict.CLEAN
+
+
+def test_a_failed_seed_is_shrunk_and_its_line_repeats_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    bug = next(bug for bug in BUGS if bug.name == "fails on a notice")
+    bug.plant(monkeypatch)
+    arguments = ["simulate", "swarm", "--seeds", "1", "--from-seed", str(bug.seed), "--traces", str(tmp_path)]
+    assert run_cli(arguments) == EXIT_CODES[Verdict.CRASH]
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"flyball: seed {bug.seed}\n")
+    assert "shrunk to 1 of" in printed.out
+    (repeat,) = (line.split("repeat: flyball ")[1] for line in printed.out.splitlines() if "repeat: " in line)
+    assert run_cli(repeat.split()) == EXIT_CODES[Verdict.CRASH]
+    assert "shrunk to 1 of 1 faults" in capsys.readouterr().out
+    trace = tmp_path / f"seed-{bug.seed}.json"
+    assert run_cli(["simulate", "replay", str(trace)]) == EXIT_CODES[Verdict.CRASH]
+    assert "crash: KeyError in decide" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert run_cli(["simulate", "replay", str(trace)]) == 0
+
+
+def test_the_fewest_faults_are_those_without_which_it_does_not_fail() -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def fails(part: tuple[int, ...]) -> bool:
+        asked.append(part)
+        return {1, 6} <= set(part)
+
+    assert fewest(range(8), fails) == (1, 6)
+    assert len(asked) == len(set(asked)) < 25
+    assert fewest((3,), lambda part: True) == ()
+    assert fewest((), lambda part: True) == ()
+
+
+def test_a_seed_without_some_of_its_faults_keeps_its_world_and_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = draw(0)
+    part = only(trial, (0, 2))
+    assert isinstance(trial, ClusterTrial) and isinstance(part, ClusterTrial)
+    assert (part.scenario, part.faults) == (trial.scenario, (trial.faults[0], trial.faults[2]))
+    ran: list[ClusterTrial] = []
+
+    def run_once(trial: ClusterTrial) -> Tried:
+        ran.append(trial)
+        return Tried(0, "cluster", Verdict.CLEAN, (), 2, "", 0.0, 0)
+
+    monkeypatch.setattr(tries, "try_out", run_once)
+    assert try_seed(0, (0, 2)).failure is None
+    assert ran == [part]
+
+
+def test_a_seed_gives_the_same_run_under_any_hash_seed() -> None:
+    """In another process, where the order of sets differs. One of the seeds is a fleet."""
+    code = "from simulator.swarm.pool import try_seeds; print([r.tried.digest for r in try_seeds((3, 4), jobs=1)])"
+    env = os.environ | {"PYTHONHASHSEED": "2"}
+    done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str([result.tried.digest for result in try_seeds((3, 4), jobs=1)])
+
+
+def test_results_do_not_depend_on_the_number_of_processes() -> None:
+    alone = {result.tried for result in try_seeds((3, 9), jobs=1)}
+    assert {result.tried for result in try_seeds((3, 9), jobs=2)} == alone
+
+
+def test_a_crash_counts_before_what_must_not_be_and_that_before_what_does_not_end() -> None:
+    assert worst(Verdict) is Verdict.CRASH
+    assert worst([Verdict.LIVENESS, Verdict.CLEAN, Verdict.CORRECTNESS]) is Verdict.CORRECTNESS
+    assert worst([]) is Verdict.CLEAN
+    assert len(set(EXIT_CODES.values())) == len(Verdict)
+
+
+def test_a_time_that_stands_still_is_no_endless_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from simulator.world.events import BEGAN_AT, EventQueue
+    from simulator.world.world import World
+
+    after = World.after
+
+    def at_once(self: World, delay_s: float, happening: object) -> None:
+        after(self, 0.0 if self.now > BEGAN_AT + 5.0 else delay_s, happening)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(World, "after", at_once)
+    assert "livelock" in {violation.invariant for violation in run(0, faults=()).violations}
+    assert EventQueue().after_each is None
+
+
+def test_json_has_everything_and_wrong_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(["simulate", "swarm", "--seeds", "2", "--from-seed", "14", "--jobs", "1", "-o", "json"]) == 0
+    found = msgspec.json.decode(capsys.readouterr().out)
+    assert (found["schema"], found["seeds"], found["failed"]) == ("flyball.swarm.v1", 2, 0)
+    assert found["worlds"] == {"cluster": 1, "fleet": 1}
+    for wrong in (
+        ["--faults", "1"],
+        ["--seeds", "1", "--faults", "one"],
+        ["--seeds", "1", "--faults", "99"],
+        ["--story"],
+    ):
+        assert run_cli(["simulate", "swarm", *wrong]) == 2
+        assert "Next step:" in capsys.readouterr().err
