@@ -332,7 +332,7 @@ def _restored_whole_steps(facts: Iterable[Fact], record: Record) -> Iterator[Vio
 
 def _rollbacks_are_explained(facts: Iterable[Fact], record: Record) -> Iterator[Violation]:
     """A restart that goes back behind the newest reported recovery point says so, and has waited for the hosts that
-    hold it. A restart from scratch says so."""
+    hold it, or spent as long as it gives up on other attempts. A restart from scratch says so."""
     decided = {decided.number: decided.decision for decided in record.decisions}
     granted_by = {
         found.plan.generation: decided[found.decision]
@@ -341,6 +341,7 @@ def _rollbacks_are_explained(facts: Iterable[Fact], record: Record) -> Iterator[
     }
     waits = ("wait_for_newer_steps", "wait_for_a_spare")  # waiting for a spare also waits for the holders
     waited = {d.incident_id: d.at for d in reversed(decided.values()) if d.rule in waits}
+    opened_at = {found.incident.incident_id: found.incident.opened_at for found in record.incidents}
     facts = list(facts)
     step_s = _usual_step_s([fact for fact in facts if isinstance(fact, Saved)])
     has_saved = False
@@ -352,8 +353,13 @@ def _rollbacks_are_explained(facts: Iterable[Fact], record: Record) -> Iterator[
             name = f"generation {fact.generation} goes back from step {fact.known_step} to {fact.reachable_step}"
             if "steps_given_up" not in decision.evidence:
                 yield Violation("rollback_unsaid", f"{name}, but {decision.decision_id} does not say so")
-            is_worth_it = (fact.known_step - fact.reachable_step) * step_s > _WORTH_A_WAIT_S
-            if is_worth_it and waited.get(decision.incident_id, decision.at) >= decision.at:
+            lost_s = (fact.known_step - fact.reachable_step) * step_s
+            passed_s = decision.at - opened_at.get(decision.incident_id, decision.at)  # with restarts that failed
+            if (
+                lost_s > _WORTH_A_WAIT_S
+                and passed_s < lost_s
+                and waited.get(decision.incident_id, decision.at) >= decision.at
+            ):
                 yield Violation("rollback_without_a_wait", f"{name}, but did not wait for anybody")
         elif isinstance(fact, Restored) and fact.step < 0 and fact.generation in granted_by:
             decision = granted_by[fact.generation]

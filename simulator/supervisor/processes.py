@@ -15,7 +15,7 @@ from simulator.world.events import Happening, MachineClock
 from simulator.world.world import World
 
 LEAST_PAUSE_S = 0.1  # least time between two rounds of a loop
-IDLE_PAUSE_S = 0.5  # after a round without work
+IDLE_PAUSE_S = 0.5  # after a round without work, of a loop that polls: a wake-up comes before
 TICK_S = 0.25  # of the detector
 WRITE_EVERY_S = 0.1
 
@@ -91,7 +91,8 @@ class SimulatedProcess(ABC):
                 return
             due_at[0] = float("inf")  # running now: must not be re-entered
             pause_s = work()
-            plan(LEAST_PAUSE_S if pause_s < LEAST_PAUSE_S / 2 else max(IDLE_PAUSE_S, pause_s))
+            polls = pause_s < TICK_S
+            plan(LEAST_PAUSE_S if pause_s < LEAST_PAUSE_S / 2 else IDLE_PAUSE_S if polls else pause_s)
 
         def plan(pause_s: float) -> None:
             due_at[0] = self.world.now + pause_s

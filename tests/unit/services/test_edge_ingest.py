@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from flyball.contracts.cluster import HostFacts
+from flyball.contracts.errors import Unreachable
 from flyball.contracts.reports.signals import (
     EngineRestarted,
     EngineStatus,
@@ -110,6 +111,54 @@ def test_a_signal_of_the_sensor_is_published_again_until_it_is_committed() -> No
     asyncio.run(asyncio.wait_for(look(), 120))
     let_pass(30, "a")
     assert published == [silent] * 3
+
+
+def test_a_sensor_whose_database_is_away_doubts_that_a_host_is_silent() -> None:
+    """Another sensor may have its reports, which only the database would tell."""
+
+    class Detector(FaultDetector):
+        doubted = asyncio.Event()
+
+        def doubt(self, now_s: float, for_s: float) -> None:
+            super().doubt(now_s, for_s)
+            self.doubted.set()
+
+    clock = ManualClock()
+    queue = ReportQueue(max_items=1000, max_size_bytes=1_000_000)
+    detector = Detector(DetectorSettings())
+    ingest = Ingest(
+        sensor_id="s",
+        incarnation="i1",
+        detector=detector,
+        queue=queue,
+        committed=CommittedPositions(lambda _: {}, clock),
+        clock=clock,
+        metrics=Metrics(),
+    )
+
+    def silent_after(seconds: float, *hosts: str) -> list[str]:
+        for _ in range(round(seconds * 10)):
+            clock.now_s += 0.1
+            for host_id in hosts:
+                present = msgspec.structs.replace(report(host_id), sent_at=clock.now_s)
+                ingest.accept(present, host_id=host_id, size_bytes=10)
+            ingest.tick(clock.now_s)
+        signals = [signal for item in queue.take(max_hosts=1000, timeout_s=0.0).signals for signal in item.signals]
+        return [signal.body.host_id for signal in signals if isinstance(signal.body, HostSilent)]
+
+    async def fail_to_read() -> None:
+        def read() -> dict[str, float]:
+            raise Unreachable("The database is away.", hint="wait")
+
+        reading = asyncio.create_task(ingest.run_expectations(read))
+        await detector.doubted.wait()
+        reading.cancel()
+
+    assert silent_after(10.0, "a", "b") == []
+    assert silent_after(8.0, "a") == []
+    asyncio.run(asyncio.wait_for(fail_to_read(), 30))
+    assert silent_after(2.0, "a") == []
+    assert silent_after(10.0, "a") == ["b"], "the database is asked again"
 
 
 @pytest.mark.parametrize(
