@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from flyball import __version__
+from flyball.contracts import wire
 from flyball.contracts.errors import ConfigurationError, NotFound
 from flyball.contracts.wire import MAX_MESSAGE_BYTES
 from simulator.swarm.trials import ClusterTrial, FleetTrial, Trial
@@ -59,7 +60,7 @@ def read_trace(path: Path) -> Trace | None:
     if schema != SCHEMA:
         raise ConfigurationError(f"{path} is of the kind {schema!r}, which is no trace.", hint=_HINT)
     try:
-        return _checked(msgspec.convert(content, Trace))
+        return _checked(wire.convert(content, Trace))
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigurationError(f"{path}: {str(error).rstrip('.')}.", hint=_HINT) from error
 

@@ -14,7 +14,7 @@ from simulator.driver import Run, run, where
 from simulator.fleet.result import simulate
 from simulator.swarm.shrink import fewest
 from simulator.swarm.trials import ClusterTrial, FleetTrial, Trial, draw, only
-from simulator.swarm.verdicts import Verdict, verdict
+from simulator.swarm.verdicts import SeedVerdict, verdict
 
 
 class Tried(msgspec.Struct, frozen=True):
@@ -22,7 +22,7 @@ class Tried(msgspec.Struct, frozen=True):
 
     seed: int
     world: str  # "cluster" or "fleet"
-    verdict: Verdict
+    verdict: SeedVerdict
     violations: tuple[Violation, ...]
     faults: int
     digest: str  # of everything that happened: the same trial and release give the same
@@ -30,7 +30,7 @@ class Tried(msgspec.Struct, frozen=True):
     generations: int
 
 
-class Failure(msgspec.Struct, frozen=True):
+class FailedSeed(msgspec.Struct, frozen=True):
     """A seed that failed, with the fewest faults of it that still break one of the same invariants."""
 
     seed: int
@@ -50,7 +50,7 @@ class SeedResult(NamedTuple):
     """A seed's result, and its failure if it failed."""
 
     tried: Tried
-    failure: Failure | None
+    failure: FailedSeed | None
 
 
 def try_out(trial: Trial) -> Tried:
@@ -109,7 +109,7 @@ def try_seed(seed: int, kept: Sequence[int] | None = None) -> SeedResult:
     trial = draw(seed)
     places = tuple(range(len(trial.faults))) if kept is None else tuple(kept)
     tried = try_out(only(trial, places))
-    if tried.verdict is Verdict.CLEAN:
+    if tried.verdict is SeedVerdict.CLEAN:
         return SeedResult(tried, None)
     wanted = {violation.invariant for violation in tried.violations}
     results = {places: tried}
@@ -120,7 +120,7 @@ def try_seed(seed: int, kept: Sequence[int] | None = None) -> SeedResult:
 
     few = fewest(places, fails)
     smallest = only(trial, few)
-    return SeedResult(tried, Failure(seed, few, smallest.named(), tried, results[few], smallest))
+    return SeedResult(tried, FailedSeed(seed, few, smallest.named(), tried, results[few], smallest))
 
 
 @contextmanager

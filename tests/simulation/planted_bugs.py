@@ -23,8 +23,7 @@ Patch = pytest.MonkeyPatch
 
 
 class PlantedBug(NamedTuple):
-    """A bug, and a seed that finds it: the first one from 0 on, but for `overwrites the oldest` that also has a fault
-    which it takes."""
+    """A bug, and a seed that finds it."""
 
     name: str
     plant: Callable[[Patch], None]
@@ -112,18 +111,6 @@ def _fails_on_a_notice(patch: Patch) -> None:
     patch.setattr(loop, "decide", decide)
 
 
-def _knows_no_step(patch: Patch) -> None:
-    def start(progress: Any, now: float) -> Any:  # noqa: ANN401 - as the playbook's
-        following = progress.plan.next
-        if following is not None:
-            plan = msgspec.structs.replace(progress.plan, next=msgspec.structs.replace(following, known_step=-1))
-            progress = msgspec.structs.replace(progress, plan=plan)
-        return real(progress, now)
-
-    real = playbook._start
-    patch.setattr(playbook, "_start", start)
-
-
 BUGS = (
     PlantedBug("leads without a lease", _leads_without_a_lease, 0, "training_not_back"),
     PlantedBug("knows no signal again", _knows_no_signal_again, 0, "crash"),
@@ -134,7 +121,6 @@ BUGS = (
     PlantedBug("forgets the branch", _forgets_the_branch, 1, "lineage_broken"),
     PlantedBug("cordons without limit", _cordons_without_limit, 1, "blast_radius"),
     PlantedBug("admits stale commands", _admits_stale, 13, "stale_command_obeyed"),
-    PlantedBug("knows no step", _knows_no_step, 17, "rollback_unsaid"),
     PlantedBug("never tells of silence", _never_tells_of_silence, 28, "training_not_back"),
     PlantedBug("overwrites the oldest", _overwrites_the_oldest, 46, "recovery_point_dropped"),
 )

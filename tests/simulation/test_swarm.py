@@ -14,7 +14,7 @@ from simulator.swarm.pool import try_seeds
 from simulator.swarm.shrink import fewest
 from simulator.swarm.trials import ClusterTrial, FleetTrial, draw, only
 from simulator.swarm.tries import Tried, try_out, try_seed
-from simulator.swarm.verdicts import EXIT_CODES, Verdict, worst
+from simulator.swarm.verdicts import EXIT_CODES, SeedVerdict, worst
 from tests.simulation.planted_bugs import BUGS, PlantedBug
 
 SEEDS = range(0, 40)
@@ -45,7 +45,7 @@ def test_a_planted_bug_is_found(bug: PlantedBug, monkeypatch: pytest.MonkeyPatch
     bug.plant(monkeypatch)
     found = try_out(draw(bug.seed))
     assert bug.invariant in {violation.invariant for violation in found.violations}
-    assert found.verdict is not Verdict.CLEAN
+    assert found.verdict is not SeedVerdict.CLEAN
 
 
 def test_a_failed_seed_is_shrunk_and_its_line_repeats_it(
@@ -54,15 +54,15 @@ def test_a_failed_seed_is_shrunk_and_its_line_repeats_it(
     bug = next(bug for bug in BUGS if bug.name == "fails on a notice")
     bug.plant(monkeypatch)
     arguments = ["simulate", "swarm", "--seeds", "1", "--from-seed", str(bug.seed), "--traces", str(tmp_path)]
-    assert run_cli(arguments) == EXIT_CODES[Verdict.CRASH]
+    assert run_cli(arguments) == EXIT_CODES[SeedVerdict.CRASH]
     printed = capsys.readouterr()
     assert printed.err.startswith(f"flyball: seed {bug.seed}\n")
     assert "shrunk to 1 of" in printed.out
     (repeat,) = (line.split("repeat: flyball ")[1] for line in printed.out.splitlines() if "repeat: " in line)
-    assert run_cli(repeat.split()) == EXIT_CODES[Verdict.CRASH]
+    assert run_cli(repeat.split()) == EXIT_CODES[SeedVerdict.CRASH]
     assert "shrunk to 1 of 1 faults" in capsys.readouterr().out
     trace = tmp_path / f"seed-{bug.seed}.json"
-    assert run_cli(["simulate", "replay", str(trace)]) == EXIT_CODES[Verdict.CRASH]
+    assert run_cli(["simulate", "replay", str(trace)]) == EXIT_CODES[SeedVerdict.CRASH]
     assert "crash: KeyError in decide" in capsys.readouterr().out
     monkeypatch.undo()
     assert run_cli(["simulate", "replay", str(trace)]) == 0
@@ -90,7 +90,7 @@ def test_a_seed_without_some_of_its_faults_keeps_its_world_and_the_others(monkey
 
     def run_once(trial: ClusterTrial) -> Tried:
         ran.append(trial)
-        return Tried(0, "cluster", Verdict.CLEAN, (), 2, "", 0.0, 0)
+        return Tried(0, "cluster", SeedVerdict.CLEAN, (), 2, "", 0.0, 0)
 
     monkeypatch.setattr(tries, "try_out", run_once)
     assert try_seed(0, (0, 2)).failure is None
@@ -105,10 +105,10 @@ def test_a_seed_gives_the_same_run_in_any_process(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_crash_counts_before_what_must_not_be_and_that_before_what_does_not_end() -> None:
-    assert worst(Verdict) is Verdict.CRASH
-    assert worst([Verdict.LIVENESS, Verdict.CLEAN, Verdict.CORRECTNESS]) is Verdict.CORRECTNESS
-    assert worst([]) is Verdict.CLEAN
-    assert len(set(EXIT_CODES.values())) == len(Verdict)
+    assert worst(SeedVerdict) is SeedVerdict.CRASH
+    assert worst([SeedVerdict.LIVENESS, SeedVerdict.CLEAN, SeedVerdict.CORRECTNESS]) is SeedVerdict.CORRECTNESS
+    assert worst([]) is SeedVerdict.CLEAN
+    assert len(set(EXIT_CODES.values())) == len(SeedVerdict)
 
 
 def test_a_time_that_stands_still_is_no_endless_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from flyball.contracts.errors import UsageError
 
 if TYPE_CHECKING:
     from simulator.checks.checkers import Violation
-    from simulator.swarm.tries import Failure, SeedResult
+    from simulator.swarm.tries import FailedSeed, SeedResult
 
 SHOWN_VIOLATIONS = 5
 
@@ -167,14 +167,14 @@ def _tell(seed: int, kept: Sequence[int] | None) -> None:
         typer.echo(line)
 
 
-def _write_trace(failure: Failure, folder: Path) -> None:
+def _write_trace(failure: FailedSeed, folder: Path) -> None:
     from simulator.swarm.traces import trace_of
 
     folder.mkdir(parents=True, exist_ok=True)
     write_report(json_text(trace_of(failure.trace)), folder / f"seed-{failure.seed}.json")
 
 
-def _complain(failure: Failure) -> None:
+def _complain(failure: FailedSeed) -> None:
     typer.echo(f"seed {failure.seed}: {failure.tried.verdict.value}")
     print_violations(failure.shrunk.violations)
     number = len(failure.kept)
