@@ -109,6 +109,7 @@ def test_the_header_shows_trouble_only_while_there_is_some(browser: Browser, sup
     assert browser.evaluate("document.getElementById('link').className") == "link"
     browser.open(f"{supervisor.url}/incidents/inc-9")
     browser.until("document.querySelector('.failed h1') !== null")
+    browser.until("document.documentElement.classList.contains('operator')")  # the page's modules have run
     assert browser.evaluate("document.getElementById('link')") is None, "an error is not live"
     browser.evaluate("document.querySelector('#logout button').click()")
     browser.until("location.pathname === '/login' && document.getElementById('token') !== null")
