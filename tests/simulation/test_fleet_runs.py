@@ -100,6 +100,8 @@ def test_llama3_is_as_published() -> None:
         likely = rate_interval(cause.faults, 1.0, confidence=0.999)
         assert likely.low <= published[cause.name] <= likely.high, cause.name
     assert found.days * SECONDS_PER_DAY == pytest.approx(found.goodput.elapsed_s)
+    faults = sum(cause.faults for cause in found.causes)
+    assert found.rounds < 20 * faults, "a round without news is cheap, but a hold must not ask for one each second"
 
 
 def test_a_report_says_the_answer_and_the_assumptions() -> None:

@@ -131,7 +131,8 @@ class HostView(msgspec.Struct, frozen=True):
     @property
     def is_broken(self) -> bool:
         """Whether it cannot train."""
-        return any(condition.severity is Severity.CRITICAL for condition in self.pressing)
+        worst = (one for one in self.conditions if one.condition.severity is Severity.CRITICAL)
+        return not self.silenced_until and any(one.is_pressing for one in worst)
 
     @property
     def known_at(self) -> float:
