@@ -49,8 +49,8 @@ def _answer(result: Result) -> str:
     lost = {"down": result.down, "recomputed": result.recomputed, "saving": result.saving}
     worst = max(lost, key=lambda name: lost[name])
     text = (
-        f"{percent(result.useful)} of the time became training that counts. {result.interruptions} interruptions cost "
-        f"{result.lost_gpu_hours:,.0f} GPU hours: {percent(result.down)} down, {percent(result.recomputed)} "
+        f"{percent(result.useful)} of the time became training that counts. {result.interruptions} faults stopped it, "
+        f"and cost {result.lost_gpu_hours:,.0f} GPU hours: {percent(result.down)} down, {percent(result.recomputed)} "
         f"recomputed, {percent(result.saving)} saving. The largest part is {worst}."
     )
     if result.closed_form_ettr is not None:
@@ -62,4 +62,6 @@ def _answer(result: Result) -> str:
 def _settings(scenario: FleetScenario) -> Iterator[tuple[str, str]]:
     for section in ("job", "cluster", "checkpoint", "times"):
         for name, value in getattr(scenario, section).model_dump().items():
-            yield f"{section}.{name}", f"{value:g}" if isinstance(value, int | float) else str(value)
+            for inner, one in value.items() if isinstance(value, dict) else [("", value)]:
+                label = f"{section}.{name}.{inner}".rstrip(".")
+                yield label, f"{one:g}" if isinstance(one, int | float) else str(one)

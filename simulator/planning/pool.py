@@ -68,12 +68,16 @@ class _RunProcesses:
 
     def __enter__(self) -> _RunProcesses:
         context = get_context("spawn")
-        for _ in range(self._count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            self._processes[ours] = process
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the workers inherit that: this process ends them
+        try:
+            for _ in range(self._count):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_work, args=(theirs,), daemon=True)
+                process.start()
+                theirs.close()
+                self._processes[ours] = process
+        finally:
+            signal.signal(signal.SIGINT, before)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -127,7 +131,6 @@ class _RunProcesses:
 
 def _work(parent: Connection) -> None:
     """What a worker does until its parent closes the connection, or ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C, too, and ends the workers
     while True:
         try:
             name, seed, text = wire.decoder_of(tuple[str, int, str]).decode(parent.recv_bytes())
