@@ -25,17 +25,17 @@ def router(site: Site) -> APIRouter:
 
     @routes.get("/goodput")
     def show_goodput(request: Request, run: Run = "", other: OtherRun = "") -> Response:
-        return site.page(request, "goodput.html", lambda: _choice(site, run, other))
+        return site.page(request, "goodput/page.html", lambda: _choice(site, run, other))
 
     @routes.get("/goodput/run")
     def show_run(request: Request, run: RunGiven) -> Response:
         """A part of the page: what the supervisor may have to calculate for longer."""
-        return site.part(request, "goodput_run.html", lambda: _run(site, run))
+        return site.part(request, "goodput/run.html", lambda: _run(site, run))
 
     @routes.get("/goodput/comparison")
     def show_comparison(request: Request, run: RunGiven, other: OtherRun) -> Response:
         """Another part."""
-        return site.part(request, "goodput_comparison.html", lambda: _comparison(site, run, other))
+        return site.part(request, "goodput/comparison.html", lambda: _comparison(site, run, other))
 
     return routes
 

@@ -42,7 +42,7 @@ def router(site: Site) -> APIRouter:
     @routes.get("/jobs/{job}/goodput")
     def show_goodput(request: Request, job: str, since: Midnight = 0.0, part: str = "job") -> Response:
         """A part of a page: what the supervisor may have to calculate for longer."""
-        template = "goodput_short.html" if part == "short" else "goodput_part.html"
+        template = "goodput/short.html" if part == "short" else "goodput/part.html"
         return site.part(request, template, lambda: {"report": _goodput(site, job, since)})
 
     return routes
