@@ -95,12 +95,11 @@ def _taken(
     if ends:
         yield TakenTime("times.notice_s", fmean(ends), f"mean detection of {len(ends)} ended workers")
     for field, names in _PARTS.items():
-        found = [
-            (median, count) for median, count in map(medians.get, names, [(None, 0)] * len(names)) if median is not None
-        ]
-        if found:
-            total = sum(median for median, _ in found)
-            yield TakenTime(field, total, f"median {' and '.join(names).replace('_', ' ')} of {found[0][1]} repairs")
+        known = {name: found for name in names if (found := medians.get(name, (None, 0)))[0] is not None}
+        if known:
+            what, repairs = " and ".join(known).replace("_", " "), max(count for _, count in known.values())
+            total = sum(median or 0.0 for median, _ in known.values())
+            yield TakenTime(field, total, f"median {what} of {repairs} repairs")
     if save_s is not None:
         yield TakenTime("checkpoint.save_s", save_s, "mean time for which a save blocked training")
 

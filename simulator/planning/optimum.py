@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from flyball import __version__
+from goodput.wording import counted
 from simulator.planning.comparison import SimulationComparison
 from simulator.planning.goal import Goal, Prices
 from simulator.planning.paired import Estimate
@@ -24,6 +25,14 @@ class CandidatePoint(msgspec.Struct, frozen=True):
     score: Estimate  # what is maximised: the useful share, or the cost of a useful hour with its sign turned
     behind_best: Estimate | None  # on the seeds that both ran with; None: it is the best
     is_as_good: bool  # it loses next to nothing, or cannot be told apart from the best
+    failed: int  # seeds with which the policy gave the job up
+
+    @property
+    def mark(self) -> str:
+        """What to say of it beside its figures."""
+        failed = f"the job failed with {counted(self.failed, 'seed')}" if self.failed else ""
+        near = "best mean" if self.behind_best is None else "may be as good" if self.is_as_good else ""
+        return ", ".join(filter(None, (near, failed)))
 
 
 class SearchedField(msgspec.Struct, frozen=True):

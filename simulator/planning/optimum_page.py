@@ -46,7 +46,7 @@ def to_html(found: Optimum, scenario: FleetScenario, ran: Sequence[RunOutcome]) 
         tables=[
             PlanTable(
                 field.field,
-                ("value", "seeds", "useful", "to the best", "95 %", ""),
+                ("value", "seeds", "useful", "to the best", "95 %", "", ""),
                 tuple(_rows(field, found.goal)),
                 f"Candidates: {field.start}.",
             )
@@ -80,9 +80,10 @@ def _rows(field: SearchedField, goal: Goal) -> Iterator[tuple[str, ...]]:
             point.value,
             str(point.seeds),
             value(point.useful.mean, "share"),
-            "best mean" if behind is None else change(behind.mean, unit),
+            "-" if behind is None else change(behind.mean, unit),
             "" if behind is None else span(behind, unit),
             "chosen" if point.value == field.chosen else "given" if point.value == field.given else "",
+            point.mark,
         )
 
 

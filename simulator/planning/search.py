@@ -114,12 +114,13 @@ class Search:
 
     def _spares(self, scenario: FleetScenario, closed: ClosedForm, notes: list[str]) -> SearchedField:
         mean, burst = _broken_at_once(scenario)
-        tried = {poisson_quantile(mean, share) + burst for share in _QUANTILES} | {scenario.cluster.spares}
+        broken = {poisson_quantile(mean, share) for share in _QUANTILES}
+        tried = broken | {count + burst for count in broken} | {scenario.cluster.spares}
         if self._goal is Goal.COST:
             tried.add(0)
         why = f"started from the {mean:.1f} hosts that are broken at once on average, a Poisson variable"
         if burst:
-            why += f", and the other {burst} hosts of a rack"
+            why += f", without and with the other {burst} hosts of a rack"
         return self._race("cluster.spares", scenario, tried, why, prefers_small=True)
 
     def _replicas(self, scenario: FleetScenario, closed: ClosedForm, notes: list[str]) -> SearchedField:
@@ -166,6 +167,7 @@ class Search:
                 score=paired.estimate(scored[number]),
                 behind_best=None if number == best else _behind(scored[best], scored[number]),
                 is_as_good=number in alive,
+                failed=sum(outcome.failed_at_s is not None for outcome in self._known[_key(scenarios[number])]),
             )
             for number, value in enumerate(ascending)
         )

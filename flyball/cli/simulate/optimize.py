@@ -120,7 +120,7 @@ def _rows(field: SearchedField, goal: Goal) -> list[list[object]]:
         marks = [
             "chosen" if point.value == field.chosen else "",
             "given" if point.value == field.given else "",
-            "best mean" if behind is None else "may be as good" if point.is_as_good else "",
+            point.mark,
         ]
         rows.append(
             [
