@@ -28,7 +28,7 @@ test: $(DEV)
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5 $(AGAIN)
 
 # Whole clusters whose processes, services and databases are killed; the command line's flows from start to end; what
-# `make test` has half of: simulated clusters, kills, slot histories; the demo; the benchmarks at their smallest (those of
+# `make test` has a part of: simulated clusters, kills, slot histories; the demo; the benchmarks at their smallest (those of
 # DCP, of resharding and of goodput under faults with -m slow).
 # "not slow" again, since pytest forgets the -m of pyproject.toml.
 proofs: $(DEV)

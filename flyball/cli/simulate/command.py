@@ -159,13 +159,19 @@ def run(
     raise typer.Exit(1 if done.result.violations else 0)
 
 
+def _length(days: float) -> str:
+    from goodput.wording import seconds
+
+    return f"{days:g} days" if days >= 1.0 else seconds(days * 86_400.0)
+
+
 def print_result(result: Result) -> None:
     """A result for people."""
     from goodput.wording import percent, seconds
 
     account = result.goodput
     fields: dict[str, object] = {
-        "scenario": f"{result.scenario}, {result.gpus:,} GPUs for {result.days:g} days",
+        "scenario": f"{result.scenario}, {result.gpus:,} GPUs for {_length(result.days)}",
         "seed": result.seed,
         "useful": f"{percent(result.useful)} of the time"
         + (f" (Meta's closed form: {percent(result.closed_form_ettr)})" if result.closed_form_ettr is not None else ""),

@@ -111,6 +111,7 @@ def _replay_fleet(
                 {
                     "log": f"{percent(report.goodput)} useful, {len(report.incidents)} incidents",
                     "replayed": f"{len(trial.faults)} incidents as faults{left_out}",
+                    "assumed": " ".join(trial.scenario["assumptions"]),
                 }
             )
         print_result(result)

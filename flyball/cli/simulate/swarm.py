@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from flyball.cli.reach.options import command_help
-from flyball.cli.show.messages import json_text
+from flyball.cli.show.messages import announce, json_text
 from flyball.cli.show.output import Format, OutputOption, print_fields, printed
 from flyball.cli.show.progress import tally
 from flyball.cli.simulate.options import Jobs, seeds_from, write_report
@@ -66,13 +66,18 @@ def swarm(
     if story:
         _tell(from_seed, kept)
     results: list[SeedResult] = []
-    for result in _shown(try_seeds(wanted, jobs=jobs or usable_cores(), kept=kept), seeds):
-        results.append(result)
-        if result.failure is not None:
-            if traces is not None:
-                _write_trace(result.failure, traces)
-            if not output.is_for_programs:
-                _complain(result.failure)
+    try:
+        for result in _shown(try_seeds(wanted, jobs=jobs or usable_cores(), kept=kept), seeds):
+            results.append(result)
+            if result.failure is not None:
+                if traces is not None:
+                    _write_trace(result.failure, traces)
+                if not output.is_for_programs:
+                    _complain(result.failure)
+    except KeyboardInterrupt:
+        failed = sum(result.failure is not None for result in results)
+        announce(f"interrupted after {len(results)} seeds, of which {failed} failed")
+        raise
     results.sort(key=lambda result: result.tried.seed)
     found = _summary(results, from_seed)
     if not printed(found, output):
