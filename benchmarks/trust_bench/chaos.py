@@ -186,6 +186,7 @@ def run_chaos(
         incidents = stack.api.everything("/v1/incidents")
         generations = _generations(stack)
         doubled = doubled_actions(stack.root / "job" / "spawns.txt", sorted(stack.root.glob("host-*.log")))
+        stack.kill()  # the uninterrupted run has the processors for itself
         executions = read_executions(stack.losses_dir)
         steps = 1 + max(e.step for e in executions)
         expected = uninterrupted(stack.root / "reference", steps, announce)

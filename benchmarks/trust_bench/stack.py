@@ -147,8 +147,8 @@ class TrustStack:
             threading.Event().wait(0.1)
         return found
 
-    def end(self) -> None:
-        """End every process of the stack by its pid, and remove its files, segments and namespaces."""
+    def kill(self) -> None:
+        """End every process of the stack by its pid; its files stay."""
         if self._api is not None:
             self._api.close()
         deadline_s = time.monotonic() + DEADLINE_S
@@ -157,6 +157,10 @@ class TrustStack:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
             threading.Event().wait(0.05)
+
+    def end(self) -> None:
+        """End all processes, and remove the stack's files, segments and namespaces."""
+        self.kill()
         if self._network is not None:
             self._network.end()
         shutil.rmtree(self.shm_dir, ignore_errors=True)
