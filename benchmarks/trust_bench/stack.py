@@ -192,8 +192,15 @@ class TrustStack:
     def _start_servers(self) -> None:
         redis = self.root / "redis"
         redis.mkdir()
-        port = str(self._ports["redis"])
-        self._spawn("redis", ["redis-server", "--port", port, "--dir", str(redis), "--save", "", "--bind", "127.0.0.1"])
+        own = (
+            "--dir",
+            str(redis),
+            "--save",
+            "",
+            "--set-proc-title",
+            "no",
+        )  # its title would hide how to start it again
+        self._spawn("redis", ["redis-server", "--port", str(self._ports["redis"]), "--bind", "127.0.0.1", *own])
         folder = self.root / "mariadb"
         folder.mkdir()
         data = f"--datadir={folder / 'data'}"

@@ -34,6 +34,11 @@ class LossSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     healed: int = 3  # usual samples in a row
 
 
+# A loss is computed before its step's update, so it vouches for the state of the step before; and what went bad in
+# another rank alone shows in this one's loss a step later.
+_UNVOUCHED_STEPS = 2
+
+
 class _Usual(msgspec.Struct, frozen=True):
     """What recent samples are like."""
 
@@ -67,8 +72,8 @@ class _WatchedLoss:
 
     @property
     def clean_step(self) -> int:
-        """The newest step with a usual loss before the bad ones, -1 if there is none."""
-        return self._usual[-1][0] if self._usual else -1
+        """The newest step whose state the usual losses before the bad ones vouch for, -1 if there is none."""
+        return max(-1, self._usual[-1][0] - _UNVOUCHED_STEPS) if self._usual else -1
 
     @property
     def is_suspect(self) -> bool:
@@ -176,7 +181,7 @@ class LossWatch:
         return news
 
     def clean_steps(self, jobs: Iterable[str]) -> dict[str, int]:
-        """Of these jobs, those whose newest losses are bad, with the newest step of a usual one; -1 for none."""
+        """Of these jobs, those whose newest losses are bad, with the newest step that is good for sure; -1 for none."""
         watched = ((name, self._jobs.get(name)) for name in jobs)
         return {name: job.clean_step for name, job in watched if job is not None and job.is_suspect}
 

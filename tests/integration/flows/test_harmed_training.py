@@ -51,3 +51,34 @@ def test_a_job_that_is_harmed_twice_goes_on_from_clean_steps() -> None:
     assert FLIP_STEP < start <= NAN_STEP
     assert output.count("newest recovery point before the harm") == 2
     assert "Rank 2 on " in output and "it is nan" in output
+
+
+# The loss is computed before the update, so that of step 20 is usual, and the state of step 20 is no number. Steps take
+# longer than reports: each is seen.
+SLOW_TRAINER = """
+import json, time
+import torch
+import flyball
+
+job = flyball.attach()
+state = {"x": torch.ones(1000)}
+start = job.restore(state)
+end = start + 3 if job.generation > 1 else 100_000
+for step in range(start, end):
+    loss = float(state["x"].mean())
+    state["x"] += float("nan") if job.generation == 1 and step == 20 else 0.001
+    job.step(step, loss)
+    job.save(step, state)
+    time.sleep(0.7)
+with open(f"end{job.rank}.json", "w") as file:
+    json.dump({"start": start, "good": bool(state["x"].isfinite().all())}, file)
+job.wait_until_finished()
+job.close()
+"""
+
+
+@pytest.mark.proof
+def test_a_state_that_no_loss_vouches_for_is_not_gone_back_to() -> None:
+    settings = SETTINGS.replace("disk_every_steps = 20", "disk_every_steps = 1").replace("latest = 2", "latest = 20")
+    ends, output = run_to_its_end(SLOW_TRAINER, settings, ranks=1)
+    assert ends == [{"start": 19, "good": True}], output

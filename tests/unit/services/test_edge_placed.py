@@ -382,9 +382,9 @@ def test_a_loss_that_stays_bad_is_a_signal_and_hosts_learn_which_steps_are_clean
 
     assert [say(step, 2.0) for step in range(20)] == [{}] * 20
     rig.say("c", ranks=(), losses=(RankLoss("job", 3, 0, 20, "nan"),))  # not of a rank of that host
-    assert [say(step, "nan") for step in range(20, 24)] == [{"job": 19}] * 4
+    assert [say(step, "nan") for step in range(20, 24)] == [{"job": 17}] * 4
     items = rig.queue.take(max_hosts=0, timeout_s=0.0).signals
     (found,) = {s.seq: s.body for item in items for s in item.signals}.values()
     assert isinstance(found, LossDiverged)
-    assert (found.clean_step, found.first_step, found.step) == (19, 20, 22)
-    assert [say(step, 2.0) for step in range(24, 27)] == [{"job": 19}, {"job": 19}, {}]
+    assert (found.clean_step, found.first_step, found.step) == (17, 20, 22)
+    assert [say(step, 2.0) for step in range(24, 27)] == [{"job": 17}, {"job": 17}, {}]
