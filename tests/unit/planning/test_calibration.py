@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from flyball.cli.demo.command import DemoResult
+from flyball.cli.demo.reference import LossComparison
 from flyball.contracts.errors import UsageError
 from simulator.fleet import scenario
 from simulator.fleet.result import simulate
@@ -53,6 +55,14 @@ def test_a_result_without_times_is_refused() -> None:
         from_demo({"faults": []}, "demo.json")
     with pytest.raises(UsageError, match="nothing to take"):
         from_demo({"faults": [], "repair": {}}, "demo.json")
+
+
+def test_the_demo_writes_what_is_taken() -> None:
+    report = simulate(scenario.load("small", ["days=1"]), 1, "small").result.goodput
+    losses = LossComparison(matches=True, compared=1, recomputed=0, problems=())
+    demo = DemoResult(1, (), losses, report.goodput, {}, dict(report.repair), 1).to_json()
+    fields = {time.field for time in from_demo(demo, "demo.json").taken}
+    assert fields == {"times.stop_s", "times.start_s", "times.restore_s"}
 
 
 def test_a_runs_own_report_gives_its_times_back() -> None:
