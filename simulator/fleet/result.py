@@ -180,6 +180,6 @@ def _violations(world: FleetWorld, report: GoodputReport) -> Iterator[str]:
         open_s = world.now - incident.opened_at
         if trains and incident.state is IncidentState.VERIFYING:
             continue  # it repeats the steps that it went back, perhaps for days
-        if not incident.state.closed and open_s > _OPEN_S and world.spares_left:
+        if not incident.state.closed and open_s > _OPEN_S and world.spares_suffice:
             what = f"{incident.incident_id} ({incident.cause}) for {open_s:.0f} s: {incident.message}"
             yield f"incident_left_open: {what}"

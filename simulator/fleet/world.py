@@ -101,6 +101,14 @@ class FleetWorld:
         """How many hosts are free now."""
         return len(self._free)
 
+    @property
+    def spares_suffice(self) -> bool:
+        """Whether there are free hosts for all of the job's that are gone or broken."""
+        plan = self.control.plan
+        placed = [self._hosts.get(part.host_id) for part in plan.hosts] if plan is not None else []
+        wanted = sum(host is None or not host.is_up or bool(host.condition) for host in placed)
+        return self.spares_left >= max(1, wanted)
+
     def run(self, passed: Callable[[float], None] = lambda _: None) -> None:
         """Run the whole scenario. `passed` is told the simulated seconds so far."""
 
