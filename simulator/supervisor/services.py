@@ -73,8 +73,9 @@ class WatchedStore(MemoryDecisionStore):
         for change in outcome.hosts:
             if change.state is HostState.SILENT:
                 self._controller.condemned(change.host_id, reported_by.get(change.host_id, ""))
-        for host_id in sorted(self._controller.cordoned_hosts() - out_of_work) if outcome.hosts else ():
-            self._controller.cordoned(host_id, out_of_work)
+        still = self._controller.cordoned_hosts() if outcome.hosts else frozenset()
+        for host_id in sorted(still - out_of_work):
+            self._controller.cordoned(host_id, out_of_work & still)
 
 
 def lasting_neighbours(host_id: str, own: GenerationPlan, present: GenerationPlan) -> list[str]:
