@@ -152,10 +152,15 @@ def test_without_a_job_the_newest_run_is_shown(place: Path) -> None:
 
 def test_reading_changes_nothing(place: Path) -> None:
     folder = find_run({"FLYBALL_STATE_DIR": str(place / "s")}, "done").supervisor_dir
-    before = {file.name: (file.stat().st_mtime_ns, file.read_bytes()) for file in folder.iterdir()}
+
+    def files() -> dict[str, tuple[int, bytes]]:
+        found = [file for file in folder.rglob("*") if file.is_file()]
+        return {str(file): (file.stat().st_mtime_ns, file.read_bytes()) for file in found}
+
+    before = files()
     answer(place, "status", "--job", "done")
     answer(place, "goodput", "--job", "done")
-    assert {file.name: (file.stat().st_mtime_ns, file.read_bytes()) for file in folder.iterdir()} == before
+    assert files() == before
 
 
 def test_another_releases_state_is_refused_and_unchanged(place: Path, tmp_path: Path) -> None:
