@@ -94,7 +94,7 @@ def _nvrx(course: Course, python: str, host: int) -> list[str]:
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("flyball", _flyball, 3, late_spare=False, environment={"FLYBALL_TOKEN": "shoot-out-token"}),
+        Peer("flyball", _flyball, 3, late_spare=False, environment={"FLYBALL_TOKEN": "shoot-out-of-one-machine"}),
         # With a third agent at the door from the beginning, each restart of torchrun was followed by several more, and
         # each of NVRx waited for the 30 s in which its rendezvous takes more nodes.
         Peer("torchrun", _torchrun, 2, late_spare=True, environment={}),
