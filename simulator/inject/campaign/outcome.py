@@ -111,13 +111,18 @@ def judge(
     )
 
 
+def causes_of(incident: Mapping[str, Any]) -> set[str]:
+    """All that it was taken for: what goes wrong in its restart becomes its cause."""
+    return {str(incident["cause"]), *(str(moment["cause"]) for moment in incident.get("timeline", ()))}
+
+
 def _expected(
     incidents: Sequence[Mapping[str, Any]], causes: Sequence[str], causes_beside: Sequence[str], host_id: str
 ) -> list[Mapping[str, Any]]:
     """Those that recognise the fault: by its own causes, else by those of faults beside it; its host's, if any."""
-    expected = [i for i in incidents if i["cause"] in causes]
+    expected = [i for i in incidents if causes_of(i) & set(causes)]
     if causes and not expected:
-        expected = [i for i in incidents if i["cause"] in causes_beside]
+        expected = [i for i in incidents if causes_of(i) & set(causes_beside)]
     if host_id:
         expected = [i for i in expected if i["host_id"] in ("", host_id)] or expected
     return expected

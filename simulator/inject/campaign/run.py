@@ -14,7 +14,7 @@ from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import IncidentState
 from flyball.contracts.errors import FlyballError, NotFound
 from simulator.inject.campaign.draws import Draw
-from simulator.inject.campaign.outcome import EARLY_S, FaultOutcome, judge, not_injected
+from simulator.inject.campaign.outcome import EARLY_S, FaultOutcome, causes_of, judge, not_injected
 from simulator.inject.faults import Api
 from simulator.inject.injector import FaultRequest, InjectedFault
 from simulator.inject.kinds.catalog import kind_of
@@ -195,7 +195,7 @@ class Campaign:
             if kind.causes:
                 # What heals a fault beside it may heal this one before it is noticed by itself.
                 self._until(
-                    lambda: any(i["cause"] in (*kind.causes, *struck.causes_beside) for i in followed()),
+                    lambda: any(causes_of(i) & {*kind.causes, *struck.causes_beside} for i in followed()),
                     self._patience_s + done.lasts_s,
                 )
             else:

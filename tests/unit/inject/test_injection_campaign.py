@@ -99,6 +99,7 @@ def test_a_fault_that_is_healed_has_its_times_and_its_cost() -> None:
         ([incident()], {"trains": False}, FaultVerdict.WRONG, "no more steps"),
         ([incident(cause="rank_stalled")], {}, FaultVerdict.WRONG, "taken for rank_stalled"),
         ([incident(host_id="host-b")], {}, FaultVerdict.WRONG, "host-b was blamed"),
+        ([incident(cause="rank_stalled", timeline=[{"cause": "worker_killed"}])], {}, FaultVerdict.RECOVERED, ""),
         (
             [incident(), incident(incident_id="inc-2", cause="rank_stalled")],
             {},
