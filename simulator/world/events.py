@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-BEGAN_AT = 1_000_000.0  # wall clock at the start
+BEGAN_AT = 1_767_225_600.0  # the start, 2026 in UTC: goodput takes dates about 1970 for a clock that was never set
 
 Happening = Callable[[], None]
 

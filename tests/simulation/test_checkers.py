@@ -23,7 +23,7 @@ from simulator.supervisor.services import lasting_neighbours
 from simulator.watch import Watch
 from simulator.world.events import BEGAN_AT
 
-LATE = 2_000_000.0
+LATE = BEGAN_AT + 1_000_000.0
 
 
 @pytest.fixture(scope="module")
