@@ -44,7 +44,7 @@ from host_daemon.orders.commands import CommandFailed, CommandProgress
 from host_daemon.orders.generation_start import GenerationStarter
 from host_daemon.spawning.standby import Standbys
 from host_daemon.store.facts import OwedReleases
-from host_daemon.store.worker_records import JobRecord, WorkerRecord, WorkerRecords
+from host_daemon.store.worker_records import JobRecord, WorkerRecords
 from host_daemon.workers.beacons import Beacons
 from host_daemon.workers.stacks import StackSource, take_stands
 from host_daemon.workers.worker_environment import expected_environment, job_environment
@@ -135,16 +135,15 @@ class JobControl:
 
     def held(self, now: float) -> tuple[HeldJob, ...]:
         """The jobs of this host at `now`, wall clock: each with its newest generation and its running ranks."""
-        live: dict[tuple[str, int], list[WorkerRecord]] = {}
-        for worker in self._workers.live():
-            record = worker.record
-            if record.rank >= 0:
-                live.setdefault((record.job, record.generation), []).append(record)
         held = []
         for name, job in sorted(self._jobs.items()):
-            workers = live.get((name, job.placement.generation), ())
-            ranks = tuple(sorted(worker.rank for worker in workers))
-            ran_s = max((max(0.0, now - worker.spawned_at) for worker in workers), default=0.0)
+            workers = [
+                worker
+                for worker in self._workers.of(name)
+                if worker.record.generation == job.placement.generation and not worker.is_store
+            ]
+            ranks = tuple(sorted(worker.record.rank for worker in workers if not worker.gone.is_set()))
+            ran_s = max((max(0.0, now - worker.record.spawned_at) for worker in workers), default=0.0)
             held.append(HeldJob(job.spec, job.placement, job.fence, ranks, ran_s))
         return tuple(held)
 

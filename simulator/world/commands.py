@@ -58,6 +58,7 @@ class Commands:
         self.obeyed = standings.LastObeyed()
         self.ended: dict[str, int] = {}  # job -> generation
         self._jobs: dict[str, tuple[StartWorkers, Fence]] = {}  # newest per job
+        self._spawned: dict[int, float] = {}  # generation whose ranks are not stopped -> when the first one began
         self.restart()
 
     def restart(self) -> None:
@@ -72,14 +73,12 @@ class Commands:
 
     def held(self) -> tuple[HeldJob, ...]:
         """The jobs of this host."""
-        live = {key: worker for key, (_, worker) in self._host.workers.items() if worker is not None}
         held = []
         for body, fence in self._jobs.values():
-            mine = {
-                rank: worker for (generation, rank), worker in live.items() if generation == body.placement.generation
-            }
-            ran_s = max((self._world.now - worker.began_at for worker in mine.values()), default=0.0)
-            held.append(HeldJob(body.spec, body.placement, fence, tuple(sorted(mine)), ran_s))
+            generation = body.placement.generation
+            ranks = tuple(sorted(rank for of, rank in self._host.workers if of == generation))
+            ran_s = self._world.now - self._spawned.get(generation, self._world.now)
+            held.append(HeldJob(body.spec, body.placement, fence, ranks, ran_s))
         return tuple(held)
 
     def obey(self, command: Command, cluster: str) -> None:
@@ -195,6 +194,7 @@ class Commands:
         for group, worker in list(self._host.workers.values()):
             if group.generation <= upto_generation:
                 self._world.exit(group, worker, ProcessEnd(signal_number=SIGKILL, is_expected=True))
+        self._spawned = {of: at for of, at in self._spawned.items() if of > upto_generation}
 
     def _list_copies(self, running: _Running, body: StopWorkers | EndJob) -> None:
         """Reply to a stop with all copies.
@@ -223,6 +223,8 @@ class Commands:
     def _start(self, body: StartWorkers) -> CommandResult:
         part = body.placement.host(self._host.host_id)
         pids = {}
+        if part is not None:
+            self._spawned.setdefault(body.placement.generation, self._world.now)
         for rank in part.ranks if part is not None else ():
             if (body.placement.generation, rank) in self._host.workers:
                 continue  # an earlier daemon had started it

@@ -42,7 +42,9 @@ class HeldJob(msgspec.Struct, frozen=True):
     placement: Placement  # the host's part; rank 0's host has all of it
     fence: Fence
     ranks: tuple[Rank, ...]  # those that run
-    ran_s: Duration = 0.0  # how long the first of them has run; 0.0: none runs
+    ran_s: Duration = (
+        0.0  # since the first of its ranks began, which may have ended; 0.0: all are stopped, or none began
+    )
 
 
 class HostStanding(msgspec.Struct, frozen=True):

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ import pytest
 
 from flyball.contracts.checkpoints import RestoreReport, StoredPoint, Tier
 from flyball.contracts.clock import SystemClock
+from flyball.contracts.cluster import HostRanks, JobSpec, Placement
 from flyball.contracts.decisions import (
     Command,
     CommandBatch,
@@ -40,7 +42,8 @@ from host_daemon.store.condition_book import ConditionBook
 from host_daemon.store.database import HostDatabase
 from host_daemon.store.facts import Facts, OwedReleases
 from host_daemon.store.outbox import SignalOutbox
-from host_daemon.store.worker_records import WorkerRecords
+from host_daemon.store.worker_records import STORE_RANK, JobRecord, WorkerRecord, WorkerRecords
+from host_daemon.workers.workers import Worker
 
 COMMAND = Command("act-1.stop.host.1", "act-1", "host", Fence(1, 1), StopWorkers("job", 1, 0.0), 30.0)
 
@@ -381,3 +384,22 @@ def test_reports_continue_when_there_are_more_restores_than_fit() -> None:
         assert list(reporter._restores) == [restore(MAX_RESTORES)]
 
     asyncio.run(scenario())
+
+
+def test_how_long_a_job_ran_is_known_after_its_rank_has_ended() -> None:
+    """A supervisor that adopts it takes the length of a step from that."""
+    spec = JobSpec(job="job", argv=("t.py",), workdir="/")
+    placement = Placement("job", 3, 1, (HostRanks("a", "127.0.0.1", "", (0,)),), "127.0.0.1", 1, {}, (), None)
+    ended = Worker(WorkerRecord("job", 3, 0, 10, 0, 100.0, "/log"), Path("/error"), None)
+    ended.gone.set()
+    before = Worker(WorkerRecord("job", 2, 0, 9, 0, 20.0, "/log"), Path("/error"), None)
+    store = Worker(WorkerRecord("job", 3, STORE_RANK, 11, 0, 90.0, "/log"), Path("/error"), None)
+    given = dict.fromkeys(
+        ("beacons", "starter", "records", "owed", "signal", "engine", "engine_client", "ports", "checker")
+    )
+    standbys = SimpleNamespace(keep=lambda *_: None)
+    workers = SimpleNamespace(of=lambda _: [before, store, ended])
+    control = JobControl(host_id="a", workers=workers, standbys=standbys, environ={}, **given)
+    control.take_over(JobRecord(spec, placement, Fence(1, 3)))
+    (held,) = control.held(160.0)
+    assert (held.ranks, held.ran_s) == ((), 60.0)
