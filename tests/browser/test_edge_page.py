@@ -27,13 +27,6 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this ma
 
 
 @pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Browser]:
-    browser = Browser(tmp_path / "profile")
-    yield browser
-    browser.close()
-
-
-@pytest.fixture
 def no_room_for_goodput(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(goodput, "MAX_AT_ONCE", 0)
 

@@ -24,13 +24,6 @@ DRAIN = "document.querySelector('[data-act=drain]')"
 
 
 @pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Browser]:
-    browser = Browser(tmp_path / "profile")
-    yield browser
-    browser.close()
-
-
-@pytest.fixture
 def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
     supervisor = Supervisor(load_settings(state_dir=tmp_path / "supervisor", port=0))
     supervisor.start()

@@ -34,13 +34,6 @@ GO = "document.querySelector('#act button.primary')"
 
 
 @pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Browser]:
-    browser = Browser(tmp_path / "profile")
-    yield browser
-    browser.close()
-
-
-@pytest.fixture
 def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
     policy = {"approve": ["restart_in_place"]}
     supervisor = Supervisor(load_settings(state_dir=tmp_path / "supervisor", port=0, policy=policy))

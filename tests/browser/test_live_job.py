@@ -50,13 +50,6 @@ def place() -> Iterator[Path]:
         yield folder
 
 
-@pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Browser]:
-    browser = Browser(tmp_path / "profile")
-    yield browser
-    browser.close()
-
-
 def found(place: Path, pattern: str) -> str:
     """What the running command has printed about where things are."""
     deadline = time.monotonic() + DEADLINE_S
