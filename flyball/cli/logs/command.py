@@ -80,7 +80,9 @@ def command(
                 wanted,
                 follow,
                 output,
-                _at_intervals(LOCAL_INTERVAL_S, lambda: not any(is_written(run.folder) for run in runs)),
+                _at_intervals(
+                    LOCAL_INTERVAL_S, lambda: not any(is_written(run.folder) or run.may_continue for run in runs)
+                ),
             )
             return
         except NotFound:
@@ -270,7 +272,7 @@ def _as_json(log: RankLog, tail: int) -> dict[str, Any]:
 
 
 def _follow(runs: Sequence[JobLogs], logs: Sequence[RankLog], wanted: _Wanted, is_over: Callable[[], bool]) -> None:
-    """Show new output until nothing writes any more, or until Ctrl-C."""
+    """Show new output until the job ends, or until Ctrl-C."""
     ranks, generation, tail = wanted.ranks, wanted.generation, wanted.tail
     begin = {log.path: _start_of_last(log.path, tail) if tail else 0 for log in logs}
     oldest = min(log.generation for log in logs)

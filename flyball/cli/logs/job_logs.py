@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import sqlite3
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from flyball.cli.reach.places import state_root
 from flyball.process_title import read_words
 
 _DAEMON = ("host_daemon", "--state-dir", "--host-id")
+_DATABASE = "daemon.sqlite"
+_READ_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,19 @@ class JobLogs:
             if match := LOG_NAME.search(path.as_posix()):
                 found.append(RankLog(self.host_id, int(match[1]), int(match[2]), path))
         return sorted(found, key=lambda log: (log.generation, log.rank))
+
+    @property
+    def may_continue(self) -> bool:
+        """Whether a daemon runs here that has the job: nothing writes between two generations, and others follow."""
+        own = self.state_dir.resolve()
+        if not any(daemon.state_dir.resolve() == own for daemon in _daemons()):
+            return False
+        database = f"{(own / _DATABASE).as_uri()}?mode=ro"
+        try:
+            with closing(sqlite3.connect(database, uri=True, timeout=_READ_TIMEOUT_S)) as rows:
+                return bool(rows.execute("SELECT 1 FROM jobs WHERE job = ?", (self.job,)).fetchall())
+        except sqlite3.Error:  # busy, or not readable: only what is written shows it then
+            return False
 
 
 def jobs_here(environ: Mapping[str, str], state_dir: str = "") -> list[JobLogs]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from flyball.cli.logs import job_logs
 from flyball.cli.main import run_cli
 
 TIMEOUT_S = 120.0
@@ -133,3 +135,22 @@ def test_follow_shows_new_output_and_ends_with_the_writer(state: Path) -> None:
         for process in (writer, follower):
             process.kill()
             process.wait()
+
+
+def test_following_outlives_the_gap_between_two_generations(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing writes while a job restarts. The daemon still has it, until it ends."""
+    write(state, "llama/g1/rank0.log", "starts at step 0\n")
+    folder = state / "jobs/r/host"
+    with sqlite3.connect(folder / "daemon.sqlite") as database:
+        database.execute("CREATE TABLE jobs (job TEXT, start BLOB)")
+        database.execute("INSERT INTO jobs VALUES ('llama', '')")
+    (logs,) = job_logs.jobs_here({"FLYBALL_STATE_DIR": str(state)})
+    assert not logs.may_continue, "no daemon runs"
+    monkeypatch.setattr(
+        job_logs, "read_words", lambda _: ("-m", "host_daemon", "--state-dir", str(folder), "--host-id", "h")
+    )
+    assert logs.may_continue
+    database.execute("DELETE FROM jobs")
+    database.commit()
+    database.close()
+    assert not logs.may_continue
