@@ -29,7 +29,7 @@ test: $(DEV)
 
 # Whole clusters whose processes, services and databases are killed; the command line's flows from start to end; what
 # `make test` has a part of: simulated clusters, kills, slot histories; the demo; the benchmarks at their smallest (those of
-# DCP, of resharding and of goodput under faults with -m slow).
+# DCP, of resharding, of trust and of goodput under faults with -m slow).
 # "not slow" again, since pytest forgets the -m of pyproject.toml.
 proofs: $(DEV)
 	$(BIN)/pytest -m "proof and not slow" tests/integration tests/corruption tests/simulation tests/property -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10 --durations-min 5 $(AGAIN)

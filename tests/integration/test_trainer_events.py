@@ -124,7 +124,8 @@ def test_a_trainer_killed_with_minus_9_leaves_a_log_whole_but_for_its_last_line(
     assert report.seconds_by_category["checkpoint_blocked"] > 0
 
 
-@pytest.mark.parametrize("place", ["events.jsonl", pytest.param("events/", marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("place", ["events.jsonl", "events/"])
 def test_a_torchrun_restart_of_two_ranks_is_told_as_it_was(place: str, script: Path, tmp_path: Path) -> None:
     events = tmp_path / place
     if place.endswith("/"):

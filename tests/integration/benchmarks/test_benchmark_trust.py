@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "trust.py"
 SERVERS = ("mariadbd", "mariadb-install-db", "redis-server")
 

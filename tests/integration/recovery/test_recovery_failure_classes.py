@@ -196,7 +196,8 @@ def test_an_exception_that_comes_on_one_host_only_leaves_that_host(stack, job) -
 def test_the_same_exception_on_two_hosts_is_the_jobs_own(stack) -> None:
     two = train(stack, "two-hosts", RAISES, steps=8)
     assert ended(two)["state"] == "failed"
-    incident, *others = two.incidents()
+    # On a busy machine the start may be overdue, which is an incident of its own.
+    incident, *others = [one for one in two.incidents() if one["cause"] == "worker_exception"]
     assert not others, (incident, others)
     decisions = two.decisions(incident)
     rules = [d["rule"] for d in decisions]

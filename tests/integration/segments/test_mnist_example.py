@@ -35,6 +35,7 @@ def run(script: Path, *arguments: object, shm: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.proof
 def test_two_lines_differ_from_an_ordinary_script_which_has_the_same_losses(tmp_path: Path, data: Path) -> None:
     ours = EXAMPLE.read_text()
     theirs = ours.replace("flyball.save(", "torch.save(").replace("flyball.load(", "torch.load(")
