@@ -15,6 +15,7 @@ MAX_LOGS = 64  # ranks to choose from
 PHASES = {"open": "deciding", "deciding": "deciding", "acting": "acting", "verifying": "verifying"}
 # Parts of a signal's body that are text of several lines.
 TEXTS = ("error", "log_tail", "kernel")
+_TOLD_BY = 40  # characters of an error's message that show that a log has it
 _HIDDEN = frozenset(("type", "job", "generation", *TEXTS))
 
 
@@ -92,8 +93,18 @@ def _taken(signals: list[Json], line: Mapping[str, Any]) -> Json:
 def _signal(signal: Mapping[str, Any]) -> Json:
     body = signal["body"]
     facts = {name: _text(value) for name, value in body.items() if name not in _HIDDEN and _says_something(value)}
-    texts = {name: str(body[name]) for name in TEXTS if body.get(name)}
+    texts = {name: _lines(body[name]) for name in TEXTS if body.get(name)}
+    told_by = body["error"]["message"][:_TOLD_BY] if "error" in texts else ""
+    if told_by and told_by in texts.get("log_tail", ""):
+        del texts["error"]  # the log has it, with what led to it
     return {"source": signal["source"], "facts": facts, "texts": texts}
+
+
+def _lines(value: str | Mapping[str, str]) -> str:
+    """A text as it is, and of an error its traceback, or its kind and message."""
+    if isinstance(value, str):
+        return value
+    return value.get("traceback") or ": ".join(filter(None, (value.get("kind"), value.get("message"))))
 
 
 def _says_something(value: object) -> bool:

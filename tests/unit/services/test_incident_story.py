@@ -13,6 +13,9 @@ def signal(at: float, kind: str = "worker_exited", source: str = "host-a", **bod
     return {"at": at, "source": source, "kind": kind, "body": {"type": kind, "job": "demo", **body}}
 
 
+BOOM = {"kind": "ValueError", "message": "boom", "traceback": ""}
+
+
 def line(at: float, part: str, what: str, detail: str = "", about: str = "") -> dict[str, Any]:
     return {"at": at, "part": part, "what": what, "detail": detail, "about": about}
 
@@ -59,7 +62,7 @@ def test_the_story_says_nothing_twice_and_keeps_evidence_where_it_belongs() -> N
     decided = {"decision_id": "dec-2", "alternatives": [], "rule": "restart_in_place"}
     lines = told(
         incident(
-            observed=[signal(99.5, rank=1, error="boom", exit_code=None), signal(100.2, rank=0), signal(100.3, rank=2)],
+            observed=[signal(99.5, rank=1, error=BOOM, exit_code=None), signal(100.2, rank=0), signal(100.3, rank=2)],
             decided=[decided],
             story=[
                 line(99.5, "signal", "worker_exited"),
@@ -77,7 +80,7 @@ def test_the_story_says_nothing_twice_and_keeps_evidence_where_it_belongs() -> N
     assert [one["detail"] for one in lines if one["part"] == "state"] == ["", ""]
     assert lines[2]["decided"] is decided
     assert lines[3]["offset_s"] == pytest.approx(0.6)
-    assert lines[0]["signals"] == [{"source": "host-a", "facts": {"rank": "1"}, "texts": {"error": "boom"}}]
+    assert lines[0]["signals"] == [{"source": "host-a", "facts": {"rank": "1"}, "texts": {"error": "ValueError: boom"}}]
     assert [one["facts"] for one in lines[4]["signals"]] == [{"rank": "0"}, {"rank": "2"}]
 
 
@@ -98,3 +101,14 @@ def test_where_the_ranks_restored_from() -> None:
     own = {"tier": "memory", "source_host": "host-a", "transport": ""}
     assert restored_from([one, own, own]) == "peer of host-b, over RDMA (1 rank); memory of host-a (2 ranks)"
     assert restored_from([]) == ""
+
+
+def test_an_error_is_its_traceback_unless_the_log_has_it() -> None:
+    traceback = "Traceback:\n  train.py\nValueError: boom"
+    raised = {**BOOM, "traceback": traceback}
+    story = [line(99.5, "signal", "worker_exited")]
+    [only] = told(incident(observed=[signal(99.5, error=raised)], story=story))[0]["signals"]
+    assert only["texts"] == {"error": traceback}
+    logged = signal(99.5, error=raised, log_tail=f"step 3\n{traceback}")
+    [twice] = told(incident(observed=[logged], story=story))[0]["signals"]
+    assert twice["texts"] == {"log_tail": f"step 3\n{traceback}"}
