@@ -102,7 +102,8 @@ def test_on_a_host_with_rdma_everything_is_ok_and_a_write_went_through_the_devic
     code, found = doctor(FLYBALL_CKPT_TRANSPORT="rdma")
 
     assert code == 0
-    assert {finding["level"] for finding in found.values()} == {"ok"}, found
+    of_rdma = {name: one for name, one in found.items() if name.startswith("rdma") or name in {"pyverbs", "memlock"}}
+    assert {finding["level"] for finding in of_rdma.values()} == {"ok"}, of_rdma
     assert found["rdma write"]["detail"].startswith(f"{port.name}: 1.0 MiB written"), found["rdma write"]
     if "sent_pkts" in before:  # Soft-RoCE
         assert hw_counters(port)["sent_pkts"] - before["sent_pkts"] >= WRITTEN_BYTES / 4096
