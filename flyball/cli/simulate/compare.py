@@ -93,7 +93,7 @@ def command(
     )
     found = compare(side_a, side_b, prices)
     if report is not None:
-        from simulator.planning.compare_page import to_html
+        from simulator.planning.pages.compare_page import to_html
 
         write_report(to_html(found, one, two), report)
     if not printed(found, output):

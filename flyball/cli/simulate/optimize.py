@@ -78,7 +78,7 @@ def command(
     seeds_from(first_seed, 2 * seeds)
     found = search.find(name, given)
     if report is not None:
-        from simulator.planning.optimum_page import to_html
+        from simulator.planning.pages.optimum_page import to_html
 
         write_report(to_html(found, chosen, ran), report)
     if not printed(found, output):

@@ -89,7 +89,7 @@ def command(
         write_out(to_csv(found, prices), csv)
         announce(f"wrote {csv}")
     if report is not None:
-        from simulator.planning.sweep_page import to_html
+        from simulator.planning.pages.sweep_page import to_html
 
         write_report(to_html(found, scenarios[found.best], prices), report)
     if not printed(found, output):

@@ -6,10 +6,10 @@ import pytest
 from planned_outcomes import outcome, outcomes
 
 from simulator.fleet import scenario
-from simulator.planning.compare_page import to_html
 from simulator.planning.comparison import Side, SimulationComparison, compare
 from simulator.planning.goal import Prices
 from simulator.planning.outcome import RunOutcome
+from simulator.planning.pages.compare_page import to_html
 
 FREE = Prices()
 

@@ -14,8 +14,8 @@ from simulator.fleet import scenario
 from simulator.fleet.scenario import FleetScenario
 from simulator.planning.goal import Goal, Prices
 from simulator.planning.optimum import Optimum
-from simulator.planning.optimum_page import to_html
 from simulator.planning.outcome import RunOutcome
+from simulator.planning.pages.optimum_page import to_html
 from simulator.planning.search import Search, poisson_quantile
 
 SAVE_S, MTTI_S = 5.0, 3600.0

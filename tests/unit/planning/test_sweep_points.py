@@ -12,8 +12,8 @@ from flyball.contracts.errors import ConfigurationError, UsageError
 from simulator.fleet import scenario
 from simulator.planning.goal import Goal, Prices
 from simulator.planning.grid import Axis, parse_axis, points_of, scenarios_of
+from simulator.planning.pages.sweep_page import to_html
 from simulator.planning.sweep import Sweep, sweep_of, to_csv
-from simulator.planning.sweep_page import to_html
 
 INTERVAL, SPARES = Axis("checkpoint.every_s", ("30", "60")), Axis("cluster.spares", ("0", "4"))
 

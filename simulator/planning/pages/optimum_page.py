@@ -12,7 +12,7 @@ from simulator.fleet.scenario import FleetScenario
 from simulator.planning.goal import Goal
 from simulator.planning.optimum import Optimum, SearchedField
 from simulator.planning.outcome import RunOutcome
-from simulator.planning.plan_page import A_COLOUR, B_COLOUR, PlanFigure, PlanTable, drawn, plan_page
+from simulator.planning.pages.plan_page import A_COLOUR, B_COLOUR, PlanFigure, PlanTable, drawn, plan_page
 from simulator.planning.wording import change, span, value
 
 _TITLES = {

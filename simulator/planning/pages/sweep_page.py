@@ -11,8 +11,8 @@ from goodput.show.html_figures import INK
 from goodput.wording import counted
 from simulator.fleet.scenario import FleetScenario
 from simulator.planning.goal import Goal, Prices
+from simulator.planning.pages.plan_page import PlanFigure, PlanTable, drawn, losses_figure, plan_page
 from simulator.planning.paired import Estimate
-from simulator.planning.plan_page import PlanFigure, PlanTable, drawn, losses_figure, plan_page
 from simulator.planning.sweep import Sweep, SweptPoint
 from simulator.planning.wording import change, span, value
 

@@ -56,7 +56,7 @@ def plan_page(
 ) -> str:
     """The whole page. `headline`: value, name and meaning of each figure in a box."""
     return (
-        environment("simulator.planning")
+        environment("simulator.planning.pages")
         .get_template("plan.html")
         .render(
             heading=heading,

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from goodput.wording import counted
 from simulator.fleet.scenario import FleetScenario
 from simulator.planning.comparison import ComparedMeasure, SimulationComparison
-from simulator.planning.plan_page import (
+from simulator.planning.pages.plan_page import (
     A_COLOUR,
     B_COLOUR,
     PlanFigure,
