@@ -23,7 +23,6 @@ from services.store.decisions import rounds as round_store
 from services.store.sql import tables
 from services.store.sql.database import Database
 from services.store.sql.lease import CONTROLLER
-from simulator.checks.checkers import Violation, check_record, check_replay
 from simulator.checks.record import (
     ActionRecord,
     CommandRecord,
@@ -32,6 +31,7 @@ from simulator.checks.record import (
     IncidentRecord,
     Record,
 )
+from simulator.checks.record_checks import Violation, check_record, check_replay
 
 
 def check_database(db: Database, *, now: float, bound_s: float) -> list[Violation]:

@@ -20,10 +20,10 @@ import structlog
 from flyball.contracts.cluster import HostState, JobState
 from goodput.calculator import calculate
 from services.controller.replay import StoredRound
-from simulator.checks import checkers
-from simulator.checks.checkers import Violation
+from simulator.checks import history_checks, record_checks
 from simulator.checks.history import CoreFault, Fact, fingerprint
 from simulator.checks.record import Record
+from simulator.checks.record_checks import Violation
 from simulator.cluster import JOB, Cluster, Scenario, draw_scenario
 from simulator.faults.faults import Fault, draw
 from simulator.faults.injection import Injector
@@ -84,14 +84,14 @@ def run(seed: int, *, scenario: Scenario | None = None, faults: tuple[Fault, ...
         if ended_early is None:
             violations = [
                 *watch.violations,
-                *checkers.check_record(record, now=world.now, bound_s=RECOVER_WITHIN_S),
-                *checkers.check_history(world.facts, record),
+                *record_checks.check_record(record, now=world.now, bound_s=RECOVER_WITHIN_S),
+                *history_checks.check_history(world.facts, record),
                 *_left_undone(cluster, is_back=is_back),
-                *checkers.check_replay(memory.rounds, record),
+                *record_checks.check_replay(memory.rounds, record),
                 *_intervals(cluster),
             ]
         else:
-            violations = [ended_early, *watch.violations, *checkers.check_history(world.facts, record)]
+            violations = [ended_early, *watch.violations, *history_checks.check_history(world.facts, record)]
     return Run(
         seed=seed,
         scenario=scenario,
@@ -170,7 +170,7 @@ def _left_undone(cluster: Cluster, *, is_back: bool) -> Iterator[Violation]:
         state = f"{job.state.value}: {job.message}" if job is not None else "not there"
         yield Violation("training_not_back", f"the job is {state}, at step {world.truth.newest}")
     known = {(job, row.generation) for job, row in memory.jobs.items() if not row.state.ended}
-    unknown = checkers.granted_twice(world.facts)
+    unknown = history_checks.granted_twice(world.facts)
     for name, host in world.hosts.items():
         row = memory.hosts.get(name)
         is_cordoned = row is not None and row.state is HostState.CORDONED  # left to an operator

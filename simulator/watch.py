@@ -14,7 +14,7 @@ from itertools import islice
 from flyball.contracts.checkpoints import Lineage, ShardSource, Tier
 from flyball.contracts.cluster import restored_world_size, restores_another_world
 from flyball.contracts.decisions import DecisionKind, StartWorkers
-from simulator.checks.checkers import BESIDE, Violation
+from simulator.checks.record_checks import BESIDE, Violation
 from simulator.cluster import JOB, Cluster
 from simulator.world.world import KNOWN_AFTER_S
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from simulator.checks.checkers import Violation
+from simulator.checks.record_checks import Violation
 from simulator.driver import Run, run, where
 from simulator.fleet.result import simulate
 from simulator.swarm.shrink import fewest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import StrEnum
 
-from simulator.checks.checkers import Violation
+from simulator.checks.record_checks import Violation
 
 
 class SeedVerdict(StrEnum):

@@ -13,9 +13,10 @@ from flyball.contracts.checkpoints import LineageEntry
 from flyball.contracts.decisions import ActionState, IncidentState
 from flyball.contracts.identity import Fence
 from simulator import driver
-from simulator.checks.checkers import check_history, check_record, check_replay
 from simulator.checks.history import Condemned, Cordoned, CoreFault, Fact, Granted, Obeyed, Restored, Saved, WorkerBegan
+from simulator.checks.history_checks import check_history
 from simulator.checks.record import Record
+from simulator.checks.record_checks import check_record, check_replay
 from simulator.cluster import Cluster, Scenario
 from simulator.driver import Run, run
 from simulator.faults.faults import Fault, FaultKind

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from simulator.checks import checkers
+from simulator.checks import history_checks
 from simulator.checks.history import Obeyed
 from simulator.cluster import Cluster, Scenario
 from simulator.ports.memory import record_of
@@ -48,5 +48,5 @@ def test_the_second_of_two_daemons_with_one_id_gets_no_commands(seed: int) -> No
     assert len(cluster.memory.generations) == 3
     assert cluster.memory.hosts[first.host_id].incarnation == first.incarnation
     assert sum(isinstance(fact, Obeyed) and fact.host_id == first.host_id for fact in world.facts) >= 3
-    assert checkers.check_history(world.facts, record_of(cluster.memory)) == []
+    assert history_checks.check_history(world.facts, record_of(cluster.memory)) == []
     assert world.truth.newest > 40

@@ -19,7 +19,7 @@ from flyball.cli.simulate.options import Jobs, seeds_from, write_report
 from flyball.contracts.errors import UsageError
 
 if TYPE_CHECKING:
-    from simulator.checks.checkers import Violation
+    from simulator.checks.record_checks import Violation
     from simulator.swarm.tries import FailedSeed, SeedResult
 
 SHOWN_VIOLATIONS = 5
