@@ -447,7 +447,9 @@ def test_after_a_kill_of_an_engine_that_stays_away_the_step_counts_only_if_it_is
     job.capture(4)
     machine = job.machines[host_id]
     machine.start(Dying(machine, number, before=before))
-    job.begin(4).results()  # on a slow machine the others may give up before it gets to its death: no harm either
+    job.begin(4).results()
+    if not machine.dead:
+        pytest.skip("this machine is slow: the others gave up before the kill")
     if job.seal(4):
         job.check(4)
     for rank in machine.ranks:
