@@ -93,6 +93,9 @@ def _run(check: Check, host: CheckedHost, found: list[Finding]) -> None:
         found.extend(check.look(host))
     except FlyballError as error:
         found.append(of_error(check.subject, error))
+    except Exception as error:  # noqa: BLE001 - what breaks a check may harm a job, too, and is no reason to say nothing
+        hint = "the other checks are complete; report this one"
+        found.append(of_error(check.subject, FlyballError(f"The check itself failed: {error!r}.", hint=hint)))
 
 
 def exit_code(found: Iterable[Finding]) -> int:

@@ -14,7 +14,7 @@ import msgspec
 from flyball import __version__
 from flyball.cli.doctor.findings import CheckedHost, Finding, ok, warning
 from flyball.contracts.errors import ConfigurationError, Unreachable
-from flyball.contracts.wire import decoder_of
+from flyball.contracts.wire import MALFORMED, decoder_of
 
 IMPORT_TIMEOUT_S: Final = 90.0  # from a cold network file system
 _CUDA_BUILD: Final = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128"
@@ -56,7 +56,18 @@ def torch(host: CheckedHost, program: Sequence[str] = (sys.executable, "-c", _PR
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise ConfigurationError(f"`import torch` fails: {lines[-1]}", hint="pip install --force-reinstall torch")
-    yield torch_finding(decoder_of(TorchFacts).decode(done.stdout.strip().splitlines()[-1].encode()), host)
+    facts = next(filter(None, map(_facts_in, reversed(done.stdout.splitlines()))), None)
+    if facts is None:
+        raise ConfigurationError("`import torch` ends the process early.", hint=f"{sys.executable} -c 'import torch'")
+    yield torch_finding(facts, host)
+
+
+def _facts_in(line: str) -> TorchFacts | None:
+    """None for what libraries print at their import, or at the exit."""
+    try:
+        return decoder_of(TorchFacts).decode(line)
+    except MALFORMED:
+        return None
 
 
 def torch_finding(facts: TorchFacts, host: CheckedHost) -> Finding:

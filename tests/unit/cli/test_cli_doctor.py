@@ -153,6 +153,23 @@ def test_a_check_that_hangs_is_given_up_and_the_others_run() -> None:
     assert (found[0].detail, found[0].exit_code) == ("The check has not ended within 0.05 s.", 10)
 
 
+def test_a_check_that_breaks_is_an_error_and_the_others_run() -> None:
+    def breaks(_: CheckedHost) -> Iterator[Finding]:
+        yield ok("disk", "so far")
+        raise IndexError("list index out of range")
+
+    found = list(
+        findings((Check("disk", breaks), Check("fine", lambda _: iter([ok("fine", "it is")]))), CheckedHost({}))
+    )
+
+    assert [(one.subject, one.level) for one in found] == [
+        ("disk", Level.OK),
+        ("disk", Level.ERROR),
+        ("fine", Level.OK),
+    ]
+    assert "list index out of range" in found[1].detail and exit_code(found)
+
+
 def test_the_exit_code_is_that_of_the_first_error() -> None:
     found = [
         Finding("a", Level.WARNING, "missing", "mend it"),

@@ -45,7 +45,7 @@ def test_every_check_has_a_name_of_its_own_and_a_deadline() -> None:
 
 def test_torch_is_asked_in_a_process_of_its_own(plain: CheckedHost) -> None:
     answer = '{"version": "2.13.0", "cuda": "", "gpus": 0, "backends": ["gloo"]}'
-    program = (sys.executable, "-c", f"print('a warning'); print('{answer}')")
+    program = (sys.executable, "-c", f"print('a warning'); print('{answer}'); print('another, at the exit')")
     assert only(python_checks.torch(plain, program)).detail == "can be imported; no GPUs; backends gloo"
 
     fails = (sys.executable, "-c", "import sys; sys.exit('libcudart.so.12: cannot open shared object file')")
