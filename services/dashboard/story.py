@@ -15,7 +15,6 @@ MAX_LOGS = 64  # ranks to choose from
 PHASES = {"open": "deciding", "deciding": "deciding", "acting": "acting", "verifying": "verifying"}
 # Parts of a signal's body that are text of several lines.
 TEXTS = ("error", "log_tail", "kernel")
-_TOLD_BY = 40  # characters of an error's message that show that a log has it
 _HIDDEN = frozenset(("type", "job", "generation", *TEXTS))
 
 
@@ -94,9 +93,8 @@ def _signal(signal: Mapping[str, Any]) -> Json:
     body = signal["body"]
     facts = {name: _text(value) for name, value in body.items() if name not in _HIDDEN and _says_something(value)}
     texts = {name: _lines(body[name]) for name in TEXTS if body.get(name)}
-    told_by = body["error"]["message"][:_TOLD_BY] if "error" in texts else ""
-    if told_by and told_by in texts.get("log_tail", ""):
-        del texts["error"]  # the log has it, with what led to it
+    if "error" in texts and texts["error"].strip() in texts.get("log_tail", ""):
+        del texts["error"]  # the log has all of it, with what led to it
     return {"source": signal["source"], "facts": facts, "texts": texts}
 
 

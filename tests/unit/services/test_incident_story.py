@@ -112,3 +112,6 @@ def test_an_error_is_its_traceback_unless_the_log_has_it() -> None:
     logged = signal(99.5, error=raised, log_tail=f"step 3\n{traceback}")
     [twice] = told(incident(observed=[logged], story=story))[0]["signals"]
     assert twice["texts"] == {"log_tail": f"step 3\n{traceback}"}
+    other = signal(99.5, error={"kind": "KeyError", "message": "0", "traceback": ""}, log_tail="step 10 loss 2.0")
+    [both] = told(incident(observed=[other], story=story))[0]["signals"]
+    assert both["texts"] == {"error": "KeyError: 0", "log_tail": "step 10 loss 2.0"}
