@@ -143,7 +143,7 @@ class JobControl:
                 if worker.record.generation == job.placement.generation and not worker.is_store
             ]
             ranks = tuple(sorted(worker.record.rank for worker in workers if not worker.gone.is_set()))
-            ran_s = max((max(0.0, now - worker.record.spawned_at) for worker in workers), default=0.0)
+            ran_s = max((worker.ran_s(now) for worker in workers), default=0.0)
             held.append(HeldJob(job.spec, job.placement, job.fence, ranks, ran_s))
         return tuple(held)
 

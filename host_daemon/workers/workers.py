@@ -51,6 +51,7 @@ class Worker:
     error_file: Path
     exit_status: asyncio.Future[ExitStatus] | None  # None: adopted, so it cannot be known
     gone: asyncio.Event = field(default_factory=asyncio.Event)
+    ended_at: float | None = None  # wall clock, of when its end was seen
     expected: bool = False  # the daemon ended it
     had_children: bool = False  # other processes of its session outlived it
     handled: asyncio.Event = field(default_factory=asyncio.Event)  # its end was reported as a signal
@@ -58,6 +59,10 @@ class Worker:
     @property
     def log_path(self) -> Path:
         return Path(self.record.log_path)
+
+    def ran_s(self, now: float) -> float:
+        """How long it ran until now, or until its end."""
+        return max(0.0, (now if self.ended_at is None else self.ended_at) - self.record.spawned_at)
 
     @property
     def is_store(self) -> bool:
@@ -207,6 +212,7 @@ class WorkerTable:
         loop.add_reader(descriptor, ended)
 
     def _note_end(self, worker: Worker) -> None:
+        worker.ended_at = self._clock.wall_s()
         worker.gone.set()
         task = asyncio.create_task(self._settle(worker))
         self._settling.add(task)

@@ -34,7 +34,7 @@ from host_daemon.orders.commands import gives_way, job_of
 from host_daemon.orders.job_control import ENGINE_RETURN_S
 from host_daemon.store.command_journal import CommandAdmission, admit
 from simulator.checks.history import Obeyed, StartFailed
-from simulator.world.training import SIGKILL, ProcessEnd, SimulatedGeneration
+from simulator.world.training import SIGKILL, ProcessEnd, SimulatedGeneration, SimulatedWorker
 
 if TYPE_CHECKING:
     from simulator.world.host import Host
@@ -58,7 +58,7 @@ class Commands:
         self.obeyed = standings.LastObeyed()
         self.ended: dict[str, int] = {}  # job -> generation
         self._jobs: dict[str, tuple[StartWorkers, Fence]] = {}  # newest per job
-        self._spawned: dict[int, float] = {}  # generation whose ranks are not stopped -> when the first one began
+        self._ran_s: dict[int, float] = {}  # generation that is not stopped -> the longest that an ended rank ran
         self.restart()
 
     def restart(self) -> None:
@@ -76,10 +76,14 @@ class Commands:
         held = []
         for body, fence in self._jobs.values():
             generation = body.placement.generation
-            ranks = tuple(sorted(rank for of, rank in self._host.workers if of == generation))
-            ran_s = self._world.now - self._spawned.get(generation, self._world.now)
-            held.append(HeldJob(body.spec, body.placement, fence, ranks, ran_s))
+            live = {rank: worker for (of, rank), (_, worker) in self._host.workers.items() if of == generation}
+            ran_s = [self._ran_s.get(generation, 0.0), *(self._world.now - worker.began_at for worker in live.values())]
+            held.append(HeldJob(body.spec, body.placement, fence, tuple(sorted(live)), max(ran_s)))
         return tuple(held)
+
+    def worker_ended(self, generation: int, worker: SimulatedWorker) -> None:
+        """A rank of this host ended."""
+        self._ran_s[generation] = max(self._ran_s.get(generation, 0.0), self._world.now - worker.began_at)
 
     def obey(self, command: Command, cluster: str) -> None:
         """Execute a command from an actuator; it may be a repeat."""
@@ -194,7 +198,7 @@ class Commands:
         for group, worker in list(self._host.workers.values()):
             if group.generation <= upto_generation:
                 self._world.exit(group, worker, ProcessEnd(signal_number=SIGKILL, is_expected=True))
-        self._spawned = {of: at for of, at in self._spawned.items() if of > upto_generation}
+        self._ran_s = {of: ran_s for of, ran_s in self._ran_s.items() if of > upto_generation}
 
     def _list_copies(self, running: _Running, body: StopWorkers | EndJob) -> None:
         """Reply to a stop with all copies.
@@ -223,8 +227,6 @@ class Commands:
     def _start(self, body: StartWorkers) -> CommandResult:
         part = body.placement.host(self._host.host_id)
         pids = {}
-        if part is not None:
-            self._spawned.setdefault(body.placement.generation, self._world.now)
         for rank in part.ranks if part is not None else ():
             if (body.placement.generation, rank) in self._host.workers:
                 continue  # an earlier daemon had started it

@@ -89,6 +89,8 @@ class Host:
         self.kill_daemon()
         self.copies.clear()
         self._unseen_exits.clear()
+        for group, worker in self.workers.values():
+            self.commands.worker_ended(group.generation, worker)
         self.workers.clear()
 
     def come_up(self) -> None:
@@ -225,6 +227,7 @@ class Host:
     def worker_ended(self, group: SimulatedGeneration, worker: SimulatedWorker, ending: ProcessEnd) -> None:
         """A worker of this host ended."""
         self.workers.pop((group.generation, worker.rank), None)
+        self.commands.worker_ended(group.generation, worker)
         if self.is_daemon_up:
             self._report_exit(group, worker, ending)
         elif self.is_up:

@@ -42,9 +42,7 @@ class HeldJob(msgspec.Struct, frozen=True):
     placement: Placement  # the host's part; rank 0's host has all of it
     fence: Fence
     ranks: tuple[Rank, ...]  # those that run
-    ran_s: Duration = (
-        0.0  # since the first of its ranks began, which may have ended; 0.0: all are stopped, or none began
-    )
+    ran_s: Duration = 0.0  # the longest that one of its ranks has run, or ran until its end; 0.0: all are stopped
 
 
 class HostStanding(msgspec.Struct, frozen=True):

@@ -392,6 +392,7 @@ def test_how_long_a_job_ran_is_known_after_its_rank_has_ended() -> None:
     placement = Placement("job", 3, 1, (HostRanks("a", "127.0.0.1", "", (0,)),), "127.0.0.1", 1, {}, (), None)
     ended = Worker(WorkerRecord("job", 3, 0, 10, 0, 100.0, "/log"), Path("/error"), None)
     ended.gone.set()
+    ended.ended_at = 160.0
     before = Worker(WorkerRecord("job", 2, 0, 9, 0, 20.0, "/log"), Path("/error"), None)
     store = Worker(WorkerRecord("job", 3, STORE_RANK, 11, 0, 90.0, "/log"), Path("/error"), None)
     given = dict.fromkeys(
@@ -401,5 +402,5 @@ def test_how_long_a_job_ran_is_known_after_its_rank_has_ended() -> None:
     workers = SimpleNamespace(of=lambda _: [before, store, ended])
     control = JobControl(host_id="a", workers=workers, standbys=standbys, environ={}, **given)
     control.take_over(JobRecord(spec, placement, Fence(1, 3)))
-    (held,) = control.held(160.0)
+    (held,) = control.held(7360.0)  # two hours later
     assert (held.ranks, held.ran_s) == ((), 60.0)
