@@ -96,16 +96,22 @@ def _decoded(path: Path, kind: type[T]) -> T:
         ) from error
 
 
+def _without_waiting(path: str, _: int) -> int:
+    return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
 def _content(path: Path) -> bytes:
     """A named pipe or a device is no file: opening it must not block."""
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        with open(path, "rb", opener=_without_waiting) as file:  # which closes what it does not take, such as a folder
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise InvalidMessage(f"{path.name} is no file.", hint=HINT)
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError as error:
         raise NotFound(f"There is no result {path.stem[:99]!r}.", hint=f"{HINT} in {path.parent}") from error
+    except IsADirectoryError as error:
+        raise InvalidMessage(f"{path.name} is no file.", hint=HINT) from error
     except OSError as error:
         raise InvalidMessage(
             f"{path.name} cannot be read: {error.strerror}.", hint="correct its permissions"
@@ -127,15 +133,20 @@ class SimulationFolder:
     def summaries(self) -> tuple[list[SimulationSummary], int]:
         """Return the files that were written last, by name, and how many others there are."""
         try:
-            files = [(entry, entry.stat()) for entry in os.scandir(self.path) if _is_named(entry.name)]
+            with os.scandir(self.path) as entries:
+                named = [entry for entry in entries if _is_named(entry.name)]
         except OSError:
             return [], 0
+        files = [(entry, found) for entry in named if (found := _stat(entry)) is not None]
         files.sort(key=lambda file: file[1].st_mtime_ns)
         newest = files[-MAX_FILES:]
         known = {}
         for entry, found in newest:
             key = (entry.name, found.st_mtime_ns, found.st_size)
-            known[key] = self._known.get(key) or _summary(Path(entry.path), found.st_mtime)
+            before = self._known.get(key)
+            if before is None or before.problem:  # which may end without a change of the file: its permissions
+                before = _summary(Path(entry.path), found.st_mtime)
+            known[key] = before
         self._known = known
         return sorted(known.values(), key=lambda one: one.name), len(files) - len(newest)
 
@@ -148,6 +159,14 @@ class SimulationFolder:
 
 def _is_named(file_name: str) -> bool:
     return file_name.endswith(SUFFIX) and re.fullmatch(NAME, file_name.removesuffix(SUFFIX)) is not None
+
+
+def _stat(entry: os.DirEntry[str]) -> os.stat_result | None:
+    """None if it is not there: a link without its file, or a file that was just removed."""
+    try:
+        return entry.stat()
+    except OSError:
+        return None
 
 
 def _summary(path: Path, written_at: float) -> SimulationSummary:

@@ -111,3 +111,27 @@ def test_only_the_newest_files_are_listed(tmp_path: Path, monkeypatch: pytest.Mo
         os.utime(tmp_path / f"{name}.json", (1000 + number, 1000 + number))
     listed, left_out = SimulationFolder(tmp_path).summaries()
     assert ([one.name for one in listed], left_out) == (["a", "b"], 1)
+
+
+def test_a_folder_that_is_asked_for_leaves_no_open_file(tmp_path: Path) -> None:
+    (tmp_path / "folder.json").mkdir()
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(InvalidMessage, match=r"folder\.json is no file"):
+        SimulationFolder(tmp_path).result("folder")
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_a_link_to_nothing_hides_no_result(tmp_path: Path) -> None:
+    (tmp_path / "good.json").write_bytes(CONTENT)
+    (tmp_path / "gone.json").symlink_to(tmp_path / "removed")
+    assert [one.name for one in SimulationFolder(tmp_path).summaries()[0]] == ["good"]
+
+
+def test_a_problem_that_ended_is_not_told_again(tmp_path: Path) -> None:
+    folder, file = SimulationFolder(tmp_path), tmp_path / "one.json"
+    file.write_bytes(b" " * len(CONTENT))
+    written = file.stat()
+    assert folder.summaries()[0][0].problem
+    file.write_bytes(CONTENT)
+    os.utime(file, ns=(written.st_atime_ns, written.st_mtime_ns))  # as after a chmod: the same time and size
+    assert not folder.summaries()[0][0].problem
