@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -128,11 +129,11 @@ def _answer(
 
 
 def _gain(confirmed: SimulationComparison, goal: Goal, prices: Prices) -> tuple[Estimate, str]:
-    """By how much B is better, in points or in per cent of A's cost; above 0 is better."""
-    if goal is Goal.GOODPUT:
+    """How much B is better, in points or in per cent of A's cost; above 0 is better. In points if one is infinite."""
+    cost = confirmed.measures[-1]
+    if goal is Goal.GOODPUT or not math.isfinite(cost.difference.mean):
         difference, scale, unit = confirmed.useful.difference, 100.0, "points of useful time"
     else:
-        cost = confirmed.measures[-1]
         difference, scale, unit = cost.difference, -100.0 / cost.a.mean, "% of the cost of a useful GPU hour"
     ends = sorted(scale * end for end in (difference.low or 0.0, difference.high or 0.0))
     return Estimate(scale * difference.mean, ends[0], ends[1], difference.seeds), unit

@@ -17,9 +17,10 @@ CONFIDENCE = 0.95
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """A mean over seeds, and where it lies with 95 % confidence; low and high are None with one seed."""
+    """A mean over seeds, and where it lies with 95 % confidence; low and high are None with one
+    seed, and where a value is infinite: the cost of an hour of which none was useful."""
 
-    mean: float
+    mean: float  # nan: both of a pair are infinite
     low: float | None
     high: float | None
     seeds: int
@@ -27,12 +28,16 @@ class Estimate(msgspec.Struct, frozen=True):
     @property
     def excludes_zero(self) -> bool:
         """Whether the sign is sure. Never with one seed."""
+        if self.seeds > 1 and math.isinf(self.mean):
+            return True
         return self.low is not None and self.high is not None and (self.low > 0.0 or self.high < 0.0)
 
 
 def estimate(values: Sequence[float]) -> Estimate:
     """The mean of at least one value."""
-    mean, half = fmean(values), _half_width(values)
+    mean, half = sum(values) / len(values), None
+    if math.isfinite(mean):
+        mean, half = fmean(values), _half_width(values)
     if half is None:
         return Estimate(mean, None, None, len(values))
     return Estimate(mean, mean - half, mean + half, len(values))

@@ -46,7 +46,9 @@ class Search:
     ) -> None:
         if seeds < FIRST_SEEDS:
             raise UsageError(f"A search needs {FIRST_SEEDS} seeds or more.", hint=f"give --seeds {FIRST_SEEDS}")
-        self._scenario, self._goal, self._prices = scenario, goal, prices
+        every_s = _whole_steps(scenario.checkpoint.every_s, scenario.job.step_s)  # as the job takes it
+        self._scenario = _with(scenario, "checkpoint.every_s", plain(every_s))
+        self._goal, self._prices = goal, prices
         self._first_seed, self._seeds, self._run = first_seed, seeds, run
         self._score = score(goal, prices)
         self._known: dict[str, list[RunOutcome]] = {}  # by scenario, in the order of the seeds
@@ -94,7 +96,7 @@ class Search:
         start_s = max(least_s, closed.daly_s)
 
         def whole_steps(seconds: float) -> float:
-            return max(math.ceil(least_s / step_s - 1e-9), round(seconds / step_s)) * step_s
+            return _whole_steps(seconds, step_s, least=math.ceil(least_s / step_s - 1e-9))
 
         tried = {whole_steps(start_s * factor) for factor in _LADDER} | {whole_steps(checkpoint.every_s)}
         why = (
@@ -156,7 +158,7 @@ class Search:
                 break
             seeds = min(self._seeds, 2 * seeds)
         allowed = self._negligible(scored[best])
-        good = [number for number in alive if -_behind(scored[best], scored[number]).mean <= allowed]
+        good = [n for n in alive if n == best or -_behind(scored[best], scored[n]).mean <= allowed]
         given = _field_of(self._scenario, field)
         chosen = good[0] if prefers_small else next((n for n in good if ascending[n] == given), best)
         points = tuple(
@@ -183,6 +185,8 @@ class Search:
     def _is_worse(self, best: Sequence[float], other: Sequence[float]) -> bool:
         """Whether a candidate loses more than next to nothing, beyond doubt."""
         behind = _behind(best, other)
+        if behind.mean == -math.inf:  # none of its time was useful with some seed
+            return True
         return behind.high is not None and -behind.high > self._negligible(best)
 
     def _negligible(self, best: Sequence[float]) -> float:
@@ -244,6 +248,11 @@ def poisson_quantile(mean: float, share: float) -> int:
         if total >= share or count > 10.0 * mean + 100.0:
             return count
         count += 1
+
+
+def _whole_steps(seconds: float, step_s: float, least: int = 1) -> float:
+    """A save interval in whole steps, in seconds: the number that a setting gives, so that it can be compared."""
+    return float(plain(max(least, 1, round(seconds / step_s)) * step_s))
 
 
 def _with(scenario: FleetScenario, field: str, value: str) -> FleetScenario:

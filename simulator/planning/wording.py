@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from math import isfinite, isinf, isnan
+
 from simulator.planning.comparison import Side
 from simulator.planning.paired import Estimate
 
 
 def value(number: float, unit: str) -> str:
     """A figure of a unit of ComparedMeasure: 93.65 %, 422, 1,348,699."""
+    if not isfinite(number):
+        return "infinite" if isinf(number) else "-"
     match unit:
         case "share":
             return f"{100 * number:.2f} %"
@@ -22,6 +26,8 @@ def value(number: float, unit: str) -> str:
 
 def change(number: float, unit: str) -> str:
     """A signed difference of two figures; shares in points."""
+    if isnan(number):
+        return "-"
     sign = "-" if number < 0.0 else "+"
     text = value(abs(number), unit)
     return f"{sign}{text.removesuffix(' %')} points" if unit == "share" else f"{sign}{text}"

@@ -52,6 +52,8 @@ def prices_of(gpu_hour: float | None, spare: float | None) -> Prices:
         raise UsageError("--spare-price alone says too little.", hint="give --gpu-hour-price, too")
     if gpu_hour is None:
         return Prices()
+    if gpu_hour == 0.0:
+        raise UsageError("A GPU hour that costs nothing has no best plan.", hint="give --gpu-hour-price above 0")
     return Prices(gpu_hour, gpu_hour if spare is None else spare, known=True)
 
 

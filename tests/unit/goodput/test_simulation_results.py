@@ -115,10 +115,10 @@ def test_only_the_newest_files_are_listed(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_folder_that_is_asked_for_leaves_no_open_file(tmp_path: Path) -> None:
     (tmp_path / "folder.json").mkdir()
-    before = os.listdir("/proc/self/fd")
+    before = list(Path("/proc/self/fd").iterdir())
     with pytest.raises(InvalidMessage, match=r"folder\.json is no file"):
         SimulationFolder(tmp_path).result("folder")
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert len(list(Path("/proc/self/fd").iterdir())) == len(before)
 
 
 def test_a_link_to_nothing_hides_no_result(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from simulator.planning import paired
@@ -27,6 +29,15 @@ def test_pairs_tell_apart_what_single_runs_do_not() -> None:
 def test_one_seed_is_never_sure() -> None:
     found = paired.difference([0.5], [0.9])
     assert (found.low, found.high, found.excludes_zero) == (None, None, False)
+
+
+def test_an_infinite_value_has_no_interval() -> None:
+    """The cost of a useful hour of which there was none."""
+    found = paired.estimate([1.0, math.inf])
+    assert (found.mean, found.low, found.high, found.excludes_zero) == (math.inf, None, None, True)
+    assert not paired.difference([math.inf, 1.0], [1.0, math.inf]).excludes_zero
+    assert not paired.difference([math.inf, 1.0], [math.inf, 2.0]).excludes_zero
+    assert not paired.estimate([math.inf]).excludes_zero
 
 
 def test_how_many_seeds_would_show_a_difference() -> None:

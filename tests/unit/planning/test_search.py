@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+import msgspec
 import pytest
 from planned_outcomes import outcome
 
@@ -89,6 +90,41 @@ def test_what_is_as_good_is_kept() -> None:
     daly = round(daly_interval_s(SAVE_S, MTTI_S) / 2.0) * 2
     found = _found(f"checkpoint.every_s={daly + 4}", "cluster.spares=3", "cluster.hosts_per_rack=1")
     assert {field.field: field.chosen for field in found.fields}["checkpoint.every_s"] == str(daly + 4)
+
+
+@pytest.mark.parametrize("step_s", ["2", "2.1234"])
+def test_the_ladder_goes_on_while_its_end_is_best(step_s: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("simulator.planning.search._LADDER", (0.25, 0.5))  # all are too short
+    found = _found(f"job.step_s={step_s}", "checkpoint.every_s=30")
+    interval = next(field for field in found.fields if field.field == "checkpoint.every_s")
+    tried = [float(point.value) for point in interval.points]
+    assert max(tried) > daly_interval_s(SAVE_S, MTTI_S)
+    assert float(interval.best) < max(tried)
+
+
+def test_an_interval_of_the_same_steps_is_not_recommended() -> None:
+    found = _found("checkpoint.every_s=187", "cluster.spares=3", "cluster.hosts_per_rack=1")  # 93.5 steps: 94
+    interval = next(field for field in found.fields if field.field == "checkpoint.every_s")
+    assert interval.given == "188" and "188" in [point.value for point in interval.points]
+    assert interval.chosen == "188"
+    assert not [setting for setting in found.recommended if setting.startswith("checkpoint.every_s")]
+
+
+def test_a_candidate_of_which_nothing_was_useful_is_worse_and_all_of_them_are_no_error() -> None:
+    class Useless(Runs):
+        def __init__(self, needed: int) -> None:
+            super().__init__()
+            self.needed = needed
+
+        def _one(self, chosen: FleetScenario, seed: int) -> RunOutcome:
+            found = super()._one(chosen, seed)
+            is_useless = chosen.cluster.spares < self.needed
+            return msgspec.structs.replace(found, useful=0.0, useful_gpu_hours=0.0) if is_useless else found
+
+    settings = ("cluster.spares=3", "cluster.hosts_per_rack=1")
+    spares = _found(*settings, goal=Goal.COST, runs=Useless(1)).fields[0]
+    assert [point.is_as_good for point in spares.points if point.value == "0"] == [False]
+    assert "nan" not in _found(*settings, goal=Goal.COST, runs=Useless(99)).answer
 
 
 def test_spares_that_are_paid_for_are_fewer() -> None:

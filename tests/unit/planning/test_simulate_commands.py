@@ -20,6 +20,7 @@ from own_commands import run_here
         ("sweep small", "something to vary"),
         ("sweep small --vary cluster.spares=1,x", "cluster.spares: must be a whole number, not x"),
         ("sweep small --vary cluster.spares=1,2 --spare-price 2", "--gpu-hour-price"),
+        ("optimize small --best cost --gpu-hour-price 0", "--gpu-hour-price above 0"),
         ("sweep small --vary cluster.spares=1,2 --report nowhere/x.html", "there is no folder nowhere"),
         ("run small --calibrate missing.json", "missing.json"),
     ],
