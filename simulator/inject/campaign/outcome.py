@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -12,6 +12,7 @@ from flyball.contracts.decisions import IncidentState
 from simulator.inject.campaign.mixes import MixedFault
 
 EARLY_S = 1.0  # clocks of hosts may differ by so much
+Incident: TypeAlias = Mapping[str, Any]  # as the API shows it
 
 
 class FaultVerdict(StrEnum):
@@ -43,6 +44,7 @@ class FaultOutcome(msgspec.Struct, frozen=True):
     recovered_s: float
     lost_steps: int
     incident_ids: tuple[str, ...]
+    beside: tuple[int, ...] = ()  # numbers of the faults that struck while it had no verdict
 
 
 def judge(
@@ -54,18 +56,19 @@ def judge(
     at: float,
     host_id: str,
     causes: Sequence[str],
-    incidents: Sequence[Mapping[str, Any]],
+    incidents: Sequence[Incident],
     trains: bool,
     job_state: str,
     beside: Sequence[int] = (),
     causes_beside: Sequence[str] = (),
 ) -> FaultOutcome:
-    """`causes`: as one of which the fault has to be recognised; (): it may pass unnoticed. `incidents`: those that
-    opened after it. `trains`: the job has made steps since they were closed. `beside`: the numbers of faults that
-    struck while it had no verdict, `causes_beside` their causes. One restart may heal several faults: then the incident
-    of another is this one's, too."""
+    """`causes`: as one of which the fault has to be recognised; (): it may pass unnoticed. `incidents`: of the job;
+    those that do not follow the fault count for nothing. `trains`: the job has made steps since they were closed.
+    `beside`: the numbers of faults that struck while it had no verdict, `causes_beside` their causes. One restart may
+    heal several faults: then the incident of another is this one's, too."""
+    incidents = incidents_after(incidents, at)
     if not causes:  # it is blamed for nothing that a fault beside it explains
-        incidents = [i for i in incidents if i["cause"] not in causes_beside]
+        incidents = [i for i in incidents if not causes_of(i) & set(causes_beside)]
     expected = _expected(incidents, causes, causes_beside, host_id if beside else "")
     first = next(iter(expected or incidents), None)
     closed = all(IncidentState(i["state"]).closed for i in incidents)
@@ -108,17 +111,31 @@ def judge(
         recovered_s=_since(at, max(resolved, default=None)) if closed else -1.0,
         lost_steps=sum(max(0, i["lost_steps"]) for i in incidents),
         incident_ids=tuple(i["incident_id"] for i in incidents),
+        beside=tuple(sorted(set(beside))),
     )
 
 
-def causes_of(incident: Mapping[str, Any]) -> set[str]:
+def incidents_after(incidents: Iterable[Incident], at: float) -> list[Incident]:
+    """Those that may be about a fault at `at`: they opened after it, or a restart of theirs was decided or completed
+    after it, which may have healed it, too. That one was merely resolved after it says nothing of it."""
+
+    def follows(incident: Incident) -> bool:
+        return float(incident["opened_at"]) >= at - EARLY_S or any(
+            float(moment["at"]) > at and moment["state"] != IncidentState.RESOLVED.value
+            for moment in incident.get("timeline", ())
+        )
+
+    return [i for i in incidents if follows(i)]
+
+
+def causes_of(incident: Incident) -> set[str]:
     """All that it was taken for: what goes wrong in its restart becomes its cause."""
     return {str(incident["cause"]), *(str(moment["cause"]) for moment in incident.get("timeline", ()))}
 
 
 def _expected(
-    incidents: Sequence[Mapping[str, Any]], causes: Sequence[str], causes_beside: Sequence[str], host_id: str
-) -> list[Mapping[str, Any]]:
+    incidents: Sequence[Incident], causes: Sequence[str], causes_beside: Sequence[str], host_id: str
+) -> list[Incident]:
     """Those that recognise the fault: by its own causes, else by those of faults beside it; its host's, if any."""
     expected = [i for i in incidents if causes_of(i) & set(causes)]
     if causes and not expected:

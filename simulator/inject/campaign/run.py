@@ -14,7 +14,15 @@ from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import IncidentState
 from flyball.contracts.errors import FlyballError, NotFound
 from simulator.inject.campaign.draws import Draw
-from simulator.inject.campaign.outcome import EARLY_S, FaultOutcome, causes_of, judge, not_injected
+from simulator.inject.campaign.outcome import (
+    EARLY_S,
+    FaultOutcome,
+    Incident,
+    causes_of,
+    incidents_after,
+    judge,
+    not_injected,
+)
 from simulator.inject.faults import Api
 from simulator.inject.injector import FaultRequest, InjectedFault
 from simulator.inject.kinds.catalog import kind_of
@@ -137,9 +145,14 @@ class Campaign:
     def _strike(self, number: int, draw: Draw) -> _Struck | None:
         """Break what was drawn. None: it could not be broken, and the outcome says so."""
         kind = kind_of(draw.fault.fault)
-        # What is open already may be taken for the cause of what this one does: with `overlap` it is its own, too.
+        # What is open already may be taken for the cause of what this one does: with `overlap` it is its own, too,
+        # unless an earlier fault was judged by it. Who has no verdict now is beside it, even if it has one soon after.
+        beside = [other for other in self._struck if not other.has_verdict.is_set()]
+        judged = {name for outcome in tuple(self._outcomes.values()) for name in outcome.incident_ids}
         known = frozenset(
-            str(i["incident_id"]) for i in self._incidents() if not self._overlap or IncidentState(i["state"]).closed
+            str(i["incident_id"])
+            for i in self._incidents()
+            if not self._overlap or IncidentState(i["state"]).closed or i["incident_id"] in judged
         )
         try:
             done = self._hands.inject(self._request(kind.target, draw))
@@ -149,7 +162,6 @@ class Campaign:
             return None
         if done.not_recorded:
             self._announce(f"warning: {done.not_recorded}")
-        beside = [other for other in self._struck if not other.has_verdict.is_set()]
         struck = _Struck(number, draw, done, known, threading.Event(), beside)
         for other in beside:
             other.beside.append(struck)
@@ -160,6 +172,8 @@ class Campaign:
         """Watch what follows a fault, and judge it. Raises Ended if the campaign is over meanwhile."""
         try:
             outcome, end = self._watch(struck)
+            if end is None or not self._is_over():  # one that was interrupted has no verdict
+                self._tell(outcome)
         except FlyballError as error:
             raise Ended(
                 f"the fault {struck.number} ({struck.done.fault}, {struck.done.target}) was injected, and has no "
@@ -167,8 +181,6 @@ class Campaign:
             ) from error
         finally:
             struck.has_verdict.set()
-        if end is None or not self._is_over():  # one that was interrupted has no verdict
-            self._tell(outcome)
         if end is not None:
             raise end
 
@@ -181,15 +193,17 @@ class Campaign:
         done = struck.done
         kind = kind_of(done.fault)
 
-        def followed() -> list[dict[str, Any]]:
+        def followed() -> list[Incident]:
             new = [i for i in self._incidents() if i["incident_id"] not in struck.known]
-            return [i for i in new if self._overlap or i["opened_at"] >= done.at - EARLY_S]
+            if self._overlap:
+                return incidents_after(new, done.at)
+            return [i for i in new if i["opened_at"] >= done.at - EARLY_S]
 
         def are_closed() -> bool:
             closed[:] = followed()
             return all(IncidentState(i["state"]).closed for i in closed)
 
-        closed: list[dict[str, Any]] = []
+        closed: list[Incident] = []
         is_healed, trains, state, end = False, False, "", None
         try:
             if kind.causes:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from flyball.contracts.clock import SystemClock
@@ -11,7 +13,7 @@ from flyball.contracts.errors import Forbidden, Unreachable
 from simulator.inject.campaign import run
 from simulator.inject.campaign.draws import Draw
 from simulator.inject.campaign.mixes import MixedFault
-from simulator.inject.campaign.outcome import FaultVerdict
+from simulator.inject.campaign.outcome import FaultOutcome, FaultVerdict
 from simulator.inject.campaign.run import Campaign
 from simulator.inject.injector import FaultRequest, InjectedFault
 
@@ -182,3 +184,89 @@ def test_with_overlap_an_incident_that_opens_after_the_recovery_is_the_next_faul
     )
     [outcome], _ = running.run([KILL])
     assert (outcome.verdict, outcome.incident_ids) == (FaultVerdict.RECOVERED, ("inc-1",))
+
+
+class TwoFaults(Cluster):
+    """A fault at 100, another at 200. The incident of the second one appears at the fourth look after it; the first
+    one's goes on as `first` says, after 200, too."""
+
+    def __init__(self, **first: Any) -> None:  # noqa: ANN401 - of an incident
+        super().__init__()
+        self.first = first
+        self.looks_since = 0
+        self.until_injected: Callable[[], object] = lambda: None
+
+    def inject(self, request: FaultRequest) -> InjectedFault:
+        if not self.requests:
+            return super().inject(request)
+        self.until_injected()
+        done = super().inject(request)
+        return msgspec.structs.replace(done, fault="nan", at=200.0)
+
+    def get(self, path: str, **query: str | int | None) -> Any:  # noqa: ANN401 - JSON
+        found = super().get(path, **query)
+        if path == "/v1/incidents" and found["items"]:
+            [usual] = found["items"]
+            found["items"] = [usual | self.first]
+            self.looks_since += len(self.requests) > 1
+            if self.looks_since > 3:
+                mine = {"incident_id": "inc-2", "cause": "loss_diverged", "opened_at": 200.5, "state": "resolved"}
+                found["items"].append(usual | mine)
+        return found
+
+
+class JumpingClock(SystemClock):
+    jumped_s = 0.0
+
+    def monotonic_s(self) -> float:
+        return super().monotonic_s() + self.jumped_s
+
+
+def test_with_overlap_an_incident_that_only_ends_after_a_fault_is_not_waited_for_in_its_place() -> None:
+    cluster = TwoFaults(state="open")
+
+    def open_no_longer() -> None:
+        cluster.first = {"state": "resolved", "timeline": [{"at": 201.0, "state": "resolved", "cause": ""}]}
+
+    cluster.until_injected = open_no_longer
+    running = Campaign(
+        cluster, cluster, job="gpt", clock=SystemClock(), announce=lambda _: None, patience_s=30.0, overlap=True
+    )
+    outcomes, _ = running.run([KILL, KILL])
+    assert [(o.verdict, o.incident_ids) for o in outcomes][1] == (FaultVerdict.RECOVERED, ("inc-2",))
+
+
+def test_with_overlap_an_incident_that_stays_open_is_held_against_one_fault_only() -> None:
+    clock = JumpingClock()
+    cluster = TwoFaults(state="open", timeline=[{"at": 200.2, "state": "acting", "cause": "worker_killed"}])
+
+    def judged(_: FaultOutcome) -> None:
+        clock.jumped_s = 1e6
+
+    running = Campaign(
+        *(cluster, cluster),
+        job="gpt",
+        clock=clock,
+        announce=lambda _: None,
+        patience_s=0.05,
+        overlap=True,
+        judged=judged,
+    )
+    outcomes, _ = running.run([KILL, Draw(1e5, KILL.fault, 0.9)])
+    assert [o.verdict for o in outcomes] == [FaultVerdict.WRONG, FaultVerdict.RECOVERED], outcomes
+    assert outcomes[1].incident_ids == ("inc-2",)
+
+
+def test_with_overlap_a_fault_that_is_judged_while_the_next_is_injected_is_beside_it() -> None:
+    cluster = TwoFaults(state="open")
+    running = Campaign(
+        cluster, cluster, job="gpt", clock=SystemClock(), announce=lambda _: None, patience_s=30.0, overlap=True
+    )
+
+    def until_the_first_is_judged() -> None:
+        cluster.first = {"state": "resolved"}
+        assert running._struck[0].has_verdict.wait(30.0)
+
+    cluster.until_injected = until_the_first_is_judged
+    outcomes, _ = running.run([KILL, KILL])
+    assert outcomes[1].beside == (1,)

@@ -129,6 +129,34 @@ def test_what_is_missed_or_handled_wrong_is_said(
     assert outcome.verdict.is_failure == (verdict in (FaultVerdict.MISSED, FaultVerdict.WRONG))
 
 
+OLDER = incident(host_id="host-b", opened_at=90.0, resolved_at=101.0)
+BESIDE = {"fault": "nan", "causes": ("loss_diverged",), "beside": (7,), "causes_beside": ("worker_killed",)}
+
+
+@pytest.mark.parametrize(
+    ("moments", "verdict"),
+    [
+        ([(90.0, "acting"), (95.0, "verifying"), (101.0, "resolved")], FaultVerdict.MISSED),
+        ([(90.0, "acting"), (100.5, "verifying"), (101.0, "resolved")], FaultVerdict.RECOVERED),
+        ([(90.0, "verifying"), (100.5, "acting"), (101.0, "resolved")], FaultVerdict.RECOVERED),
+    ],
+)
+def test_an_incident_that_was_healed_before_the_fault_struck_does_not_recognise_it(
+    moments: list[tuple[float, str]], verdict: FaultVerdict
+) -> None:
+    timeline = [{"at": at, "state": state, "cause": "worker_killed"} for at, state in moments]
+    outcome = judged({**OLDER, "timeline": timeline}, **BESIDE)
+    assert (outcome.verdict, outcome.beside) == (verdict, (7,))
+    itself = judged({**OLDER, "timeline": timeline}, beside=(7,), causes_beside=("worker_killed",))
+    assert itself.verdict is verdict, "nor one of the same cause"
+
+
+def test_what_another_faults_incident_was_taken_for_at_first_is_no_blame() -> None:
+    taken = incident(cause="rank_stalled", timeline=[{"cause": "host_silent"}])
+    outcome = judged(taken, causes=(), beside=(7,), causes_beside=("host_silent",))
+    assert (outcome.verdict, outcome.incident_ids) == (FaultVerdict.TRAINED_ON, ())
+
+
 def report(*faults: FaultOutcome) -> CampaignReport:
     return CampaignReport(7, "<gpt>", "llama3", 60.0, 300.0, 1.8e9, 1.8e9 + 300, faults, "")
 
