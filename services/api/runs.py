@@ -36,26 +36,22 @@ class Runs:
 
         return SimulationFolder(self._path)
 
-    def report(self, run: str, bins: int = 0) -> Json:
-        """Return the goodput report of a run, with its timeline if `bins` is not 0. A result has its own slices."""
-        kind, _, name = run.partition(":")
-        if kind == "job":
-            return self._goodput.report(name, Asked(timeline_bins=bins))
-        result = self.simulation(name)
-        found: Json = result["goodput"]
-        return found | ({"timeline": result["timeline"]} if bins else {})
-
-    def of_job(self, job: str, options: AccountOptions) -> Json:
-        """Return the goodput report of a job."""
-        return self._goodput.report(job, Asked(options))
+    def of_job(self, job: str, options: AccountOptions, bins: int = 0) -> Json:
+        """Return the goodput report of a job, with its timeline if `bins` is not 0."""
+        return self._goodput.report(job, Asked(options, timeline_bins=bins))
 
     def compare(self, a: str, b: str) -> Json:
         """Return how run `b` differs from run `a`."""
         from goodput.calculator import GoodputReport
         from goodput.comparison import compare
 
-        one, other = (wire.convert(self.report(run), GoodputReport) for run in (a, b))
+        one, other = (wire.convert(self._report(run), GoodputReport) for run in (a, b))
         found: Json = msgspec.to_builtins(compare(one, other))
+        return found
+
+    def _report(self, run: str) -> Json:
+        kind, _, name = run.partition(":")
+        found: Json = self.of_job(name, AccountOptions()) if kind == "job" else self.simulation(name)["goodput"]
         return found
 
     def simulations(self, page: Page = WHOLE) -> Json:

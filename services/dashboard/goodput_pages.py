@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
+from goodput.account.options import AccountOptions
 from services.dashboard import worth
 from services.dashboard.site import RUN_PATTERN, Json, Site
 from services.runtime.list_filters import JobFilter
@@ -53,19 +54,24 @@ def _choice(site: Site, run: str, other: str) -> Json:
         "broken": [one for one in simulations["items"] if one["problem"]],
         "left_out": simulations["left_out"],
         "folder": simulations["folder"],
+        "listed": {f"job:{job['job']}" for job in jobs} | {f"simulation:{one['name']}" for one in usable},
         "run": run or first,
         "other": other if other != (run or first) else "",
     }
 
 
 def _run(site: Site, run: str) -> Json:
-    report = site.runs.report(run, BINS)
     kind, _, name = run.partition(":")
+    if kind == "simulation":
+        simulation = site.runs.simulation(name)
+        report = simulation["goodput"] | {"timeline": simulation["timeline"]}
+    else:
+        simulation, report = None, site.runs.of_job(name, AccountOptions(), BINS)
     zoom_s = worth.zoom_s(report)
     rows = worth.waterfall(report, zoom_s)
     return {
         "report": report,
-        "simulation": site.runs.simulation(name) if kind == "simulation" else None,
+        "simulation": simulation,
         "name": name,
         "rows": rows,
         "zoom_s": zoom_s,
@@ -80,11 +86,18 @@ def _run(site: Site, run: str) -> Json:
 
 def _comparison(site: Site, run: str, other: str) -> Json:
     found = site.runs.compare(other, run)  # what is different in the run that is looked at
+    a, b = _names(other, run)
     return {
-        "a": other.partition(":")[2],
-        "b": run.partition(":")[2],
+        "a": a,
+        "b": b,
         "measures": [row for row in found["measures"] if row["a"] is not None or row["b"] is not None],
         "goodput": found["measures"][0],
         "categories": worth.side_by_side(found["categories"]),
         "causes": worth.side_by_side(found["causes"]),
     }
+
+
+def _names(*runs: str) -> list[str]:
+    """What runs are called: a job and a simulation of one name, with their kinds."""
+    names = [run.partition(":")[2] for run in runs]
+    return names if len(set(names)) == len(names) else [run.replace(":", " ", 1) for run in runs]

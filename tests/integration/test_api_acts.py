@@ -17,6 +17,7 @@ from flyball.contracts.cluster import HostFacts
 from flyball.contracts.credentials import host_credential, reader_token
 from flyball.contracts.reports.signals import EngineStatus, Report
 from flyball.contracts.wire import WIRE_VERSION, encode
+from goodput.read import simulations
 from services.main import Supervisor
 from services.runtime.http.auth import Authenticator
 from services.settings import load_settings
@@ -187,6 +188,29 @@ def test_a_job_is_compared_with_a_simulated_run(
     for line, word in ((["simulations"], "Torn.json is not a result"), (["simulation", "Small-1"], "small")):
         assert run_cli(["get", *line, *where]) == 0
         assert word in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_page_of_runs_shows_the_chosen_ones_and_tells_them_apart(
+    supervisor: Supervisor, state_dir: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = simulate(scenario.load("small", ["days=0.2"]), 2, "small").result
+    result = state_dir / "simulations" / "same.json"
+    result.write_bytes(encode(done))
+    request.addfinalizer(result.unlink)
+    read: list[Path] = []
+    read_result = simulations.read_result
+    monkeypatch.setattr(simulations, "read_result", lambda path: [read.append(path), read_result(path)][1])
+    headers = {"Authorization": f"Bearer {supervisor.token}"}
+    with httpx.Client(base_url=supervisor.url, headers=headers, timeout=PATIENCE_S) as browser:
+        body = SPEC | {"job": "same", "hosts": ["host-z"]}
+        assert browser.post("/v1/jobs", json=body).status_code == 201
+        page = browser.get("/goodput", params={"run": "job:not-listed", "with": "simulation:same"}).text
+        assert '<option value="job:not-listed" selected>job not-listed</option>' in page
+        assert page.count(" selected>") == 2 and page.count('value="simulation:same"') == 2
+        part = browser.get("/goodput/run", params={"run": "simulation:same"}).text
+        assert "Simulation same" in part and 'id="lanes"' in part and len(read) == 1
+        part = browser.get("/goodput/comparison", params={"run": "job:same", "with": "simulation:same"}).text
+        assert ">job same beside simulation same</h2>" in part
 
 
 def test_users_have_a_limit_and_daemons_have_none(tmp_path: Path) -> None:
