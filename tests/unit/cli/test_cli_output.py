@@ -47,6 +47,14 @@ def test_fields_stay_whole_in_a_pipe_and_are_wrapped_beside_their_names_on_a_ter
     ]
 
 
+def test_a_hosts_name_stays_whole_where_a_line_is_wrapped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    print_fields({"reason": "the ranks that were lost with the switch of this rack have moved to rack-a-host-0017."})
+    assert capsys.readouterr().out.splitlines()[1] == "        rack-a-host-0017."
+
+
 def test_what_is_described_has_no_column_of_itself(capsys: pytest.CaptureFixture[str]) -> None:
     one: dict[str, Any] = {"decision_id": "dec-4", "at": NOW, "job": "llama", "kind": "hold", "reason": "It waits."}
     _print_newest("decisions", [one], NOW, about="job")
