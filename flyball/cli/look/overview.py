@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ LABEL_WIDTH = 17
 OPEN_INCIDENTS = [state.value for state in IncidentState if not state.closed]
 
 _DROPPED = ("for", "restarts", "a step", "loss", "resumes from", "last step")  # where the terminal is narrow, in turn
+_BREAK = re.compile(r"\s*\n\s*")  # a message may have lines
 _WORST_FIRST = (HostState.SILENT, HostState.DEGRADED, HostState.SUSPECT, HostState.IN_REPAIR, HostState.CORDONED)
 
 
@@ -32,16 +34,18 @@ class Overview(msgspec.Struct, frozen=True):
     """What the screen is made of, as the API shows it."""
 
     jobs: Sequence[Json]  # those to show, see `first_jobs`
-    more_jobs: int  # than are shown
+    more_jobs: int  # than are shown; at least, if `jobs_are_cut`
     recoverable: Mapping[str, Json]  # job -> what a restart would go on from
     host_states: Mapping[str, int]
     free_hosts: int  # without ranks, and well
     hosts: Sequence[Json]  # those to show, see `troubled_hosts`
     troubled: int  # how many hosts are not as they should be
-    open_incidents: Sequence[Json]
+    open_incidents: Sequence[Json]  # the newest
     newest_incident: Json | None
     decisions: Sequence[Json]  # the newest last
     orders: Sequence[Json]
+    jobs_are_cut: bool = False  # there may be more than were read
+    incidents_are_cut: bool = False
     ended_at: float | None = None  # of the supervisor
 
 
@@ -87,7 +91,7 @@ def screen(found: Overview, now: float, width: int) -> list[str]:
     room = HEIGHT - len(lines) - 3  # the decisions' title, the next step, and the prompt
     lines += _decisions(found.decisions[-min(max(room, 1), DECISIONS_SHOWN) :], now)
     lines.append(_labelled("Next", next_step(found)))
-    return [cut(line, width) for line in lines]
+    return [cut(_BREAK.sub(" ", line).rstrip(), width) for line in lines]
 
 
 def _jobs(found: Overview, now: float, width: int) -> Iterator[str]:
@@ -102,7 +106,7 @@ def _jobs(found: Overview, now: float, width: int) -> Iterator[str]:
     columns = ("job", "state", "for", "step", "last step", "resumes from", "loss", "a step", "restarts")
     yield from table(columns, rows, width, dropped=_DROPPED)
     if found.more_jobs:
-        yield f" and {found.more_jobs} more (flyball get jobs)"
+        yield f" and {_at_least(found.more_jobs, found.jobs_are_cut)} more (flyball get jobs)"
     notes = [(job["job"], note) for job in found.jobs for note in job_notes(job, now)]
     yield from (f" {name}: {note}" for name, note in notes[:NOTES_SHOWN])
 
@@ -151,14 +155,15 @@ def _trouble(host: Json) -> str:
 
 def _incidents(found: Overview, now: float) -> Iterator[str]:
     newest, shown = found.newest_incident, found.open_incidents[-INCIDENTS_SHOWN:]
+    count, is_cut = len(found.open_incidents), found.incidents_are_cut
     if shown:
-        yield _labelled("Open incidents", str(len(found.open_incidents)))
+        yield _labelled("Open incidents", f"{count} or more" if is_cut else str(count))
     else:
         yield _labelled("Open incidents", "none" + (f"; newest: {_ended(newest, now)}" if newest else ""))
     for one in shown:
         yield f" {one['incident_id']} {one['cause']}, {one['state']}: {cell(one['message'])}"
-    if len(found.open_incidents) > len(shown):
-        yield f" and {len(found.open_incidents) - len(shown)} older ones (flyball get incidents)"
+    if count > len(shown):
+        yield f" and {_at_least(count - len(shown), is_cut)} older ones (flyball get incidents)"
 
 
 def _ended(incident: Json, now: float) -> str:
@@ -209,6 +214,10 @@ def _steps(found: Overview) -> Iterator[str]:
 
 def _labelled(label: str, text: str) -> str:
     return f"{label:{LABEL_WIDTH}}{text}"
+
+
+def _at_least(count: int, is_cut: bool) -> str:
+    return f"at least {count}" if is_cut else str(count)
 
 
 def _counted(words: Iterator[str]) -> str:

@@ -38,7 +38,7 @@ COMMAND = command_help(
 )
 
 DECISIONS_SHOWN = 10
-INCIDENTS_READ = 100
+JOBS_READ = INCIDENTS_READ = 100  # to be counted; of older ones the screen says only that there may be more
 MAX_OPEN_JOBS = 10_000
 LimitOption = Annotated[
     int, typer.Option("--limit", min=1, help="with -o wide, json or yaml: the newest jobs, incidents and decisions")
@@ -76,13 +76,14 @@ def _overview(client: ApiClient, job: str, ended_at: float | None) -> Overview:
     """What one screen needs, in few requests however large the cluster is."""
     of_job: dict[str, Any] = {"job": job or None}
     open_incidents = client.newest("/v1/incidents", INCIDENTS_READ, state=OPEN_INCIDENTS, **of_job)
-    jobs = first_jobs([get_job(client, job)] if job else _jobs(client, JOBS_SHOWN), open_incidents)
+    jobs = first_jobs([get_job(client, job)] if job else _jobs(client, JOBS_READ), open_incidents)
     shown = jobs[:JOBS_SHOWN]
     host_map = client.get("/v1/host-map")
     troubled = troubled_hosts(host_map)
     return Overview(
         jobs=shown,
         more_jobs=len(jobs) - len(shown),
+        jobs_are_cut=len(jobs) >= JOBS_READ,
         recoverable={}
         if ended_at  # whether memory still has its copies is not known then
         else {one["job"]: client.get(f"/v1/jobs/{one['job']}/recoverability") for one in shown},
@@ -91,6 +92,7 @@ def _overview(client: ApiClient, job: str, ended_at: float | None) -> Overview:
         hosts=[client.get(f"/v1/hosts/{name}") for name in troubled[:HOSTS_SHOWN]],
         troubled=len(troubled),
         open_incidents=open_incidents,
+        incidents_are_cut=len(open_incidents) >= INCIDENTS_READ,
         newest_incident=next(iter(client.items("/v1/incidents", limit=1, **of_job)), None),
         decisions=client.items("/v1/decisions", limit=DECISIONS_SHOWN, **of_job),
         orders=client.items("/v1/orders"),

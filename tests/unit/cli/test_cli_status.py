@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
+from left_runs import left
 
+from flyball.cli.look import status
 from flyball.cli.look.hosts_table import print_hosts, print_transports
 from flyball.cli.look.jobs_table import hosts_note, job_row, loss_with_step, outcome, save_note
 from flyball.cli.look.overview import (
@@ -18,6 +22,12 @@ from flyball.cli.look.overview import (
     screen,
     troubled_hosts,
 )
+from flyball.cli.reach.left_state import LeftState
+from flyball.contracts.cluster import JobState
+from flyball.contracts.decisions import Incident, IncidentState
+from services.record.codec import dump
+from services.store.sql import tables
+from services.store.sql.database import Database
 
 NOW = 1_795_413_958.0  # 2026-11-23 06:05:58 UTC
 
@@ -117,6 +127,35 @@ def test_whatever_is_wrong_fits_into_a_terminal() -> None:
     )
     assert "and 398 more (flyball status --hosts)" in shown and "and 87 older ones (flyball get incidents)" in shown
     assert "2 cordon, 1 silence (flyball get orders)" in shown and "dec-9" in shown
+
+
+def test_a_message_of_several_lines_is_one_line() -> None:
+    found = overview(open_incidents=[incident(1, message="ValueError: no\n  such file\n")])
+    assert screen(found, NOW, 80)[3] == " inc-1 worker_killed, acting: ValueError: no such file"
+
+
+def test_what_was_not_read_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = left(tmp_path, "job-0", at=NOW, state=JobState.SUCCEEDED, ended_at=NOW) / "supervisor"
+    url = f"sqlite:///{folder / 'flyball.sqlite'}"
+    with closing(Database(url)) as db, db.write() as connection:
+        job = connection.execute(tables.jobs.select()).one()._mapping
+        connection.execute(tables.jobs.insert(), [{**job, "job": f"job-{n}"} for n in range(1, 9)])
+        about = {"job": "", "state": "open", "closed": False, "decided_at": 0.0}
+        document = dump(Incident("inc-0", "", "", "host_silent", IncidentState.OPEN, NOW, NOW, "It is silent.", 1))
+        rows = [about | {"number": n, "document": document} for n in range(1, 6)]
+        connection.execute(tables.incidents.insert(), rows)
+
+    def lines(read: int, job: str = "") -> str:
+        monkeypatch.setattr(status, "JOBS_READ", read)
+        monkeypatch.setattr(status, "INCIDENTS_READ", read)
+        with LeftState(url) as client:
+            return "\n".join(screen(status._overview(client, job, None), NOW, 80))
+
+    whole, part = lines(10), lines(4)
+    assert " and 3 more (flyball get jobs)" in whole and " and 2 older ones" in whole
+    assert "Open incidents   5\n" in whole and "Open incidents   4 or more\n" in part
+    assert " and at least 1 older ones" in part
+    assert " and at least 2 more (flyball get jobs)" in lines(8) and "more (flyball get jobs)" not in lines(1, "job-3")
 
 
 def test_the_worst_hosts_and_the_jobs_in_trouble_come_first() -> None:
