@@ -112,7 +112,7 @@ def daemon(
 @with_supervisor()
 def remove(
     *,
-    hosts: Annotated[list[str], typer.Argument(metavar="HOST", help="host ids, as `flyball status` shows them")],
+    hosts: Annotated[list[str], typer.Argument(metavar="HOST", help="host ids, as `flyball get hosts` shows them")],
     choice: SupervisorChoice,
     output: OutputOption = Format.TABLE,
 ) -> None:

@@ -30,7 +30,7 @@ TIMEOUT_S = 900.0  # five rounds of the longest default, and the answers
 @with_supervisor()
 def command(
     *,
-    hosts: Annotated[list[str], typer.Argument(metavar="HOST...", help="host ids, as `flyball status` shows them")],
+    hosts: Annotated[list[str], typer.Argument(metavar="HOST...", help="host ids, as `flyball get hosts` shows them")],
     reason: Annotated[str, typer.Option(help="why; stored and shown")] = "",
     choice: SupervisorChoice,
     output: OutputOption = Format.TABLE,

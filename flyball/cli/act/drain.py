@@ -32,7 +32,7 @@ CANCEL_TIMEOUT_S = 30.0
 @with_supervisor()
 def command(
     *,
-    host: Annotated[str, typer.Argument(help="host id, as `flyball status` shows it")],
+    host: Annotated[str, typer.Argument(help="host id, as `flyball get hosts` shows it")],
     deadline: Annotated[
         float,
         typer.Option(

@@ -50,7 +50,7 @@ APPROVE = command_help(
 LOOK_INTERVAL_S = 0.2
 ANSWER_TIMEOUT_S = 30.0
 
-HostArgument = Annotated[str, typer.Argument(help="host id, as `flyball status` shows it")]
+HostArgument = Annotated[str, typer.Argument(help="host id, as `flyball get hosts` shows it")]
 ReasonOption = Annotated[str, typer.Option(help="why; stored and shown")]
 
 
@@ -89,7 +89,7 @@ def uncordon(
 @with_supervisor()
 def silence(
     *,
-    host: Annotated[str, typer.Argument(help="host id, as `flyball status` shows it")] = "",
+    host: Annotated[str, typer.Argument(help="host id, as `flyball get hosts` shows it")] = "",
     failure_domain: Annotated[str, typer.Option(help="all hosts of this failure domain, in place of one host")] = "",
     lasts: Annotated[str, typer.Option("--for", metavar="DURATION", help="how long: 90s, 30m, 2h, 1d")] = "",
     reason: ReasonOption = "",
@@ -121,7 +121,8 @@ def approve(
     """Exit code 16 if it waits for no approval."""
     if not re.fullmatch(r"(dec|inc)-\d{1,18}", target):
         raise UsageError(
-            f"{target!r} is neither an incident nor a decision.", hint="`flyball status` shows both, for example inc-4"
+            f"{target!r} is neither an incident nor a decision.",
+            hint="`flyball get incidents` lists incidents, such as inc-4",
         )
     with choice.connect() as client:
         found = client.post("/v1/approve", ApproveRequest(target, reason))

@@ -78,7 +78,7 @@ app.command(
 
 JobName = Annotated[str, typer.Option("--job", help="name of the job")]
 RankNumber = Annotated[int, typer.Option("--rank", min=0, help="global rank")]
-HostName = Annotated[str, typer.Option("--host", help="host id, as `flyball status` shows it")]
+HostName = Annotated[str, typer.Option("--host", help="host id, as `flyball get hosts` shows it")]
 
 
 class _Injector(NamedTuple):

@@ -30,7 +30,7 @@ LOOK_INTERVAL_S = 0.1
 
 JobOption = Annotated[str, typer.Option("--job", help="name of the job")]
 RankOption = Annotated[int, typer.Option("--rank", min=-1, help="global rank")]
-HostOption = Annotated[str, typer.Option("--host", help="host id, as `flyball status` shows it")]
+HostOption = Annotated[str, typer.Option("--host", help="host id, as `flyball get hosts` shows it")]
 
 
 class Reach(NamedTuple):

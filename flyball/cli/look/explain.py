@@ -44,7 +44,7 @@ def command(
     if not re.fullmatch(r"(dec|inc|act)-\d{1,18}", whole):
         raise UsageError(
             f"{name!r} is not a decision's id, nor an incident's or an action's.",
-            hint="`flyball status` shows the newest ones, for example dec-17",
+            hint="`flyball get decisions` lists the newest ones, for example dec-17",
         )
     path, show = _KINDS[whole.partition("-")[0]]
     with choice.open_read_only(job) as client:

@@ -99,5 +99,5 @@ def answer(connection: Connection, change: HostChange) -> None:
 def _state(connection: Connection, host_id: str) -> HostState:
     found = connection.scalar(select(hosts.c.state).where(hosts.c.host_id == host_id))
     if found is None:
-        raise NotFound(f"There is no host {host_id!r}.", hint="`flyball status` lists the hosts")
+        raise NotFound(f"There is no host {host_id!r}.", hint="`flyball get hosts` lists them")
     return HostState(found)

@@ -129,7 +129,7 @@ class SqlJobStore:
         def work(connection: Connection) -> None:
             found = connection.execute(select(jobs.c.stop_requested).where(jobs.c.job == job)).first()
             if found is None:
-                raise NotFound(f"There is no job {job!r}.", hint="`flyball status` lists the jobs")
+                raise NotFound(f"There is no job {job!r}.", hint="`flyball get jobs` lists them")
             if not found.stop_requested:
                 connection.execute(update(jobs).where(jobs.c.job == job).values(stop_requested=True))
                 events.append(connection, [])

@@ -153,7 +153,7 @@ def _check_saves(connection: Connection, job: str) -> None:
     """Raise NotFound or Conflict unless the job runs and saves checkpoints."""
     row = connection.execute(select(jobs.c.state, jobs.c.spec).where(jobs.c.job == job)).one_or_none()
     if row is None:
-        raise NotFound(f"There is no job {job!r}.", hint="`flyball status` lists the jobs")
+        raise NotFound(f"There is no job {job!r}.", hint="`flyball get jobs` lists them")
     if row.state != JobState.RUNNING.value:
         raise Conflict(f"Job {job} is {row.state}: only a running job can save a step.", hint="`flyball status`")
     spec: JobSpec = load(row.spec, JobSpec)
@@ -169,7 +169,7 @@ def _incident_that_waits(connection: Connection, target: str) -> Incident:
         number = connection.scalar(select(decisions.c.incident).where(decisions.c.number == number))
     document = connection.scalar(select(incidents.c.document).where(incidents.c.number == number))
     if document is None:
-        raise NotFound(f"There is no incident of {target}.", hint="`flyball status` lists incidents and decisions")
+        raise NotFound(f"There is no incident of {target}.", hint="`flyball get incidents` lists the incidents")
     incident: Incident = load(document, Incident)
     if incident.state.closed or not incident.holding_for.startswith(AWAITS_APPROVAL):
         raise Conflict(

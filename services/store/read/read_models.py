@@ -69,7 +69,7 @@ class SqlReadModels:
         return _only(
             self._read(lambda c: read_state.jobs(c, name, plans=self._plans)),
             f"job {name!r}",
-            "`flyball status` lists the jobs",
+            "`flyball get jobs` lists them",
         )
 
     def hosts(self, page: Page = _FIRST, *, also_left: bool = False, wanted: HostFilter = _FILTERS.hosts) -> list[Json]:
@@ -84,7 +84,7 @@ class SqlReadModels:
         return _only(
             self._read(lambda c: read_state.hosts(c, host_id, given=self._given)),
             f"host {host_id!r}",
-            "`flyball status` lists the hosts",
+            "`flyball get hosts` lists them",
         )
 
     def host_states(self) -> dict[str, int]:
@@ -95,12 +95,12 @@ class SqlReadModels:
         """Return the verified copies by tier, and the recovery point; only if asked each copy too, of which a large job
         has a hundred thousand. Raises NotFound."""
         found = self._read(lambda c: read_copies.checkpoints(c, job, with_copies=with_copies))
-        return _only(found, f"job {job!r}", "`flyball status` lists the jobs")
+        return _only(found, f"job {job!r}", "`flyball get jobs` lists them")
 
     def recoverability(self, job: str) -> Json:
         """Return the newest step in each tier, and what a loss of hosts would cost. Raises NotFound."""
         return _only(
-            self._read(lambda c: read_copies.recoverability(c, job)), f"job {job!r}", "`flyball status` lists the jobs"
+            self._read(lambda c: read_copies.recoverability(c, job)), f"job {job!r}", "`flyball get jobs` lists them"
         )
 
     def host_map(self) -> Json:
@@ -121,7 +121,7 @@ class SqlReadModels:
         return _only(
             self._read(lambda c: incident_story.incident(c, number)),
             f"incident {incident_id!r}",
-            "`flyball status` lists the newest incidents",
+            "`flyball get incidents` lists the newest",
         )
 
     def signals(self, page: Page, wanted: SignalFilter) -> list[Json]:
@@ -140,7 +140,7 @@ class SqlReadModels:
             found = read_lists.action(connection, number)
             return [one | (read_history.action(connection, number) or {}) for one in found]
 
-        return _only(self._read(read), f"action {action_id!r}", "`flyball status` lists the newest decisions")
+        return _only(self._read(read), f"action {action_id!r}", "`flyball get actions` lists the newest")
 
     def decisions(
         self, job: str | None, page: Page = _FIRST, wanted: DecisionFilter = _FILTERS.decisions
@@ -155,7 +155,7 @@ class SqlReadModels:
         return _only(
             self._read(lambda c: read_history.decision(c, number)),
             f"decision {decision_id!r}",
-            "`flyball status` lists the newest decisions",
+            "`flyball get decisions` lists the newest",
         )
 
     def orders(self, page: Page = _FIRST, wanted: OrderFilter = _FILTERS.orders) -> list[Json]:
