@@ -117,8 +117,10 @@ def print_fields(fields: Mapping[str, object]) -> None:
         line = f"{name.ljust(width)}  {cell(value)}"
         if console.is_terminal:
             indent = " " * (width + 2)
-            whole_words = {"break_long_words": False, "break_on_hyphens": False}  # host names have hyphens
-            line = "\n".join(textwrap.wrap(line, console.width, subsequent_indent=indent, **whole_words))
+            whole = textwrap.TextWrapper(  # names of hosts have hyphens
+                console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            )
+            line = whole.fill(line)
         console.print(Text(line))
 
 
