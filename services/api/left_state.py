@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, NoReturn
 
 from fastapi import FastAPI
@@ -16,9 +17,11 @@ from flyball.contracts.errors import Conflict
 from services.api import problems
 from services.api.acts import Acts, ApiStores
 from services.api.goodput import GoodputReports
-from services.api.routes import history, jobs, observations
+from services.api.routes import audit, history, jobs, observations, runs
+from services.api.runs import Runs
 from services.runtime.list_filters import JobFilter
 from services.runtime.paging import Page
+from services.store.decisions.audit_store import SqlAuditLog
 from services.store.read.read_models import SqlReadModels
 from services.store.sql.database import Database
 from services.store.sql.events import SqlEventLog
@@ -91,8 +94,9 @@ class _StoppedClock:
         return self._ended_at
 
 
-def left_state_app(db: Database, clock: Clock, *, ended_at: float | None) -> FastAPI:
-    """Build the application. `ended_at`: the supervisor's end; None if one runs elsewhere on the same database."""
+def left_state_app(db: Database, clock: Clock, *, ended_at: float | None, simulations: Path) -> FastAPI:
+    """Build the application. `ended_at`: the supervisor's end; None if one runs elsewhere on the same database.
+    `simulations`: the folder of the simulator's results."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     problems.install(app, lambda _request, error: problems.problem_of(error))
     clock = clock if ended_at is None else _StoppedClock(clock, ended_at)
@@ -101,4 +105,6 @@ def left_state_app(db: Database, clock: Clock, *, ended_at: float | None) -> Fas
     app.include_router(jobs.router(_NoActs(), reads, clock))
     app.include_router(observations.router(reads, goodput))
     app.include_router(history.router(reads))
+    app.include_router(runs.router(Runs(goodput, simulations)))
+    app.include_router(audit.router(SqlAuditLog(db, clock)))
     return app

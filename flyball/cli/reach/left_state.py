@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING
 import httpx
 
 from flyball.cli.reach.client import ApiClient
+from flyball.cli.reach.places import supervisor_dir
 from flyball.contracts.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -29,7 +32,9 @@ class LeftState(ApiClient):
         self._db = open_existing(database_url)
         try:
             self.ended_at = supervisor_ended_at(self._db, is_known_dead=folder is not None)
-            app = left_state_app(self._db, SystemClock(), ended_at=self.ended_at)
+            file = Path(self._db.url.database or "") if self._db.is_sqlite else None
+            simulations = _simulations(os.environ, file.parent if file else supervisor_dir(os.environ))
+            app = left_state_app(self._db, SystemClock(), ended_at=self.ended_at, simulations=simulations)
         except BaseException:
             self._db.close()
             raise
@@ -40,6 +45,11 @@ class LeftState(ApiClient):
         super().close()
         self._runner.close()
         self._db.close()
+
+
+def _simulations(environ: Mapping[str, str], state_dir: Path) -> Path:
+    """The folder of the simulator's results: the one that the environment names, else that of the state folder."""
+    return Path(environ.get("FLYBALL_SIMULATIONS_DIR") or state_dir / "simulations")
 
 
 class _InProcess(httpx.BaseTransport):

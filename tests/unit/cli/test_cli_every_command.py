@@ -14,6 +14,7 @@ from own_commands import run_here
 
 from flyball.cli import completion
 from flyball.cli.commands import as_click
+from flyball.cli.look.kinds import NAMES
 from flyball.cli.show.output import Format
 
 OWN_GRAMMAR = {"run"}  # handled before typer: torchrun's flags
@@ -65,3 +66,13 @@ def test_json_yaml_and_wide_by_their_names_and_shorthands(tmp_path: Path) -> Non
     assert json.loads(as_json.stdout)["jobs"][0]["job"] == "llama"
     assert yaml.safe_load(as_yaml.stdout) == json.loads(as_json.stdout)
     assert "Jobs" in wide.stdout and "Shards between hosts" in wide.stdout
+
+
+def test_every_kind_is_listed_without_a_supervisor(tmp_path: Path) -> None:
+    supervisor = left(tmp_path, "llama", at=1_700_000_000.0) / "supervisor"
+    (supervisor / "simulations").mkdir()
+    (supervisor / "simulations" / "Torn.json").write_text("{}")
+    for kind in NAMES:
+        found = run_here("get", kind, environment={"FLYBALL_STATE_DIR": str(tmp_path), "COLUMNS": "200"})
+        assert found.returncode == 0 and found.stdout.startswith(kind.capitalize()), f"{kind}: {found.stderr}"
+        assert ("Torn.json is not a result" in found.stdout) == (kind == "simulations")
