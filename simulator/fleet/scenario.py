@@ -294,7 +294,10 @@ def _set(content: dict[str, Any], setting: str) -> None:
         raise UsageError(f"--set {setting} is not a setting.", hint="write key=value, e.g. checkpoint.every_s=60")
     place: Any = content
     for part in path[:-1]:
-        place = _named(place, part, setting) if isinstance(place, list) else place.setdefault(part, {})
+        if isinstance(place, list):
+            place = _named(place, part, setting)
+        elif isinstance(place, dict):
+            place = place.setdefault(part, {})
     if not isinstance(place, dict):
         raise UsageError(f"--set {setting}: {key} is not a field.", hint="see `flyball simulate describe`")
     place[path[-1]] = _value(value.strip())
@@ -341,8 +344,8 @@ def _problems(error: ValidationError, content: Mapping[str, Any]) -> Iterator[st
 def _near(path: Sequence[int | str], field: str) -> str:
     """A field that an unknown one resembles, among those beside it."""
     *place, last = field.split(".")
-    beside = _SECTIONS[str(path[0])].model_fields if len(path) > 1 else FleetScenario.model_fields
-    near = get_close_matches(last, beside, n=1)
+    section = FleetScenario if len(path) == 1 else _SECTIONS.get(str(path[0]))
+    near = get_close_matches(last, section.model_fields, n=1) if section is not None else ()
     return f" (did you mean {'.'.join((*place, near[0]))}?)" if near else ""
 
 

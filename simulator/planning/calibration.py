@@ -8,10 +8,12 @@ from typing import Any
 
 import msgspec
 
+from flyball.contracts import wire
 from flyball.contracts.errors import UsageError
 from goodput.calculator import GoodputReport
 from goodput.wording import seconds
 
+_AGAIN = "run `flyball demo -o json` again"
 _WORKER_ENDS = frozenset({"worker_killed", "worker_exception", "worker_exit"})  # causes of incidents
 # The fields of a scenario, and the parts of a repair that they sum. Medians are taken: a repair that starts the ranks
 # twice takes longer, and the simulation has such repairs of its own.
@@ -42,15 +44,39 @@ class Calibration(msgspec.Struct, frozen=True):
         return tuple(time.setting for time in self.taken)
 
 
+class _DemoFault(msgspec.Struct):
+    fault: str
+    detected_s: float | None = None
+
+
+class _DemoRepair(msgspec.Struct):
+    median_s: float | None = None
+    count: int = 0
+
+
+class _DemoTimes(msgspec.Struct):
+    """What is read of `flyball demo -o json`."""
+
+    repair: dict[str, _DemoRepair]
+    faults: list[_DemoFault] = []
+
+
 def from_demo(demo: Mapping[str, Any], source: str) -> Calibration:
     """The times of `flyball demo -o json`. Raises UsageError if it has none."""
     repair = demo.get("repair")
     if not isinstance(repair, Mapping):
-        raise UsageError(
-            f"{source} has no parts of its repairs: an older release wrote it.", hint="run `flyball demo -o json` again"
-        )
-    kills = [float(row["detected_s"]) for row in demo.get("faults", ()) if row.get("fault") == "kill"]
-    medians = {name: (part.get("median_s"), int(part.get("count", 0))) for name, part in repair.items()}
+        raise UsageError(f"{source} has no parts of its repairs: an older release wrote it.", hint=_AGAIN)
+    try:
+        found = wire.convert(demo, _DemoTimes)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{source} is not what the demo writes: {error}.", hint=_AGAIN) from error
+    kills = []
+    for number, row in enumerate(found.faults):
+        if row.fault == "kill":
+            if row.detected_s is None:
+                raise UsageError(f"{source}: faults[{number}] is a kill without detected_s.", hint=_AGAIN)
+            kills.append(row.detected_s)
+    medians = {name: (part.median_s, part.count) for name, part in found.repair.items()}
     return _calibration(source, medians, kills, None, "the demo's small model says nothing about saves of a large one")
 
 

@@ -15,6 +15,7 @@ from flyball import __version__
 from flyball.contracts import wire
 from flyball.contracts.errors import ConfigurationError, NotFound
 from flyball.contracts.wire import MAX_MESSAGE_BYTES
+from goodput.wording import counted
 from simulator.swarm.trials import ClusterTrial, FleetTrial, Trial
 
 SCHEMA = "flyball.trace.v1"
@@ -53,8 +54,10 @@ def read_trace(path: Path) -> Trace | None:
     if schema is None:
         return None
     if schema == SWARM_SCHEMA:
+        failures = content.get("failures")
+        count = len(failures) if isinstance(failures, list) else 0
         raise ConfigurationError(
-            f"{path} is the result of a swarm, with {len(content.get('failures', ()))} failures.",
+            f"{path} is the result of a swarm, with {counted(count, 'failure')}.",
             hint="take the trace of one of them: `jq .failures[0].trace FILE > trace.json`",
         )
     if schema != SCHEMA:
@@ -78,7 +81,14 @@ def _checked(trace: Trace) -> Trace:
         for name, value in sizes.items():
             if not value > 0:
                 raise ValueError(f"scenario.{name} is {value}, and must be above 0")
+        for name in ("spares", "min_nodes", "within_s"):
+            if not getattr(trial.scenario, name) >= 0:
+                raise ValueError(f"scenario.{name} is {getattr(trial.scenario, name)}, and must not be negative")
         for place, one in enumerate(trial.faults):
             if not (0.0 <= one.pick < 1.0 and 0.0 <= one.size < 1.0 and 0.0 <= one.lasts_s < inf):
                 raise ValueError(f"faults[{place}]: pick and size go from 0 to below 1, and lasts_s is not negative")
+    else:
+        causes = trial.scenario.get("causes", [])
+        if not isinstance(causes, list) or not all(isinstance(cause, dict) for cause in causes):
+            raise ValueError("scenario.causes is not a list of objects")
     return trace

@@ -71,6 +71,14 @@ def _wrong(change: str) -> Any:  # noqa: ANN401 - JSON
             content["schema"] = "flyball.goodput.v1"
         case "a swarm":
             content = {"schema": "flyball.swarm.v1", "failures": [{}, {}]}
+        case "a count":
+            content = {"schema": "flyball.swarm.v1", "failures": 5}
+        case "fewer than no spares":
+            trial["scenario"]["spares"] = -5
+        case "causes that are no objects":
+            content["trial"] = {"world": "fleet", "seed": 1, "scenario": {"causes": ["x"]}, "faults": []}
+        case "causes that are no list":
+            content["trial"] = {"world": "fleet", "seed": 1, "scenario": {"causes": 5}, "faults": []}
         case "a world":
             trial["world"] = "galaxy"
     return content
@@ -86,6 +94,10 @@ def _wrong(change: str) -> Any:  # noqa: ANN401 - JSON
         ("a size", "scenario.nodes is 0"),
         ("a schema", "flyball.goodput.v1"),
         ("a swarm", "2 failures"),
+        ("a count", "0 failures"),
+        ("fewer than no spares", "scenario.spares is -5"),
+        ("causes that are no objects", "scenario.causes"),
+        ("causes that are no list", "scenario.causes"),
         ("a world", "galaxy"),
     ],
 )
@@ -94,8 +106,8 @@ def test_a_wrong_trace_is_refused_with_what_is_wrong(
 ) -> None:
     assert run_cli(["simulate", "replay", str(written(tmp_path, _wrong(change)))]) != 0
     error = capsys.readouterr().err
-    assert named in error
-    assert "Next step:" in error
+    assert named in error and "trace.json" in error
+    assert "Next step:" in error and "bug in Flyball" not in error
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00\x01\x02", b"hello\n", b"{}", b"[1, 2]"])

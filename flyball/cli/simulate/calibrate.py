@@ -10,8 +10,10 @@ import typer
 
 from flyball.cli.show.messages import announce
 from flyball.contracts import wire
+from flyball.contracts.errors import UsageError
 
 if TYPE_CHECKING:
+    from goodput.calculator import GoodputReport
     from simulator.planning.calibration import Calibration
 
 Calibrate = Annotated[
@@ -40,7 +42,6 @@ def calibration(measured: str) -> tuple[str, ...]:
 def _read(measured: str) -> Calibration:
     from flyball.cli.goodput.sources import Query, find
     from flyball.cli.reach.sources import SupervisorChoice
-    from goodput.calculator import GoodputReport
     from simulator.planning.calibration import from_demo, from_report
 
     if "://" in measured:
@@ -49,8 +50,19 @@ def _read(measured: str) -> Calibration:
     if "faults" in document and "losses_compared" in document:
         return from_demo(document, measured)
     if "seconds_by_category" in document:
-        return from_report(wire.convert(document, GoodputReport), measured)
+        return from_report(_report(document, measured), measured)
     return from_report(find(Query(logs=(Path(measured),))).report, measured)
+
+
+def _report(document: dict[str, Any], measured: str) -> GoodputReport:
+    from goodput.calculator import GoodputReport
+
+    try:
+        return wire.convert(document, GoodputReport)
+    except msgspec.ValidationError as error:
+        raise UsageError(
+            f"{measured} is no goodput report: {error}.", hint="write it with `flyball goodput report -o json`"
+        ) from error
 
 
 def _object(file: Path) -> dict[str, Any]:

@@ -36,6 +36,7 @@ count = 2
         ("causes.nic.per_1000_node_days=1", "causes.nic: give one of count and per_1000_node_days"),
         ("job.policy.foo=1", "job.policy: The policy has no setting 'foo'"),
         ("times.stop_s=inf", "times.stop_s: "),
+        ("sources=[1]", "sources.0: "),
     ],
 )
 def test_an_error_names_the_field(setting: str, told: str) -> None:
@@ -44,7 +45,7 @@ def test_an_error_names_the_field(setting: str, told: str) -> None:
     assert told in error.value.message
 
 
-@pytest.mark.parametrize("setting", ["checkpoint.every_s", "causes.gpu.count=1", "about.x=1"])
+@pytest.mark.parametrize("setting", ["checkpoint.every_s", "causes.gpu.count=1", "about.x=1", "about.x.y=1"])
 def test_a_setting_of_nothing_is_refused(setting: str) -> None:
     with pytest.raises(UsageError):
         scenario.parse(SMALLEST, "test", [setting])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flyball.cli.demo.command import DemoResult
 from flyball.cli.demo.reference import LossComparison
+from flyball.cli.simulate.calibrate import calibration
 from flyball.contracts.errors import UsageError
 from simulator.fleet import scenario
 from simulator.fleet.result import simulate
@@ -55,6 +58,27 @@ def test_a_result_without_times_is_refused() -> None:
         from_demo({"faults": []}, "demo.json")
     with pytest.raises(UsageError, match="nothing to take"):
         from_demo({"faults": [], "repair": {}}, "demo.json")
+
+
+@pytest.mark.parametrize(
+    ("demo", "named"),
+    [
+        ({"faults": [{"fault": "kill"}], "repair": {}}, "faults[0] is a kill without detected_s"),
+        ({"faults": [{"fault": "kill", "detected_s": "x"}], "repair": {}}, "$.faults[0].detected_s"),
+        ({"faults": [], "repair": {"stop": 3}}, "$.repair"),
+    ],
+)
+def test_a_demo_that_was_edited_is_refused(demo: dict[str, Any], named: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(named)) as refused:
+        from_demo(demo, "demo.json")
+    assert "demo.json" in refused.value.message
+
+
+def test_a_part_of_a_report_is_refused(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    report.write_text('{"seconds_by_category": {}}')
+    with pytest.raises(UsageError, match=r"report\.json is no goodput report: .*missing required field"):
+        calibration(str(report))
 
 
 def test_the_demo_writes_what_is_taken() -> None:
