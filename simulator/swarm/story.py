@@ -6,19 +6,17 @@ import msgspec
 
 from simulator.checks.history import Saved
 from simulator.driver import Run
-from simulator.swarm.trials import FleetTrial, Trial
-from simulator.swarm.tries import run_cluster
+from simulator.swarm.trials import FleetTrial
 from simulator.world.events import BEGAN_AT
 
 
-def story_of(trial: Trial) -> list[str]:
-    """One line per event of a small cluster; of a fleet its scenario and its faults."""
-    if isinstance(trial, FleetTrial):
-        return [f"{name}: {value}" for name, value in trial.scenario.items()] + list(trial.named())
-    return [f"{trial.scenario}", *_events(run_cluster(trial))]
+def fleet_in_words(trial: FleetTrial) -> list[str]:
+    """The scenario of a fleet, and its faults."""
+    return [f"{name}: {value}" for name, value in trial.scenario.items()] + list(trial.named())
 
 
-def _events(done: Run) -> list[str]:
+def story_of(done: Run) -> list[str]:
+    """A run of a small cluster, with one line per event."""
     lines = [
         (fact.at, f"{type(fact).__name__:12} {_fields(fact)}") for fact in done.facts if not isinstance(fact, Saved)
     ]
@@ -30,7 +28,8 @@ def _events(done: Run) -> list[str]:
         incident = found.incident
         what = f"{incident.incident_id} {incident.cause}, at last {incident.state.value}: {incident.message}"
         lines.append((incident.opened_at, f"{'Incident':12} {what}"))
-    return [f"{at - BEGAN_AT:9.3f} s  {line}" for at, line in sorted(lines, key=lambda item: item[0])]
+    told = [f"{at - BEGAN_AT:9.3f} s  {line}" for at, line in sorted(lines, key=lambda item: item[0])]
+    return [f"{done.scenario}", *told]
 
 
 def _fields(fact: msgspec.Struct) -> str:

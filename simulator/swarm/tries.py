@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
+from flyball.process_start import without_collector
 from simulator.checks.record_checks import Violation
 from simulator.driver import Run, run, where
-from simulator.fleet.result import simulate
+from simulator.fleet.result import Result, simulate
+from simulator.fleet.scenario import FleetScenario
 from simulator.swarm.shrink import fewest
 from simulator.swarm.trials import ClusterTrial, FleetTrial, Trial, draw, only
 from simulator.swarm.verdicts import SeedVerdict, verdict
+
+NO_FAULT = "none"  # in place of the places of faults
 
 
 class Tried(msgspec.Struct, frozen=True):
@@ -43,7 +45,8 @@ class FailedSeed(msgspec.Struct, frozen=True):
     @property
     def repeat(self) -> str:
         """The command that repeats it."""
-        return f"flyball simulate swarm --seeds 1 --from-seed {self.seed} --faults {','.join(map(str, self.kept))}"
+        kept = ",".join(map(str, self.kept)) or NO_FAULT
+        return f"flyball simulate swarm --seeds 1 --from-seed {self.seed} --faults {kept}"
 
 
 class SeedResult(NamedTuple):
@@ -56,13 +59,14 @@ class SeedResult(NamedTuple):
 def try_out(trial: Trial) -> Tried:
     """Run a trial once."""
     if isinstance(trial, FleetTrial):
-        return _try_fleet(trial)
+        scenario = trial.with_moments()
+        return tried_fleet(trial, scenario, run_fleet(scenario, trial.seed, "swarm"))
     return tried_of(run_cluster(trial))
 
 
 def run_cluster(trial: ClusterTrial) -> Run:
     """Run a trial of a small cluster."""
-    with _without_collector():
+    with without_collector():
         return run(trial.seed, scenario=trial.scenario, faults=trial.faults)
 
 
@@ -81,14 +85,20 @@ def tried_of(done: Run) -> Tried:
     )
 
 
-def _try_fleet(trial: FleetTrial) -> Tried:
-    scenario = trial.with_moments()
-    digest, generations = "", 0
+def run_fleet(scenario: FleetScenario, seed: int, name: str) -> Result | Violation:
+    """Run a fleet. A Violation: the core raised."""
     try:
-        with _without_collector():
-            result = simulate(scenario, trial.seed, "swarm").result
+        with without_collector():
+            return simulate(scenario, seed, name).result
     except Exception as error:  # noqa: BLE001 - whatever the core raises is the seed's result
-        violations: tuple[Violation, ...] = (Violation("crash", where(error)),)
+        return Violation("crash", where(error))
+
+
+def tried_fleet(trial: FleetTrial, scenario: FleetScenario, result: Result | Violation) -> Tried:
+    """How a run of a fleet went."""
+    digest, generations = "", 0
+    if isinstance(result, Violation):
+        violations: tuple[Violation, ...] = (result,)
     else:
         violations = tuple(Violation(*text.split(": ", 1)) for text in result.violations)
         digest, generations = result.digest, result.decisions
@@ -104,11 +114,12 @@ def _try_fleet(trial: FleetTrial) -> Tried:
     )
 
 
-def try_seed(seed: int, kept: Sequence[int] | None = None) -> SeedResult:
-    """Draw a seed's trial and run it, with `kept` of its faults or all of them. If it fails, find the fewest."""
+def try_seed(seed: int, kept: Sequence[int] | None = None, tried: Tried | None = None) -> SeedResult:
+    """Draw a seed's trial and run it, with `kept` of its faults or all of them; `tried`: it ran, and went like that. If
+    it fails, find the fewest."""
     trial = draw(seed)
     places = tuple(range(len(trial.faults))) if kept is None else tuple(kept)
-    tried = try_out(only(trial, places))
+    tried = tried or try_out(only(trial, places))
     if tried.verdict is SeedVerdict.CLEAN:
         return SeedResult(tried, None)
     wanted = {violation.invariant for violation in tried.violations}
@@ -121,15 +132,3 @@ def try_seed(seed: int, kept: Sequence[int] | None = None) -> SeedResult:
     few = fewest(places, fails)
     smallest = only(trial, few)
     return SeedResult(tried, FailedSeed(seed, few, smallest.named(), tried, results[few], smallest))
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """A run makes many small objects that live as long as it: to look for cycles among them takes a tenth of it."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

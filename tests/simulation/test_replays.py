@@ -18,6 +18,7 @@ from simulator.swarm.incident_log import from_events
 from simulator.swarm.traces import read_trace, trace_of
 from simulator.swarm.trials import Trial, draw
 from simulator.swarm.tries import try_out
+from simulator.swarm.verdicts import EXIT_CODES, SeedVerdict
 
 CLUSTER, FLEET = 0, 4  # seeds
 
@@ -51,6 +52,20 @@ def test_a_trace_of_a_cluster_and_of_a_fleet_can_be_replayed(
     path = str(written(tmp_path, trace_of(draw(FLEET))))
     assert run_cli(["simulate", "replay", path, "--set", "days=0.2", "-o", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["days"] == 0.2
+    assert run_cli(["simulate", "replay", path, "--story"]) == 2
+    assert "--story tells small clusters" in capsys.readouterr().err
+
+
+def test_a_crash_of_a_fleet_is_told_as_the_swarm_tells_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def crash(*_: object) -> None:
+        raise KeyError("host-3")
+
+    path = str(written(tmp_path, trace_of(draw(FLEET))))
+    monkeypatch.setattr(FleetWorld, "run", crash)
+    assert run_cli(["simulate", "replay", path]) == EXIT_CODES[SeedVerdict.CRASH]
+    assert "crash: KeyError in crash" in capsys.readouterr().out
 
 
 def _wrong(change: str) -> Any:  # noqa: ANN401 - JSON

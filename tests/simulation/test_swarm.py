@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from flyball.cli.main import run_cli
-from simulator.driver import run
+from simulator.checks.record_checks import Violation
+from simulator.driver import Run, run
 from simulator.swarm import tries
 from simulator.swarm.pool import try_seeds
 from simulator.swarm.shrink import fewest
-from simulator.swarm.trials import ClusterTrial, FleetTrial, draw, only
+from simulator.swarm.trials import ClusterTrial, FleetTrial, Trial, draw, only
 from simulator.swarm.tries import Tried, try_out, try_seed
 from simulator.swarm.verdicts import EXIT_CODES, SeedVerdict, worst
 from tests.simulation.planted_bugs import BUGS, PlantedBug
@@ -77,6 +79,42 @@ def test_a_failed_seed_is_shrunk_and_its_line_repeats_it(
     assert "crash: KeyError in decide" in capsys.readouterr().out
     monkeypatch.undo()
     assert run_cli(["simulate", "replay", str(trace)]) == 0
+
+
+def test_a_seed_that_fails_without_a_fault_is_repeated_without_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[int] = []
+
+    def crash(trial: Trial) -> Tried:
+        ran.append(len(trial.faults))
+        violations = (Violation("crash", "KeyError"),)
+        return Tried(trial.seed, "cluster", SeedVerdict.CRASH, violations, len(trial.faults), "", 0.0, 0)
+
+    monkeypatch.setattr(tries, "try_out", crash)
+    assert run_cli(["simulate", "swarm", "--seeds", "1"]) == EXIT_CODES[SeedVerdict.CRASH]
+    (repeat,) = (line.split("repeat: flyball ")[1] for line in capsys.readouterr().out.splitlines() if "repeat" in line)
+    ran.clear()
+    assert run_cli(repeat.split()) == EXIT_CODES[SeedVerdict.CRASH]
+    assert set(ran) == {0}
+
+
+def test_a_story_is_of_the_one_run_and_for_people(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[int] = []
+
+    def counted_run(seed: int, **given: Any) -> Run:  # noqa: ANN401 - as of the driver
+        ran.append(seed)
+        return run(seed, **given)
+
+    monkeypatch.setattr(tries, "run", counted_run)
+    story = ["simulate", "swarm", "--seeds", "1", "--faults", "0", "--story"]
+    assert run_cli(story) == 0
+    assert "Decision     epoch" in capsys.readouterr().out
+    assert ran == [0]
+    assert run_cli([*story, "-o", "json"]) == 2
+    assert capsys.readouterr().out == ""
 
 
 def test_the_fewest_faults_are_those_without_which_it_does_not_fail() -> None:

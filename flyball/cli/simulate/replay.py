@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import msgspec
 import typer
@@ -12,12 +12,13 @@ from flyball.cli.reach.options import command_help
 from flyball.cli.show.messages import announce
 from flyball.cli.show.output import Format, OutputOption, print_fields, printed
 from flyball.cli.simulate.options import Settings, seeds_from
-from flyball.cli.simulate.swarm import print_violations
+from flyball.cli.simulate.swarm import print_violations, refuse_story_for_programs, try_cluster
 from flyball.contracts.errors import UsageError
 
 if TYPE_CHECKING:
     from simulator.swarm.incident_log import LoggedRun
-    from simulator.swarm.trials import ClusterTrial, FleetTrial
+    from simulator.swarm.trials import ClusterTrial, FleetTrial, Trial
+    from simulator.swarm.tries import Tried
 
 HELP = command_help(
     "Replay a trace in simulated time: the faults of a seed that failed (`swarm --traces`), or the incidents of a real "
@@ -44,7 +45,10 @@ def replay(
     from simulator.swarm.traces import read_trace
     from simulator.swarm.trials import ClusterTrial
 
+    refuse_story_for_programs(story, output)
     read = read_trace(trace)
+    if story and (read is None or not isinstance(read.trial, ClusterTrial)):
+        raise UsageError("--story tells small clusters, and this is a fleet.", hint="leave --story away")
     if read is None:
         logged = _logged(trace, job, seed)
         seeds_from(seed, 1)
@@ -60,17 +64,18 @@ def replay(
 
 
 def _replay_cluster(trial: ClusterTrial, *, tells: bool, output: Format) -> None:
-    from simulator.swarm.story import story_of
-    from simulator.swarm.tries import try_out
+    tried = try_cluster(trial, tells=tells)
+    _end(trial, tried, f"cluster, {trial.scenario.nodes} hosts and {trial.scenario.spares} spares", output)
+
+
+def _end(trial: Trial, tried: Tried, world: str, output: Format) -> NoReturn:
+    """Print how it went, and exit with its code."""
     from simulator.swarm.verdicts import EXIT_CODES
 
-    for line in story_of(trial) if tells else ():
-        typer.echo(line)
-    tried = try_out(trial)
     if not printed(tried, output):
         print_fields(
             {
-                "world": f"cluster, {trial.scenario.nodes} hosts and {trial.scenario.spares} spares",
+                "world": world,
                 "faults": list(trial.named()),
                 "simulated": f"{tried.simulated_s:.1f} s, {tried.generations} generations",
                 "verdict": tried.verdict.value,
@@ -96,10 +101,15 @@ def _replay_fleet(
 ) -> None:
     from flyball.cli.simulate.command import print_result
     from goodput.wording import percent
-    from simulator.fleet.result import simulate
-    from simulator.swarm.verdicts import EXIT_CODES, verdict_of, worst
+    from simulator.checks.record_checks import Violation
+    from simulator.swarm.tries import run_fleet, tried_fleet
+    from simulator.swarm.verdicts import EXIT_CODES
 
-    result = simulate(trial.with_moments(settings), trial.seed, "replay").result
+    scenario = trial.with_moments(settings)
+    result = run_fleet(scenario, trial.seed, "replay")
+    tried = tried_fleet(trial, scenario, result)
+    if isinstance(result, Violation):
+        _end(trial, tried, f"fleet, {scenario.job.nodes} hosts and {scenario.cluster.spares} spares", output)
     report = of.analysis.report if of is not None else None
     shown: object = result
     if of is not None and report is not None:
@@ -115,7 +125,7 @@ def _replay_fleet(
                 }
             )
         print_result(result)
-    raise typer.Exit(EXIT_CODES[worst(verdict_of(text.partition(":")[0]) for text in result.violations)])
+    raise typer.Exit(EXIT_CODES[tried.verdict])
 
 
 def _logged(path: Path, job: str, seed: int) -> LoggedRun:

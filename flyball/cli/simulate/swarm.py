@@ -20,7 +20,8 @@ from flyball.contracts.errors import UsageError
 
 if TYPE_CHECKING:
     from simulator.checks.record_checks import Violation
-    from simulator.swarm.tries import FailedSeed, SeedResult
+    from simulator.swarm.trials import ClusterTrial
+    from simulator.swarm.tries import FailedSeed, SeedResult, Tried
 
 SHOWN_VIOLATIONS = 5
 
@@ -44,7 +45,7 @@ def swarm(
     jobs: Jobs = 0,
     faults: Annotated[
         str,
-        typer.Option("--faults", metavar="N,N", help="only these faults of the seed, by their places from 0 on"),
+        typer.Option("--faults", metavar="N,N", help="only these faults of the seed, by place from 0 on, or none"),
     ] = "",
     story: Annotated[
         bool, typer.Option("--story", help="tell a single seed: its faults, commands and decisions, in order")
@@ -57,17 +58,21 @@ def swarm(
     """Results are printed as they come; their sum does not depend on their order."""
     from simulator.planning.pool import usable_cores
     from simulator.swarm.pool import try_seeds
+    from simulator.swarm.tries import try_seed
     from simulator.swarm.verdicts import EXIT_CODES, worst
 
     kept = _places(faults, seeds)
     if story and seeds != 1:
         raise UsageError("--story tells one seed.", hint="add --seeds 1")
+    refuse_story_for_programs(story, output)
     wanted = seeds_from(from_seed, seeds)
-    if story:
-        _tell(from_seed, kept)
+    told = _tell(from_seed, kept) if story else None
     results: list[SeedResult] = []
     try:
-        for result in _shown(try_seeds(wanted, jobs=jobs or usable_cores(), kept=kept), seeds):
+        tries = try_seeds(wanted, jobs=jobs or usable_cores(), kept=kept)
+        if told is not None:
+            tries = iter([try_seed(from_seed, kept, told)])
+        for result in _shown(tries, seeds):
             results.append(result)
             if result.failure is not None:
                 if traces is not None:
@@ -143,10 +148,14 @@ def _summary(results: Sequence[SeedResult], from_seed: int) -> SwarmResult:
 
 
 def _places(faults: str, seeds: int) -> tuple[int, ...] | None:
+    from simulator.swarm.tries import NO_FAULT
+
     if not faults:
         return None
     if seeds != 1:
         raise UsageError("--faults names faults of one seed.", hint="add --seeds 1")
+    if faults == NO_FAULT:
+        return ()
     try:
         return tuple(sorted({int(place) for place in faults.split(",")}))
     except ValueError:
@@ -163,13 +172,35 @@ def _shown(results: Iterator[SeedResult], seeds: int) -> Iterator[SeedResult]:
             yield result
 
 
-def _tell(seed: int, kept: Sequence[int] | None) -> None:
-    from simulator.swarm.story import story_of
-    from simulator.swarm.trials import draw, only
+def _tell(seed: int, kept: Sequence[int] | None) -> Tried | None:
+    """Tell a seed's story, and return how it went; None: a fleet does not run for that."""
+    from simulator.swarm.story import fleet_in_words
+    from simulator.swarm.trials import FleetTrial, draw, only
 
     trial = draw(seed)
-    for line in story_of(trial if kept is None else only(trial, kept)):
+    trial = trial if kept is None else only(trial, kept)
+    if isinstance(trial, FleetTrial):
+        for line in fleet_in_words(trial):
+            typer.echo(line)
+        return None
+    return try_cluster(trial, tells=True)
+
+
+def try_cluster(trial: ClusterTrial, *, tells: bool) -> Tried:
+    """Run a small cluster, and tell its story if wanted."""
+    from simulator.swarm.story import story_of
+    from simulator.swarm.tries import run_cluster, tried_of
+
+    done = run_cluster(trial)
+    for line in story_of(done) if tells else ():
         typer.echo(line)
+    return tried_of(done)
+
+
+def refuse_story_for_programs(story: bool, output: Format) -> None:
+    """Raises UsageError: a story before a document is no document."""
+    if story and output.is_for_programs:
+        raise UsageError(f"--story is for people, and -o {output.value} for programs.", hint="give one of them")
 
 
 def _write_trace(failure: FailedSeed, folder: Path) -> None:
