@@ -46,18 +46,15 @@ def router(site: Site) -> APIRouter:
 
     @routes.get("/decisions/{decision_id}")
     def find_decision(request: Request, decision_id: str) -> Response:
-        """Lead to the decision in the story of its incident."""
+        """Lead to the decision in the story of its incident, else among those of its job, else to the host that it
+        checks."""
         if not site.may_look(request):
             return site.login(request)
         try:
-            found = site.reads.decision(_checked(decision_id, DECISION))
+            page = _page_of(site.reads.decision(_checked(decision_id, DECISION)))
         except FlyballError as error:
             return site.failed(request, error)
-        if found["incident_id"]:
-            return RedirectResponse(f"/incidents/{found['incident_id']}#{decision_id}", 303, HEADERS)
-        next_id = f"dec-{int(decision_id.removeprefix('dec-')) + 1}"
-        page = address(f"/jobs/{found['job']}/decisions", before=next_id)
-        return RedirectResponse(f"{page}#{decision_id}", 303, HEADERS)
+        return RedirectResponse(page, 303, HEADERS)
 
     return routes
 
@@ -95,6 +92,21 @@ def _cost(site: Site, incident_id: str) -> Json:
     report = site.runs.of_job(incident["job"], AccountOptions())
     costs = (cost for cost in report["incidents"] if cost["incident_id"] == incident_id)
     return {"cost": next(costs, None)}
+
+
+def _page_of(decision: Json) -> str:
+    """Return where a decision is shown. Raises NotFound."""
+    name: str = decision["decision_id"]
+    if decision["incident_id"]:
+        return f"/incidents/{decision['incident_id']}#{name}"
+    if decision["job"]:
+        next_name = f"dec-{int(name.removeprefix('dec-')) + 1}"
+        page = address(f"/jobs/{decision['job']}/decisions", before=next_name)
+        return f"{page}#{name}"
+    check = (decision["action"] or {}).get("plan", {}).get("check")
+    if not check:
+        raise NotFound(f"{name} is about no job, incident or host.", hint=f"`flyball explain {name}` shows it")
+    return f"/hosts/{check['hosts'][0]['host_id']}"
 
 
 def _checked(name: str, pattern: re.Pattern[str]) -> str:

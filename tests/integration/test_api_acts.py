@@ -213,6 +213,19 @@ def test_the_page_of_runs_shows_the_chosen_ones_and_tells_them_apart(
         assert ">job same beside simulation same</h2>" in part
 
 
+def test_a_check_of_hosts_leads_to_a_page(client: httpx.Client) -> None:
+    assert client.post("/v1/checks", json={"hosts": ["host-b"]}).status_code == 202
+    until_s = time.monotonic() + PATIENCE_S
+    query = {"kind": "check_hosts"}
+    while not (found := client.get("/v1/decisions", params=query).json()["items"]):
+        assert time.monotonic() < until_s
+    assert (found[0]["job"], found[0]["incident_id"]) == ("", "")
+    led = client.get(f"/decisions/{found[0]['decision_id']}")
+    assert led.status_code == 303
+    page = client.get(led.headers["location"])
+    assert page.status_code == 200 and "host-" in page.text
+
+
 def test_users_have_a_limit_and_daemons_have_none(tmp_path: Path) -> None:
     settings = load_settings(state_dir=tmp_path, port=0, start_timeout_s=PATIENCE_S, max_requests_per_s=0.001)
     supervisor = Supervisor(settings)
