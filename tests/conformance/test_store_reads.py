@@ -168,6 +168,17 @@ def test_hosts_that_left_in_order_are_shown_on_request(recovered, reads, make) -
     assert [h["host_id"] for h in reads.hosts(Page(1, "host-d"))] == ["host-b"]
 
 
+def test_hosts_that_left_are_not_named_one_by_one(stores, reads, make, statements) -> None:
+    def leave(host_id: str) -> list[str]:
+        stores.status.record_reports([(make.report(host_id, sent_at=1003.0), 1003.0)])
+        stores.status.record_reports([(make.report(host_id, sent_at=1004.0, leaves=True), 1004.0)])
+        statements.clear()
+        assert reads.hosts() == []
+        return list(statements)
+
+    assert leave("host-a") == leave("host-b"), "a database takes a limited number of parameters"
+
+
 def test_hosts_come_in_pages_by_name(stores, reads, make) -> None:
     stores.status.record_reports([(make.report(f"host-{n}", sent_at=1003.0), 1003.0) for n in range(5)])
     pages = [reads.hosts(Page(2)), reads.hosts(Page(2, "host-3")), reads.hosts(Page(2, "host-1"))]

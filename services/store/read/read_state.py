@@ -200,10 +200,10 @@ def hosts(
     if host_id is not None:
         query = query.where(tables.hosts.c.host_id == host_id)
     elif not also_left:
-        # Those that left are few; to name all that have ranks would take longer than the query itself.
+        # Named are only those that left with ranks, which are few: a name is a parameter, and databases limit these.
         left = connection.scalars(select(tables.hosts.c.host_id).where(tables.hosts.c.left_at > 0.0))
-        if gone := sorted(name for name in left if name not in placed):
-            query = query.where(tables.hosts.c.host_id.not_in(gone))
+        missed = sorted(name for name in left if name in placed)
+        query = query.where((tables.hosts.c.left_at == 0.0) | tables.hosts.c.host_id.in_(missed))
     if wanted.states:
         query = query.where(tables.hosts.c.state.in_([state.value for state in wanted.states]))
     if wanted.failure_domain:
