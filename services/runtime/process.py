@@ -21,8 +21,16 @@ def allow_many_connections() -> None:
     """Raise the limit of open files towards `OPEN_FILES`. Every host that polls for commands holds a connection, and
     many systems start at 1024."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if now < min(most, OPEN_FILES):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, OPEN_FILES), most))
+    if (raised := raised_open_files(now, most)) != now:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, most))
+
+
+def raised_open_files(now: int, most: int) -> int:
+    """Return the soft limit that a service raises its own to. `now` and `most`: the soft and the hard limit."""
+    infinite = resource.RLIM_INFINITY  # -1: less than any number
+    if now == infinite:
+        return now
+    return max(now, OPEN_FILES if most == infinite else min(most, OPEN_FILES))
 
 
 def favour_event_loop(clock: Clock) -> None:

@@ -12,6 +12,7 @@ from flyball.cli.doctor.findings import Check, CheckedHost, Finding, not_here, o
 from flyball.cli.reach.places import state_root
 from flyball.cli.reach.sources import SupervisorChoice
 from flyball.contracts.clock import SystemClock
+from flyball.contracts.errors import UsageError
 from host_daemon.probes.findings import Probe
 from host_daemon.probes.gpus import Gpus
 from host_daemon.probes.kernel_log import KernelLog
@@ -102,3 +103,15 @@ CHECKS: Final = (
     Check("memlock", rdma_checks.memlock),
     Check("rdma", rdma_checks.transfers, deadline_s=60.0),
 )
+
+# Lines of the report that a check of another name makes.
+_MADE_BY: Final[Mapping[str, str]] = {"rdma gid": "rdma ports", "rdma memory": "rdma", "rdma write": "rdma"}
+
+
+def check_named(name: str) -> Check:
+    """Return the check that makes the lines of this name in the report. Raises UsageError."""
+    subject = "probes" if name.startswith("probe ") else _MADE_BY.get(name, name)
+    for check in CHECKS:
+        if check.subject == subject:
+            return check
+    raise UsageError(f"There is no check {name!r}.", hint=f"the checks: {', '.join(c.subject for c in CHECKS)}")

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 import typer
 
 from flyball.cli.reach.options import command_help
 from flyball.cli.show.output import Format, OutputOption, announce, printable, printed
-from flyball.contracts.errors import UsageError
-
-if TYPE_CHECKING:
-    from flyball.cli.doctor.findings import Check
 
 COMMAND = command_help(
     "Check what this host needs: PyTorch, memory for checkpoints, folders, limits, clock, network, the supervisor and "
@@ -36,7 +31,8 @@ class Fix(StrEnum):
 def command(
     *,
     subjects: Annotated[
-        list[str] | None, typer.Argument(metavar="[CHECK]...", help="only these, by the names that the report shows")
+        list[str] | None,
+        typer.Argument(metavar="[CHECK]...", help="only the checks that make these lines of the report"),
     ] = None,
     fix: Annotated[
         Fix | None, typer.Option("--fix", help="first mend this; rdma: make Debian's pyverbs importable here")
@@ -44,14 +40,14 @@ def command(
     output: OutputOption = Format.TABLE,
 ) -> int:
     """Changes nothing without --fix. Returns the exit code."""
-    from flyball.cli.doctor.checks import CHECKS
+    from flyball.cli.doctor.checks import CHECKS, check_named
     from flyball.cli.doctor.findings import CheckedHost, Finding, exit_code, findings
 
     if fix is Fix.RDMA:
         from flyball.cli.doctor.fix_rdma import link_pyverbs
 
         announce(link_pyverbs())
-    chosen = [_check_named(name, CHECKS) for name in subjects or ()] or CHECKS
+    chosen = list(dict.fromkeys(map(check_named, subjects or ()))) or CHECKS
     found: list[Finding] = []
     for finding in findings(chosen, CheckedHost(dict(os.environ))):
         found.append(finding)
@@ -65,13 +61,6 @@ def command(
     ):
         typer.echo(f"{levels['ok']} ok, {levels['warning']} warnings, {levels['error']} errors")
     return exit_code(found)
-
-
-def _check_named(name: str, checks: Sequence[Check]) -> Check:
-    found = next((check for check in checks if check.subject == name), None)
-    if found is None:
-        raise UsageError(f"There is no check {name!r}.", hint=f"the checks: {', '.join(c.subject for c in checks)}")
-    return found
 
 
 def _line(level: str, subject: str, text: str) -> str:

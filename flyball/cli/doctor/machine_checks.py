@@ -21,7 +21,7 @@ from flyball.cli.reach.places import state_root
 from flyball.contracts.on_host.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE
 from flyball.state_folder import clear_errors
 from host_daemon.probes.host_needs import check_disk, check_shm
-from services.runtime.process import OPEN_FILES
+from services.runtime.process import OPEN_FILES, raised_open_files
 
 ADAM_BYTES: Final = 12  # of a parameter and its two moments, in float32
 SHM_SHARE: Final = 0.25  # of the machine's memory; a tmpfs has half of it by default, a container 64 MiB
@@ -83,11 +83,11 @@ def open_files(_: CheckedHost) -> Iterator[Finding]:
 def files_finding(now: int, most: int) -> Finding:
     """`now` and `most`: the soft and the hard limit; services raise the first themselves."""
     infinite = resource.RLIM_INFINITY
-    shown = "unlimited" if infinite in (now, most) else f"{max(now, min(most, OPEN_FILES)):,}"
+    raised = raised_open_files(now, most)
     if most != infinite and most < FEW_FILES:
         mend = f"LimitNOFILE={OPEN_FILES} in the systemd unit; Docker: --ulimit nofile={OPEN_FILES}; else limits.conf"
         return warning("open files", f"at most {most:,} may be open: too few for a large cluster's supervisor", mend)
-    return ok("open files", f"{shown} may be open")
+    return ok("open files", f"{'unlimited' if raised == infinite else f'{raised:,}'} may be open")
 
 
 def clock(_: CheckedHost) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flyball.cli.doctor import machine_checks, network_checks, python_checks
-from flyball.cli.doctor.checks import CHECKS, probe_finding
+from flyball.cli.doctor.checks import CHECKS, check_named, probe_finding
 from flyball.cli.doctor.findings import CheckedHost, Finding, Level
 from flyball.cli.doctor.machine_checks import clock_finding, files_finding, memory_finding
 from flyball.cli.doctor.python_checks import TorchFacts, torch_finding
@@ -90,7 +90,8 @@ def test_a_containers_small_shared_memory_is_a_warning() -> None:
     [
         ((1024, 1_048_576), Level.OK, "65,536 may be open"),
         ((1024, 4096), Level.OK, "4,096 may be open"),
-        ((1024, resource.RLIM_INFINITY), Level.OK, "unlimited may be open"),
+        ((1024, resource.RLIM_INFINITY), Level.OK, "65,536 may be open"),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), Level.OK, "unlimited may be open"),
         ((1024, 1024), Level.WARNING, "at most 1,024"),
     ],
 )
@@ -98,6 +99,12 @@ def test_the_limit_of_open_files(limits: tuple[int, int], level: Level, says: st
     found = files_finding(*limits)
     assert found.level is level and says in found.detail
     assert ("LimitNOFILE=65536" in found.mend) == (level is Level.WARNING)
+
+
+def test_a_line_of_the_report_names_the_check_that_makes_it() -> None:
+    lines = ("torch", "probe gpu", "probe kernel log", "rdma devices", "rdma gid", "rdma write", "rdma memory")
+    made_by = ["torch", "probes", "probes", "rdma devices", "rdma ports", "rdma", "rdma"]
+    assert [check_named(line).subject for line in lines] == made_by
 
 
 def test_a_clock_that_nothing_sets_is_a_warning() -> None:
