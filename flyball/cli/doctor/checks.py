@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
@@ -66,14 +67,21 @@ def database(host: CheckedHost) -> Iterator[Finding]:
 def probes(host: CheckedHost) -> Iterator[Finding]:
     """What a daemon on this host could watch."""
     folder = next(folder for folder in (state_root(host.environ), Path("/")) if folder.exists())
-    made = probes_of(REAL_ROOT, 5.0, folder / CONDITIONS_FOLDER, SystemClock(), lambda: {"the state folder": folder})
-    for probe in made:
+    for probe in _probes_here(folder):
         yield probe_finding(probe, host)
+
+
+def _probes_here(folder: Path) -> tuple[Probe, ...]:
+    return probes_of(REAL_ROOT, 5.0, folder / CONDITIONS_FOLDER, SystemClock(), lambda: {"the state folder": folder})
+
+
+def _line_of(probe: Probe) -> str:
+    return probe.source if probe.source.startswith("probe ") else f"probe {probe.source}"
 
 
 def probe_finding(probe: Probe, host: CheckedHost) -> Finding:
     """Whether a probe can read here. What this host has and a probe cannot read is a warning."""
-    subject = probe.source if probe.source.startswith("probe ") else f"probe {probe.source}"
+    subject = _line_of(probe)
     why = availability(probe)
     if not why:
         return ok(subject, "works here")
@@ -110,8 +118,12 @@ _MADE_BY: Final[Mapping[str, str]] = {"rdma gid": "rdma ports", "rdma memory": "
 
 def check_named(name: str) -> Check:
     """Return the check that makes the lines of this name in the report. Raises UsageError."""
-    subject = "probes" if name.startswith("probe ") else _MADE_BY.get(name, name)
+    made_by = {**_MADE_BY, **dict.fromkeys(map(_line_of, _probes_here(REAL_ROOT)), "probes")}
+    subject = made_by.get(name, name)
     for check in CHECKS:
         if check.subject == subject:
             return check
-    raise UsageError(f"There is no check {name!r}.", hint=f"the checks: {', '.join(c.subject for c in CHECKS)}")
+    names = [check.subject for check in CHECKS]
+    near = difflib.get_close_matches(name, [*names, *made_by], n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise UsageError(f"There is no check {name!r}.", hint=f"{hint}all checks: {', '.join(names)}")

@@ -15,7 +15,7 @@ from flyball.cli.doctor.checks import CHECKS, check_named, probe_finding
 from flyball.cli.doctor.findings import CheckedHost, Finding, Level
 from flyball.cli.doctor.machine_checks import clock_finding, files_finding, memory_finding
 from flyball.cli.doctor.python_checks import TorchFacts, torch_finding
-from flyball.contracts.errors import ConfigurationError
+from flyball.contracts.errors import ConfigurationError, UsageError
 from host_daemon.probes.findings import NotAvailableError, Reading
 
 GIB = 1 << 30
@@ -102,9 +102,23 @@ def test_the_limit_of_open_files(limits: tuple[int, int], level: Level, says: st
 
 
 def test_a_line_of_the_report_names_the_check_that_makes_it() -> None:
-    lines = ("torch", "probe gpu", "probe kernel log", "rdma devices", "rdma gid", "rdma write", "rdma memory")
+    lines = ("torch", "probe gpu", "probe kernel-log", "rdma devices", "rdma gid", "rdma write", "rdma memory")
     made_by = ["torch", "probes", "probes", "rdma devices", "rdma ports", "rdma", "rdma"]
     assert [check_named(line).subject for line in lines] == made_by
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"), [("probe kernel log", "probe kernel-log"), ("prob gpu", "probe gpu"), ("torhc", "torch")]
+)
+def test_a_misspelt_line_is_refused_with_the_nearest(typo: str, meant: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        check_named(typo)
+    assert raised.value.hint.startswith(f"did you mean '{meant}'?")
+
+
+def test_a_probe_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(UsageError, match="There is no check 'probe TYPO'"):
+        check_named("probe TYPO")
 
 
 def test_a_clock_that_nothing_sets_is_a_warning() -> None:
