@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+FLYBALL = (sys.executable, "-m", "flyball.cli.main")
 TIMEOUT_S = 300.0
 
 
@@ -89,5 +90,5 @@ class UserTerminal:
 _RUN_ON_TERMINAL = """
 import fcntl, os, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-os.execv(sys.executable, [sys.executable, "-m", "flyball.cli.main", *sys.argv[1:]])
+os.execvp(sys.argv[1], sys.argv[1:])
 """

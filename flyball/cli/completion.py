@@ -2,6 +2,9 @@
 
 Importing all commands takes most of a second. The command tree is therefore read from them once and cached in a file,
 whose name is a hash of these sources' timestamps. Job names are looked up each time.
+
+zsh loads the installed script at the first Tab, as the function that completes. So the script has to complete at once;
+the one that typer generates does not.
 """
 
 from __future__ import annotations
@@ -22,9 +25,18 @@ from flyball.contracts.errors import UsageError
 VARIABLE = "_FLYBALL_COMPLETE"  # set by the scripts that typer's installer writes
 SHELLS = ("bash", "zsh", "fish")
 JOB_WORDS = ("job", "--job")  # arguments and options that take a job's name
+_ZSH_LOADED = (
+    "compdef _flyball_completion flyball",
+    """if [[ $zsh_eval_context[-1] == loadautofunc ]]; then
+  _flyball_completion "$@"
+else
+  compdef _flyball_completion flyball
+fi""",
+)
 DEFAULT_COMMANDS = {"goodput": "report"}  # the command a group runs when none is given
 
-Tree = Mapping[str, Any]  # {"help", "options": {spelling: {"help", "value", "choices"}}, "arguments", "commands"}
+# {"help", "options": {spelling: {"help", "value", "choices"}}, "arguments": [{"name", "choices", "many"}], "commands"}
+Tree = Mapping[str, Any]
 Found = list[tuple[str, str]]  # (word, help)
 LoadCommands = Callable[[], Any]  # imports all commands and returns them as one click group
 
@@ -33,7 +45,8 @@ def script(shell: str) -> str:
     """The completion script for a shell, as typer generates it. Raises UsageError for an unknown shell."""
     from typer._completion_shared import get_completion_script
 
-    return str(get_completion_script(prog_name="flyball", complete_var=VARIABLE, shell=_known(shell)))
+    text = str(get_completion_script(prog_name="flyball", complete_var=VARIABLE, shell=_known(shell)))
+    return text.replace(*_ZSH_LOADED) if shell == "zsh" else text
 
 
 def install_script(shell: str) -> Path:
@@ -41,6 +54,8 @@ def install_script(shell: str) -> Path:
     from typer._completion_shared import install
 
     _, path = install(shell=_known(shell), prog_name="flyball", complete_var=VARIABLE)
+    if shell == "zsh":
+        Path(path).write_text(script(shell))
     return Path(path)
 
 
@@ -93,7 +108,9 @@ def candidates(words: Sequence[str], incomplete: str, environ: Mapping[str, str]
     if node["commands"] and not place:
         return _matching(((name, str(sub["help"])) for name, sub in node["commands"].items()), incomplete)
     arguments = node["arguments"]
-    return _jobs(incomplete, environ) if place < len(arguments) and arguments[place] in JOB_WORDS else []
+    if arguments and arguments[-1]["many"]:
+        place = min(place, len(arguments) - 1)
+    return _values(arguments[place]["name"], arguments[place], incomplete, environ) if place < len(arguments) else []
 
 
 def _run_candidates(words: Sequence[str], incomplete: str, environ: Mapping[str, str]) -> Found:
@@ -193,7 +210,7 @@ def _tree(load_commands: LoadCommands) -> Tree:
     with contextlib.suppress(OSError, ValueError):
         known: Tree = json.loads(cached.read_text())
         return known
-    found = _described(load_commands())
+    found = _described(load_commands(), _words())
     with contextlib.suppress(OSError):  # cannot be cached: correct, only slower
         _write_cache(cached, json.dumps(found))
     return found
@@ -208,7 +225,21 @@ def _write_cache(file: Path, text: str) -> None:
     write_private(file, text.encode(), durable=False)  # only a cache
 
 
-def _described(command: Any) -> Tree:  # noqa: ANN401 - click's classes have moved between packages, see `commands`
+def _words() -> dict[str, list[str]]:
+    """What arguments can be that are words by themselves, by command and argument."""
+    from flyball.cli.doctor.checks import CHECKS
+    from flyball.cli.look.kinds import NAMES
+    from simulator.fleet.scenario import shipped
+    from simulator.inject.kinds.catalog import KINDS
+
+    scenarios = {f"simulate {command} name": shipped() for command in ("run", "describe", "sweep", "optimize")}
+    compared = {f"simulate compare {side}": shipped() for side in ("a", "b")}
+    kinds = {f"{command} kind": list(NAMES) for command in ("get", "describe")}
+    checks = list(dict.fromkeys(check.subject for check in CHECKS))
+    return {**scenarios, **compared, **kinds, "inject fault name": list(KINDS), "doctor subjects": checks}
+
+
+def _described(command: Any, words: Mapping[str, list[str]], path: str = "") -> Tree:  # noqa: ANN401 - see `commands`
     params = [param for param in command.params if not getattr(param, "hidden", False)]
     options = [param for param in params if param.param_type_name == "option"]
     return {
@@ -223,8 +254,20 @@ def _described(command: Any) -> Tree:  # noqa: ANN401 - click's classes have mov
             for name in (*param.opts, *param.secondary_opts)
         }
         | {"--help": {"help": "show all options", "value": False, "choices": []}},
-        "arguments": [param.name for param in params if param.param_type_name == "argument"],
-        "commands": {name: _described(sub) for name, sub in getattr(command, "commands", {}).items() if not sub.hidden},
+        "arguments": [
+            {
+                "name": param.name,
+                "choices": words.get(f"{path}{param.name}") or _choices(param),
+                "many": param.nargs == -1,
+            }
+            for param in params
+            if param.param_type_name == "argument"
+        ],
+        "commands": {
+            name: _described(sub, words, f"{path}{name} ")
+            for name, sub in getattr(command, "commands", {}).items()
+            if not sub.hidden
+        },
     }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from own_commands import run_here
 from run_folders import environment_of, run_folder
-from user_terminal import UserTerminal
+from user_terminal import FLYBALL, UserTerminal
 
 from flyball.cli.reach.client import ApiClient
 
@@ -88,7 +88,7 @@ def cluster(place: Path) -> Iterator[str]:
 def test_a_job_on_a_joined_host(place: Path, cluster: str) -> None:
     (place / "t.py").write_text(SCRIPT)
     words = ["run", "--supervisor", cluster, "--host-id", "h1", "--job", "t", "t.py"]
-    user = UserTerminal(words, cwd=place, environ=environment(place) | {"TERM": "xterm-256color"})
+    user = UserTerminal([*FLYBALL, *words], cwd=place, environ=environment(place) | {"TERM": "xterm-256color"})
     try:
         user.until(b"terminal True 111 xterm-256color\r\n")
         user.until(b"on stderr\r\n")

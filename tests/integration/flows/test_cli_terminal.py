@@ -15,7 +15,7 @@ from typing import IO
 import psutil
 import pytest
 from run_folders import environment_of, run_folder
-from user_terminal import UserTerminal
+from user_terminal import FLYBALL, UserTerminal
 
 TIMEOUT_S = 300.0
 
@@ -51,7 +51,9 @@ def terminal(place: Path) -> Iterator[Opened]:
 
     def open_one(script: str, *flags: str) -> UserTerminal:
         (place / "t.py").write_text(WAIT + script)
-        opened.append(UserTerminal(["run", "--job", "t", *flags, "t.py"], cwd=place, environ=environment(place)))
+        opened.append(
+            UserTerminal([*FLYBALL, "run", "--job", "t", *flags, "t.py"], cwd=place, environ=environment(place))
+        )
         return opened[-1]
 
     yield open_one

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from left_runs import left
+from user_terminal import UserTerminal
 
 from flyball.cli import completion
 from flyball.cli.commands import as_click
@@ -44,6 +45,14 @@ def test_commands_options_and_choices_are_offered() -> None:
     assert offered("status -o ") == ["table", "wide", "json", "yaml"]
     assert offered("goodput comp") == ["compare"]
     assert "--gpu-hour-price" in offered("goodput --gp"), "goodput alone means goodput report"
+
+
+def test_arguments_that_are_words_are_offered() -> None:
+    assert offered("simulate run ll") == ["llama3"] == offered("simulate compare small ll")
+    assert offered("inject fault host-r") == ["host-reboot"]
+    assert offered("get inc") == ["incidents"]
+    assert "torch" in offered("doctor python t"), "it takes several"
+    assert offered("simulate run ./m") == [], "a file"
 
 
 @pytest.mark.parametrize(
@@ -107,14 +116,19 @@ def test_prints_the_script_of_each_shell(shell: str, capsys: pytest.CaptureFixtu
     assert run_cli(["--show-completion", "cmd"]) == 2
 
 
+def put_into(folder: Path) -> dict[str, str]:
+    """Puts a `flyball` into a folder. Returns an environment in which shells find it."""
+    (folder / "flyball").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m flyball.cli.main "$@"\n')
+    (folder / "flyball").chmod(0o755)
+    return os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
 def offered_by_bash(folder: Path, *before: str, home: Path, interactive: bool = False) -> str:
     """What a Tab after `flyball stop l` offers in a bash that first runs these lines."""
     bash = shutil.which("bash")
     assert bash
-    (folder / "flyball").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m flyball.cli.main "$@"\n')
-    (folder / "flyball").chmod(0o755)
     press = "COMP_WORDS=(flyball stop l); COMP_CWORD=2; _flyball_completion flyball; echo ${COMPREPLY[@]}"
-    environ = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(home)}
+    environ = put_into(folder) | {"HOME": str(home)}
     line = [bash, *(["-i"] if interactive else []), "-c", "; ".join((*before, press))]
     found = subprocess.run(
         line, check=True, capture_output=True, text=True, env=environ, timeout=60, stdin=subprocess.DEVNULL
@@ -142,6 +156,37 @@ def test_installed_into_a_home_it_works_in_the_next_bash(
     assert f"installed bash completion in {home}" in capsys.readouterr().err
     assert (home / ".bashrc").read_text().count("source") == 1 and "alias mine" in (home / ".bashrc").read_text()
     assert offered_by_bash(tmp_path, home=home, interactive=True) == "llama"
+
+
+@pytest.mark.skipif(not shutil.which("zsh"), reason="there is no zsh")
+def test_installed_into_a_home_it_works_at_the_first_tab_of_a_zsh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = put_into(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run_cli(["--install-completion", "zsh"]) == 0
+
+    shell = UserTerminal(["zsh", "-i"], cwd=tmp_path, environ=environ | {"TERM": "dumb", "HOME": str(tmp_path)})
+    try:
+        shell.type(b"PS1=rea'dy> '\n")
+        shell.until(b"ready> ")
+        shell.type(b"flyball stop l\t")
+        shell.until(b"lama")
+    finally:
+        shell.close()
+
+
+@pytest.mark.skipif(not shutil.which("fish"), reason="there is no fish")
+def test_installed_into_a_home_it_works_in_the_next_fish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = put_into(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run_cli(["--install-completion", "fish"]) == 0
+
+    line = ["fish", "-c", 'complete -C "flyball stop l"']
+    found = subprocess.run(
+        line, check=True, capture_output=True, text=True, env=environ | {"HOME": str(tmp_path)}, timeout=60
+    )
+    assert found.stdout.split() == ["llama", "interrupted"]
 
 
 @pytest.mark.parametrize(
