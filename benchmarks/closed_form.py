@@ -21,7 +21,8 @@ if __name__ == "__main__":
 
 from goodput.predict.prediction import expected_ettr, expected_goodput, job_mtti_s
 from simulator.fleet import scenario
-from simulator.planning.pool import PlannedRun, run_all, usable_cores
+from simulator.parallel import usable_cores
+from simulator.planning.pool import PlannedRun, run_all
 
 NODES, RATES, INTERVALS_S = (64, 512, 2048, 16_384), (1.0, 2.34, 6.5), (60.0, 300.0, 900.0, 3600.0)
 FAULTS = 100.0  # of each run, on average, unless that takes longer than

@@ -279,6 +279,23 @@ def validated(content: Mapping[str, Any], name: str, settings: Sequence[str] = (
         ) from error
 
 
+def settings_between(base: FleetScenario, other: FleetScenario) -> list[str]:
+    """The `key=value` settings that make `other` of `base`. Both have the same causes."""
+
+    def fields(section: BaseModel) -> Iterator[tuple[str, object]]:
+        for name, value in section:
+            inner = {name: value} if isinstance(value, BaseModel) else {}
+            if name == "causes":
+                inner = {f"causes.{cause.name}": cause for cause in value}
+            for place, one in inner.items():
+                yield from ((f"{place}.{field}", found) for field, found in fields(one))
+            if not inner:
+                yield name, value
+
+    before = dict(fields(base))
+    return [f"{name}={value}" for name, value in fields(other) if before.get(name) != value]
+
+
 def _keep_what_was_observed(content: dict[str, Any]) -> None:
     """Have counts stand for the nodes and days of the file: twice as many nodes fail twice as often."""
     job = content.get("job")

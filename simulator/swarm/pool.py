@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from itertools import islice
+from contextlib import closing
 
-from flyball.process_start import end_with_parent
+from flyball.contracts.errors import FlyballError
+from simulator.parallel import NoResult, Work, results
 from simulator.swarm.tries import SeedResult, try_seed
 
-AHEAD = 4  # seeds per process that wait for their turn
+_Piece = tuple[int, tuple[int, ...] | None]
 
 
 def try_seeds(seeds: Sequence[int], *, jobs: int, kept: Sequence[int] | None = None) -> Iterator[SeedResult]:
@@ -19,26 +17,17 @@ def try_seeds(seeds: Sequence[int], *, jobs: int, kept: Sequence[int] | None = N
     if jobs == 1 or len(seeds) == 1:
         yield from (try_seed(seed, kept) for seed in seeds)
         return
-    pool = ProcessPoolExecutor(
-        min(jobs, len(seeds)), mp_context=multiprocessing.get_context("spawn"), initializer=_begin_worker
-    )
-    waiting = iter(seeds)
-    running: set[Future[SeedResult]] = set()
-    try:
-        while True:
-            running |= {pool.submit(try_seed, seed, kept) for seed in islice(waiting, AHEAD * jobs - len(running))}
-            if not running:
-                return
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            yield from (future.result() for future in done)
-    finally:
-        processes = list((pool._processes or {}).values())
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in processes:
-            process.terminate()
+    pieces = [(seed, None if kept is None else tuple(kept)) for seed in seeds]
+    found = results(Work(_try_piece, _Piece, SeedResult), pieces, jobs)
+    with closing(found):
+        for number, result in found:
+            if isinstance(result, NoResult):
+                raise FlyballError(
+                    f"Seed {seeds[number]} could not be tried: {result.why}.",
+                    hint=f"try it alone: flyball simulate swarm --seeds 1 --from-seed {seeds[number]}",
+                )
+            yield result
 
 
-def _begin_worker() -> None:
-    """Ctrl-C goes to all processes of the terminal, and the first one ends the others. However it ends, they end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent()
+def _try_piece(piece: _Piece) -> SeedResult:
+    return try_seed(*piece)

@@ -19,8 +19,9 @@ from simulator.fleet import scenario
 from simulator.fleet.report import to_html
 from simulator.fleet.result import Result, simulate
 from simulator.fleet.world import FleetWorld
+from simulator.parallel import usable_cores
 from simulator.planning.outcome import RunOutcome
-from simulator.planning.pool import run_all, usable_cores
+from simulator.planning.pool import run_all
 
 
 def _run(name: str, seed: int, *settings: str) -> Result:

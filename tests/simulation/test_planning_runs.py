@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+import subprocess
+import sys
 
+import psutil
 import pytest
 
 from flyball.contracts.errors import FlyballError
 from simulator.fleet import scenario
+from simulator.parallel import NoResult, Work, results
 from simulator.planning.pool import PlannedRun, run_all
 
 HOUR = scenario.load("small", ["days=0.05", "causes.hang.count=0"])
@@ -35,5 +41,43 @@ def test_ctrl_c_ends_all_processes() -> None:
 
 def test_a_run_that_fails_is_named() -> None:
     broken = HOUR.model_copy(update={"days": float("nan")})
-    with pytest.raises(FlyballError, match="small with seed 2 failed"):
+    with pytest.raises(FlyballError, match="small with seed 2 failed") as raised:
         run_all([RUNS[0], PlannedRun("small", broken, 2)], 2)
+    assert raised.value.hint.endswith("run small --seed 2 --set days=nan --set causes.hang.count=0.0")
+
+
+def test_a_process_that_is_killed_is_said_and_its_piece_named() -> None:
+    pieces = [(seed, None) for seed in (1, 2)]
+    found = dict(results(Work(_end_of_1, tuple[int, None], int), pieces, 2))
+    assert found == {0: NoResult("its process ended with exit code -9"), 1: 2}
+
+
+def _end_of_1(piece: tuple[int, None]) -> int:
+    if piece[0] == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return piece[0]
+
+
+def test_processes_end_with_a_parent_that_is_killed() -> None:
+    """Even if they are busy: nothing tells them."""
+    program = (
+        "from tests.simulation.test_planning_runs import never_ends\n"
+        "from simulator.parallel import Work, results\n"
+        "for _ in results(Work(never_ends, int, int), [1, 2, 3], 2): print(_, flush=True)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline().rpartition(" ")[2].rstrip(")\n"))  # of one, which does its next piece
+    assert psutil.pid_exists(pid)
+    child = psutil.Process(pid)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    child.wait(timeout=30.0)
+
+
+def never_ends(piece: int) -> int:
+    if piece == 1:
+        return os.getpid()
+    while True:
+        signal.pause()

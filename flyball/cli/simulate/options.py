@@ -66,7 +66,8 @@ def seeds_from(first: int, count: int) -> range:
 def run_with_bar(runs: Sequence[PlannedRun], jobs: int, what: str = "runs") -> list[RunOutcome]:
     """Run all, with a progress bar."""
     from flyball.cli.show.progress import count_bar
-    from simulator.planning.pool import run_all, usable_cores
+    from simulator.parallel import usable_cores
+    from simulator.planning.pool import run_all
 
     with count_bar(f"{what}:", len(runs)) as advance:
         return run_all(runs, jobs or usable_cores(), lambda: advance(1))

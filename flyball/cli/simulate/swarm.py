@@ -56,7 +56,7 @@ def swarm(
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Results are printed as they come; their sum does not depend on their order."""
-    from simulator.planning.pool import usable_cores
+    from simulator.parallel import usable_cores
     from simulator.swarm.pool import try_seeds
     from simulator.swarm.tries import try_seed
     from simulator.swarm.verdicts import EXIT_CODES, worst
