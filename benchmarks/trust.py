@@ -26,11 +26,8 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import math
 import os
-import signal
 import sys
-import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -45,41 +42,47 @@ from restart import machine  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
 from trust_bench.chaos import ChaosResult, run_chaos  # noqa: E402
+from trust_bench.interruption import Interruption  # noqa: E402
 from trust_bench.peers import PEERS, python_of  # noqa: E402
 from trust_bench.quiet import run_quiet  # noqa: E402
-from trust_bench.race import FAULTS, RaceFailed, RaceRun, mean_with_interval, race  # noqa: E402
+from trust_bench.race import FAULTS, RaceFailed, RaceRun, race  # noqa: E402
 from trust_bench.stack import NEEDED_BYTES, StackError  # noqa: E402
 
 from flyball.cli.show.given_times import parse_duration  # noqa: E402
 from flyball.contracts.errors import FlyballError  # noqa: E402
 from simulator.inject.campaign.outcome import FaultOutcome, FaultVerdict  # noqa: E402
+from simulator.planning.paired import estimate  # noqa: E402
 
 SCHEMA = "flyball.benchmark.trust.v1"
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True)
     chaos = parts.add_parser("chaos", help="random faults")
-    chaos.add_argument("--faults", type=int, default=300, help="how many (300)")
+    chaos.add_argument("--faults", type=_count, default=300, help="how many (300)")
     chaos.add_argument("--seed", type=int, default=1, help="draws the same faults again (1)")
-    chaos.add_argument("--record", type=Path, help="append each fault to this file as it is judged")
+    chaos.add_argument("--record", type=_record, help="append each fault to this file as it is judged")
     quiet = parts.add_parser("quiet", help="noise without faults")
     for part, default in ((chaos, "3h"), (quiet, "10m")):
         part.add_argument("--duration", default=default, help=f"ends it even if faults are left ({default})")
         part.add_argument("--json", action="store_true", help="print one JSON object")
     shootout = parts.add_parser("shootout", help="other launchers beside it")
-    shootout.add_argument("--repeats", type=int, default=3, help="runs of each, in turns (3)")
+    shootout.add_argument("--repeats", type=_count, default=3, help="runs of each, in turns (3)")
     shootout.add_argument("--peers", nargs="+", choices=list(PEERS), default=["flyball", "torchrun"])
     shootout.add_argument(
-        "--python", action="append", default=[], metavar="PEER=FILE", help="the interpreter of a peer's environment"
+        "--python",
+        action="append",
+        type=_peer_python,
+        default=[],
+        metavar="PEER=FILE",
+        help="the interpreter of a peer's environment",
     )
-    shootout.add_argument("--hang-timeout-s", type=float, default=10.0, help="without a step, for all (10)")
+    shootout.add_argument("--hang-timeout-s", type=_count, default=10, help="without a step, for all (10)")
     shootout.add_argument(
-        "--save-every", type=int, default=12, help="steps between two saves to the disk, for all (12)"
+        "--save-every", type=_count, default=12, help="steps between two saves to the disk, for all (12)"
     )
-    shootout.add_argument("--record", type=Path, help="append each run to this file")
+    shootout.add_argument("--record", type=_record, help="append each run to this file")
     shootout.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     if options.part == "shootout":
@@ -88,7 +91,37 @@ def parse() -> argparse.Namespace:
         options.duration_s = parse_duration("--duration", options.duration)
     except FlyballError as error:
         parser.error(error.message)
+    if options.duration_s <= 0.0:
+        parser.error(f"argument --duration: it must be above 0, and is {options.duration}")
     return options
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"a whole number above 0 is needed, and this is {text!r}")
+    return value
+
+
+def _record(text: str) -> Path:
+    path = Path(text)
+    try:
+        path.open("ab").close()  # now, rather than after the first result
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"nothing can be appended to {text}: {error.strerror}") from error
+    return path
+
+
+def _peer_python(text: str) -> tuple[str, str]:
+    name, equals, python = text.partition("=")
+    if not equals or name not in PEERS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not PEER=FILE, with one of {', '.join(PEERS)} as the peer")
+    if not os.access(python, os.X_OK) or Path(python).is_dir():
+        raise argparse.ArgumentTypeError(f"there is no interpreter {python}")
+    return name, python
 
 
 def main() -> int:
@@ -97,21 +130,22 @@ def main() -> int:
     if available < NEEDED_BYTES:
         log(f"{available >> 20} MiB of memory are free; the benchmark needs {NEEDED_BYTES >> 20} MiB.")
         return 7
-    interrupted = threading.Event()
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda _number, _frame: interrupted.set())
+    interruption = Interruption(log)
+    interruption.listen()
     # What is read while it changes would be warned of, on stdout.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     before = machine()
     try:
-        code = {"chaos": chaos, "quiet": quiet, "shootout": shootout}[options.part](options, interrupted, before)
+        code = {"chaos": chaos, "quiet": quiet, "shootout": shootout}[options.part](options, interruption, before)
     except (StackError, FlyballError) as error:
         log(str(error))
         code = 1
-    return 130 if interrupted.is_set() else code
+    except KeyboardInterrupt:
+        log("interrupted")
+    return 130 if interruption.is_asked else code
 
 
-def chaos(options: argparse.Namespace, interrupted: threading.Event, before: dict[str, Any]) -> int:
+def chaos(options: argparse.Namespace, interruption: Interruption, before: dict[str, Any]) -> int:
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("starting", total=options.faults)
@@ -132,7 +166,7 @@ def chaos(options: argparse.Namespace, interrupted: threading.Event, before: dic
             seed=options.seed,
             announce=announce,
             judged=judged,
-            is_over=interrupted.is_set,
+            interruption=interruption,
         )
     table = summary(result)
     if options.json:
@@ -146,6 +180,8 @@ def chaos(options: argparse.Namespace, interrupted: threading.Event, before: dic
             if fault.verdict.is_failure:
                 print(f"{fault.number}. {fault.fault}, {fault.target}: {fault.verdict}. {fault.why}")
         print("\n".join((*result.incidents_without_fault, *result.audit.findings)))
+        if result.ended_early:
+            print(f"It ended early: {result.ended_early}.")
     return 0 if is_clean(result) else 1
 
 
@@ -183,8 +219,8 @@ def is_clean(result: ChaosResult) -> bool:
     return not (any(counts) or found.actions_doubled or any(f.verdict.is_failure for f in result.faults))
 
 
-def quiet(options: argparse.Namespace, interrupted: threading.Event, before: dict[str, Any]) -> int:
-    found = run_quiet(duration_s=options.duration_s, announce=log, is_over=interrupted.is_set)
+def quiet(options: argparse.Namespace, interruption: Interruption, before: dict[str, Any]) -> int:
+    found = run_quiet(duration_s=options.duration_s, announce=log, interruption=interruption)
     if options.json:
         shown = {"schema": SCHEMA, "part": "quiet", "machine": before, "load_average_after_1m": os.getloadavg()[0]}
         print(json.dumps({**shown, **msgspec.to_builtins(found)}, indent=2))
@@ -193,34 +229,36 @@ def quiet(options: argparse.Namespace, interrupted: threading.Event, before: dic
     return 1 if found.incidents or found.decisions else 0
 
 
-def shootout(options: argparse.Namespace, interrupted: threading.Event, before: dict[str, Any]) -> int:
-    pythons = dict(entry.split("=", 1) for entry in options.python)
+def shootout(options: argparse.Namespace, interruption: Interruption, before: dict[str, Any]) -> int:
+    pythons = {name: python_of(PEERS[name], dict(options.python)) for name in options.peers}
     runs: list[RaceRun] = []
     failed: list[str] = []
-    for repetition in range(1, options.repeats + 1):
-        turn = repetition % len(options.peers)
-        for name in (*options.peers[turn:], *options.peers[:turn]):  # no peer is always first
-            if interrupted.is_set():
-                break
-            peer = PEERS[name]
-            try:
-                runs.append(
-                    race(
-                        peer,
-                        python_of(peer, pythons),
-                        repetition=repetition,
-                        hang_timeout_s=options.hang_timeout_s,
-                        save_every=options.save_every,
-                        say=log,
-                    )
+    turns = [  # no peer is always first
+        (repetition, options.peers[(repetition + place) % len(options.peers)])
+        for repetition in range(1, options.repeats + 1)
+        for place in range(len(options.peers))
+    ]
+    for repetition, name in turns:
+        try:
+            runs.append(
+                race(
+                    PEERS[name],
+                    pythons[name],
+                    repetition=repetition,
+                    hang_timeout_s=options.hang_timeout_s,
+                    save_every=options.save_every,
+                    say=log,
                 )
-            except RaceFailed as error:
-                failed.append(f"{name}, repetition {repetition}: {error}")
-                log(failed[-1])
-                continue
-            if options.record is not None:
-                with options.record.open("ab") as record:
-                    record.write(msgspec.json.encode(runs[-1]) + b"\n")
+            )
+        except RaceFailed as error:
+            failed.append(f"{name}, repetition {repetition}: {error}")
+            log(failed[-1])
+            continue
+        except KeyboardInterrupt:  # what is complete is shown
+            break
+        if options.record is not None:
+            with options.record.open("ab") as record:
+                record.write(msgspec.json.encode(runs[-1]) + b"\n")
     found = {name: figures([run for run in runs if run.peer == name], runs) for name in options.peers}
     if options.json:
         shown = {"schema": SCHEMA, "part": "shootout", "machine": before, "figures": found, "failed": failed}
@@ -242,12 +280,13 @@ def figures(runs: list[RaceRun], everybody: list[RaceRun]) -> dict[str, str]:
     for fault in FAULTS:
         recoveries = [r for run in runs for r in run.recoveries if r.fault == fault]
         seconds = [r.next_step_s for r in recoveries if r.next_step_s is not None]
-        reasons = {r.why for r in recoveries if r.next_step_s is None}
+        reasons = "; ".join(sorted({r.why for r in recoveries if r.next_step_s is None}))[:200]
         if seconds:
             lost = _spread([float(r.lost_steps or 0) for r in recoveries if r.next_step_s is not None], "steps lost")
-            found[fault] = f"{_spread(seconds, 's')}, {lost}, {len(seconds)} of {len(recoveries)}"
+            found[fault] = f"{_spread(seconds, 's')}, {lost}, {len(seconds)} of {len(runs)}"
+            found[fault] += f": {reasons}" if reasons else ""
         else:
-            found[fault] = f"-: {'; '.join(reasons)[:200]}"
+            found[fault] = f"-: {reasons or 'not reached'}"
     found["goodput"] = _spread([100.0 * run.steps_kept * step_s / run.elapsed_s for run in runs], "%")
     found["median step"] = _spread([1000.0 * run.step_s for run in runs], "ms")
     found["load average before"] = ", ".join(str(run.load_average_1m) for run in runs)
@@ -255,8 +294,10 @@ def figures(runs: list[RaceRun], everybody: list[RaceRun]) -> dict[str, str]:
 
 
 def _spread(values: list[float], unit: str) -> str:
-    mean, half = mean_with_interval(values)
-    return f"{mean:.2f} {unit}" if math.isnan(half) else f"{mean:.2f} ± {half:.2f} {unit}"
+    found = estimate(values)
+    return (
+        f"{found.mean:.2f} {unit}" if found.low is None else f"{found.mean:.2f} ± {found.mean - found.low:.2f} {unit}"
+    )
 
 
 def log(what: str) -> None:

@@ -81,7 +81,8 @@ def audit(
     """`expected`: (rank, step) -> the loss of the uninterrupted run. `diverged`: generation -> the last good step of
     those that a NaN ended: what follows is wrong on purpose, and is computed again."""
     findings: list[str] = list(doubled)
-    counted = [e for e in executions if e.step <= diverged.get(e.generation, e.step)]
+    harmed = _with_ancestors(diverged, generations)
+    counted = [e for e in executions if e.step <= harmed.get(e.generation, e.step)]
     unequal = [e for e in counted if expected.get((e.rank, e.step)) != e.loss]
     findings += [f"rank {e.rank}, step {e.step}, generation {e.generation}: loss {e.loss}" for e in unequal[:20]]
     steps = defaultdict(set)
@@ -115,6 +116,15 @@ def audit(
         actions_doubled=len(doubled),
         findings=tuple(findings),
     )
+
+
+def _with_ancestors(diverged: Mapping[int, int], generations: Sequence[Generation]) -> dict[int, int]:
+    """A generation that restored a step beyond the last good one got the harm from the generation before it."""
+    found = dict(diverged)
+    for child, parent in zip(generations[::-1], generations[-2::-1], strict=False):
+        if child.number in found and child.restore_step > found[child.number]:
+            found.setdefault(parent.number, found[child.number])
+    return found
 
 
 def _recoverable(at: float, samples: Sequence[Sample], unreachables: Unreachables) -> int:

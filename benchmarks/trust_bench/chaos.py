@@ -23,6 +23,8 @@ from simulator.inject.campaign.run import Campaign
 from simulator.inject.injector import FaultInjector
 from simulator.inject.journal import Journal
 from trust_bench.audit import Audit, Generation, Sample, Unreachables, audit, doubled_actions, read_executions
+from trust_bench.interruption import Interruption
+from trust_bench.own import clean_environment
 from trust_bench.stack import JOB, MARK, SIZES, TRAIN, StackError, TrustStack
 
 HOSTS = ("host-a", "host-b", "host-c", "host-d")
@@ -31,6 +33,7 @@ PACE_S = 0.2
 PATIENCE_S = 180.0
 HANG_TIMEOUT_S = 20.0
 REPAIR_S = 10.0  # until a lost host is back, and a cordoned one is given work again
+END_DEADLINE_S = 120.0
 LOOK_S = 1.0
 LOAD_EVERY_S = 60.0
 REFERENCE_DEADLINE_S = 1800.0
@@ -91,7 +94,7 @@ class Operator:
     def end(self) -> None:
         self._over.set()
         for thread in self._threads:
-            thread.join()
+            thread.join(END_DEADLINE_S)  # it may be asking a supervisor that was broken
 
     def _repair(self) -> None:
         while not self._over.wait(2.0):
@@ -144,7 +147,7 @@ def run_chaos(
     seed: int,
     announce: Callable[[str], None],
     judged: Callable[[FaultOutcome], None],
-    is_over: Callable[[], bool],
+    interruption: Interruption,
 ) -> ChaosResult:
     """Raises StackError, and FlyballError if the job cannot be started."""
     with TrustStack(HOSTS) as stack:
@@ -163,16 +166,18 @@ def run_chaos(
         operator = Operator(stack)
         operator.start()
         try:
-            with FaultInjector(
-                stack.api, clock=clock, journal=Journal(stack.root / "injections"), supervisor_dir=stack.supervisor_dir
-            ) as injector:
+            journal = Journal(stack.root / "injections")
+            with (
+                FaultInjector(stack.api, clock=clock, journal=journal, supervisor_dir=stack.supervisor_dir) as injector,
+                interruption.in_order(),
+            ):
                 campaign = Campaign(
                     stack.api,
                     injector,
                     job=JOB,
                     clock=clock,
                     announce=announce,
-                    is_over=lambda: is_over() or time.monotonic() > began_s + duration_s,
+                    is_over=lambda: interruption.is_asked or time.monotonic() > began_s + duration_s,
                     patience_s=PATIENCE_S,
                     overlap=True,
                     judged=judged,
@@ -190,10 +195,9 @@ def run_chaos(
         executions = read_executions(stack.losses_dir)
         steps = 1 + max(e.step for e in executions)
         expected = uninterrupted(stack.root / "reference", steps, announce)
-    together = [o for o in outcomes if "at the same time as" in o.why]
     return ChaosResult(
         faults=tuple(outcomes),
-        struck_together=len(together),
+        struck_together=sum(bool(o.beside) for o in outcomes),
         incidents=len(incidents),
         incidents_without_fault=tuple(_without_fault(incidents, outcomes)),
         audit=audit(
@@ -255,18 +259,19 @@ def uninterrupted(folder: Path, steps: int, announce: Callable[[str], None]) -> 
     folder.mkdir()
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NNODES))
     arguments = ("--steps", str(steps), *SIZES, "--print-every", "10000000", "--losses-dir", str(folder))
-    ours = ("FLYBALL_", "PET_", "TORCHELASTIC_")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
-    environment |= {"OMP_NUM_THREADS": "1", MARK: str(folder.parent)}
+    environment = clean_environment() | {"OMP_NUM_THREADS": "1", MARK: str(folder.parent)}
     announce(f"an uninterrupted run of {steps} steps, by torchrun")
-    done = subprocess.run(
-        [*torchrun, str(TRAIN), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=REFERENCE_DEADLINE_S,
-    )
-    if done.returncode != 0:
-        raise StackError(f"the uninterrupted run failed: {done.stderr[-2000:]}")
+    try:
+        subprocess.run(
+            [*torchrun, str(TRAIN), *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=REFERENCE_DEADLINE_S,
+        )
+    except subprocess.CalledProcessError as error:
+        raise StackError(f"the uninterrupted run failed: {error.stderr[-2000:]}") from error
+    except subprocess.TimeoutExpired as error:
+        raise StackError(f"the uninterrupted run took longer than {REFERENCE_DEADLINE_S:.0f} s") from error
     return {(e.rank, e.step): e.loss for e in read_executions(folder)}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from flyball.contracts.errors import UsageError
 from host_daemon.workers.worker_environment import COPY_PAST_CACHES
 
 RACER = Path(__file__).with_name("racer.py")
@@ -48,18 +50,21 @@ class Course(NamedTuple):
 
 class Peer(NamedTuple):
     """`command(course, python, host)`: of one host. `hosts`: how many are there from the beginning. `late_spare`: one
-    more is started at the moment in which a host is lost."""
+    more is started at the moment in which a host is lost. `module`: without which it is not installed. `cannot`: faults
+    that it has no answer to, with the reason."""
 
     name: str
     command: Callable[[Course, str, int], list[str]]
     hosts: int
     late_spare: bool
     environment: Mapping[str, str]
+    module: str
+    cannot: Mapping[str, str] = {}
 
 
 def _flyball(course: Course, python: str, host: int) -> list[str]:
     return [
-        *(python, "-P", "-m", "flyball.cli.main", "run", "--nnodes", "2", "--nproc-per-node", "1", "--spares", "1"),
+        *(python, "-P", "-m", "flyball.cli.main", "run", "--nnodes", "2", "--nproc-per-node", "1", "--spares", "2"),
         *("--rdzv-endpoint", f"127.0.0.1:{course.port}", "--rdzv-id", "race", "--node-rank", str(host)),
         *("--host-id", f"host-{host}", "--state-dir", str(course.folder / f"host-{host}")),
         *("--hang-timeout", str(course.hang_timeout_s), "--max-restarts", MAX_RESTARTS),
@@ -94,15 +99,26 @@ def _nvrx(course: Course, python: str, host: int) -> list[str]:
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("flyball", _flyball, 3, late_spare=False, environment={"FLYBALL_TOKEN": "shoot-out-of-one-machine"}),
+        # Two faults take a host, so there are two spares.
+        Peer("flyball", _flyball, 4, False, {"FLYBALL_TOKEN": "shoot-out-of-one-machine"}, "flyball"),
         # With a third agent at the door from the beginning, each restart of torchrun was followed by several more, and
         # each of NVRx waited for the 30 s in which its rendezvous takes more nodes.
-        Peer("torchrun", _torchrun, 2, late_spare=True, environment={}),
-        Peer("nvrx", _nvrx, 2, late_spare=True, environment={}),
+        Peer("torchrun", _torchrun, 2, True, {}, "torch"),
+        Peer("nvrx", _nvrx, 2, True, {}, "nvidia_resiliency_ext"),
     )
 }
 
 
 def python_of(peer: Peer, given: Mapping[str, str]) -> str:
-    """The interpreter that runs a peer: a virtual environment of its own, or this one."""
-    return given.get(peer.name, sys.executable)
+    """The interpreter that runs a peer: a virtual environment of its own, or this one. Raises UsageError if the peer is
+    not installed there."""
+    python = given.get(peer.name, sys.executable)
+    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({peer.module!r}) is None)"
+    try:
+        subprocess.run([python, "-c", look], check=True, capture_output=True, timeout=120.0)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UsageError(
+            f"{peer.name} cannot be run by {python}: {error if isinstance(error, OSError) else 'it is not installed'}.",
+            hint=f"install it as docs/explanation/trust.md says, and give --python {peer.name}=FOLDER/bin/python",
+        ) from error
+    return python

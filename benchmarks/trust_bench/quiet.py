@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from trust_bench.chaos import CHECKPOINT, HOSTS, NNODES, PACE_S
+from trust_bench.interruption import Interruption
 from trust_bench.stack import MARK, TrustStack
 
 ORDINARY = ("start_job", "complete_job")
@@ -50,7 +51,7 @@ class Quiet(msgspec.Struct, frozen=True):
     decisions: tuple[str, ...]  # without the start of the job
 
 
-def run_quiet(*, duration_s: float, announce: Callable[[str], None], is_over: Callable[[], bool]) -> Quiet:
+def run_quiet(*, duration_s: float, announce: Callable[[str], None], interruption: Interruption) -> Quiet:
     """Raises StackError, and FlyballError if the job cannot be started."""
     with TrustStack(HOSTS) as stack, ExitStack() as noises, tempfile.TemporaryDirectory(prefix="fbt-noise-") as folder:
         stack.submit(nnodes=NNODES, pace_s=PACE_S, checkpoint={**CHECKPOINT, "persistent_every_steps": 0})
@@ -58,12 +59,13 @@ def run_quiet(*, duration_s: float, announce: Callable[[str], None], is_over: Ca
         noise |= {"disk": [DISK, str(Path(folder) / "noise")], "network": [NETWORK]}
         for words in noise.values():
             process = subprocess.Popen([sys.executable, "-c", *words], env={**os.environ, MARK: str(stack.root)})
-            noises.callback(process.wait)
+            noises.callback(process.wait, 60.0)
             noises.callback(process.kill)
         announce(f"noise: {', '.join(noise)}; {duration_s:.0f} s")
         began_s = time.monotonic()
-        while time.monotonic() < began_s + duration_s and not is_over():
-            time.sleep(LOOK_S)
+        with interruption.in_order():
+            while time.monotonic() < began_s + duration_s and not interruption.is_asked:
+                time.sleep(LOOK_S)
         incidents = stack.api.everything("/v1/incidents")
         decisions = stack.api.everything("/v1/decisions")
         steps = int(stack.api.get("/v1/jobs/trust")["newest_step"])

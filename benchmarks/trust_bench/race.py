@@ -1,4 +1,4 @@
-"""One run of one launcher: two hosts and a spare on this machine, the faults at fixed moments, and what was measured.
+"""One run of one launcher: two hosts on this machine, the faults at the same moments for all, and what was measured.
 
 All is read from the ranks' loss lines, as they appear: no launcher's own log or count is asked.
 """
@@ -6,42 +6,43 @@ All is read from the ranks' loss lines, as they appear: no launcher's own log or
 from __future__ import annotations
 
 import contextlib
-import math
 import os
+import random
 import shutil
 import signal
 import socket
-import statistics
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from goodput_bench.faults import HANG, RAISE
 
 from flyball.contracts.on_host.segments import SHM_DIR_VARIABLE
-from simulator.inject.processes import environment_of, own_processes
+from simulator.inject.processes import environment_of, look_at
+from trust_bench.own import clean_environment, end_marked, newest_lines
 from trust_bench.peers import ENVIRONMENT, Course, Peer
+from trust_bench.track import Track
 
 MARK = "TRUST_RACE"  # folder of the run, in the environment of all its processes
 HOST = "TRUST_RACE_HOST"
-RANKS = 2
-START_DEADLINE_S = 240.0
-RECOVERY_DEADLINE_S = 180.0
+START_DEADLINE_S = 180.0
+RECOVERY_DEADLINE_S = 120.0
+STORE_DEADLINE_S = 60.0
 LOOK_S = 0.005
-CALM_S = 8.0  # of training before each fault
-FAULTS = ("kill", "exception", "hang", "host")
-# Student's t for 1, 2, ... degrees of freedom, at 97.5 %.
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+CALM_S = 6.0  # of training before each fault: standbys are warm again, and a save is complete
+NOTICE_S = 30.0  # from the notice until the host's processes are killed, as most batch systems have it
+FAULTS = ("kill", "exception", "hang", "host", "notice")
 _SIGNALS = {"kill": signal.SIGKILL, "exception": RAISE, "hang": HANG}
 
 
 class Recovery(msgspec.Struct, frozen=True):
-    """One fault. `next_step_s`: from it to the next step of all ranks; None: there was none in time."""
+    """One fault. `next_step_s`: from it to the next step of all ranks, and for a notice, during which ranks may train
+    on, from the last step before the move; None: there was none in time, or the peer cannot do it."""
 
     fault: str
     next_step_s: float | None
@@ -66,47 +67,17 @@ class RaceFailed(Exception):
     """A run could not be measured."""
 
 
-class _Track:
-    """Steps that all ranks completed, with the moment at which that was seen."""
+class Moment(NamedTuple):
+    """When a fault strikes: the step, counted from the last that is saved, and how far it has come."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._offsets = dict.fromkeys(range(RANKS), 0)
-        self._seen: dict[int, dict[int, tuple[float, int]]] = {rank: {} for rank in range(RANKS)}
-        self.pids = dict.fromkeys(range(RANKS), 0)  # that wrote the newest line
-        self.done: list[tuple[float, int, tuple[int, ...]]] = []  # moment, step, pids
+    steps_after_save: int
+    share_of_step: float
 
-    def pull(self) -> None:
-        for rank, offset in self._offsets.items():
-            path = self._folder / f"rank{rank}.txt"
-            try:
-                if path.stat().st_size == offset:
-                    continue
-                with path.open("rb") as file:
-                    file.seek(offset)
-                    data = file.read()
-            except FileNotFoundError:
-                continue
-            data = data[: data.rfind(b"\n") + 1]
-            self._offsets[rank] += len(data)
-            now_s = time.monotonic()
-            for line in data.decode().splitlines():
-                step, _, pid = line.split()
-                self.pids[rank] = int(pid)
-                self._seen[rank][int(step)] = (now_s, int(pid))
-                self._complete(int(step))
 
-    def _complete(self, step: int) -> None:
-        found = [self._seen[rank].get(step) for rank in range(RANKS)]
-        if any(one is None for one in found):
-            return
-        moments, pids = zip(*(one for one in found if one is not None), strict=True)
-        if not self.done or self.done[-1][2] == pids or not set(self.done[-1][2]) & set(pids):
-            self.done.append((max(moments), step, pids))
-
-    @property
-    def newest(self) -> int:
-        return max((step for _, step, _ in self.done), default=-1)
+def moment_of(fault: str, repetition: int, save_every: int) -> Moment:
+    """The same for all peers, so that none is struck more luckily than another."""
+    chance = random.Random(f"{repetition}:{fault}")
+    return Moment(chance.randrange(save_every), chance.random())
 
 
 def race(
@@ -116,127 +87,156 @@ def race(
     load = os.getloadavg()[0]
     folder = Path(tempfile.mkdtemp(prefix="fbr-"))
     shm = Path(tempfile.mkdtemp(prefix="fbr-", dir="/dev/shm"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    course = Course(folder, port, hang_timeout_s, save_every)
-    track = _Track(folder / "losses")
     try:
+        run = _Run(peer, python, Course(folder, _free_port(), hang_timeout_s, save_every), shm)
         launched_s = time.monotonic()
-        for host in range(peer.hosts):
-            _start(peer, course, python, host, shm)
-            threading.Event().wait(1.0 if host == 0 else 0.0)  # the first one has the store, or the supervisor
-        if not _until(track, lambda: track.newest >= 0, START_DEADLINE_S):
-            raise RaceFailed(f"{peer.name} made no step:\n{_output(folder)}")
-        first_s = track.done[0][0]
-        recoveries = []
+        run.start()
+        track = run.track
+        if not run.until(lambda: track.newest >= 0, START_DEADLINE_S):
+            raise RaceFailed(f"{peer.name} made no step within {START_DEADLINE_S:.0f} s:\n{run.output()}")
+        first_s = track.done[0].at_s
+        recoveries: list[Recovery] = []
         for fault in FAULTS:
-            beside = partial(_start, peer, course, python, peer.hosts, shm) if peer.late_spare else None
-            recoveries.append(_strike(track, course, fault, beside))
+            if fault in peer.cannot:
+                recoveries.append(Recovery(fault, None, None, peer.cannot[fault]))
+                continue
+            recoveries.append(run.strike(fault, moment_of(fault, repetition, save_every)))
             say(f"{peer.name}, repetition {repetition}: {recoveries[-1]}")
             if recoveries[-1].next_step_s is None:
-                break
-        steps = sorted(b[0] - a[0] for a, b in zip(track.done, track.done[1:], strict=False) if b[1] == a[1] + 1)
+                break  # what follows would be that of a broken job
+        steps = sorted(
+            b.at_s - a.at_s for a, b in zip(track.done, track.done[1:], strict=False) if b.step == a.step + 1
+        )
         return RaceRun(
             peer=peer.name,
             repetition=repetition,
             start_s=first_s - launched_s,
             recoveries=tuple(recoveries),
-            elapsed_s=track.done[-1][0] - first_s,
+            elapsed_s=track.done[-1].at_s - first_s,
             steps_kept=track.newest + 1,
             step_s=steps[len(steps) // 2] if steps else 0.0,
             load_average_1m=round(load, 2),
         )
     finally:
-        if "TRUST_KEEP" not in os.environ:
-            _end(str(folder))
-            shutil.rmtree(folder, ignore_errors=True)
-            shutil.rmtree(shm, ignore_errors=True)
+        end_marked(MARK, str(folder))
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(shm, ignore_errors=True)
 
 
-def _start(peer: Peer, course: Course, python: str, host: int, shm: Path) -> None:
-    ours = ("FLYBALL_", "PET_", "TORCHELASTIC_")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
-    environment |= {**ENVIRONMENT, **peer.environment, SHM_DIR_VARIABLE: str(shm)}
-    environment |= {MARK: str(course.folder), HOST: f"{course.folder}/{host}"}
-    with (course.folder / f"host-{host}.out").open("ab") as out:
-        process = subprocess.Popen(
-            peer.command(course, python, host),
-            cwd=course.folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
-    threading.Thread(target=process.wait, daemon=True).start()
+class _Run:
+    """The processes of a race."""
 
+    def __init__(self, peer: Peer, python: str, course: Course, shm: Path) -> None:
+        self.track = Track(course.folder / "losses")
+        self._peer = peer
+        self._python = python
+        self._course = course
+        self._shm = shm
+        self._launchers: dict[int, int] = {}  # host -> pid
+        self._next_host = 0
 
-def _strike(track: _Track, course: Course, fault: str, start_spare: Callable[[], None] | None) -> Recovery:
-    """Inject a fault into rank 1, or the host that it is on, after some calm seconds of training."""
-    until_s = time.monotonic() + CALM_S
-    _until(track, lambda: time.monotonic() > until_s, CALM_S + 1.0)
-    before, hit = track.newest, track.pids[1]
-    known = set(track.pids.values())
-    struck_s = time.monotonic()
-    if fault == "host":
-        host = _environment(hit).get(HOST, "")
-        _end(host, HOST)
-        if start_spare is not None:
-            start_spare()
-    else:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(hit, _SIGNALS[fault])
+    def start(self) -> None:
+        self._start_host()
+        # The others need its store, or its supervisor.
+        self.until(lambda: _is_open(self._course.port), STORE_DEADLINE_S)
+        while self._next_host < self._peer.hosts:
+            self._start_host()
 
-    def resumed() -> bool:
-        return bool(track.done) and track.done[-1][0] > struck_s and hit not in track.done[-1][2]
+    def until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            self.track.pull()
+            if condition():
+                return True
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(LOOK_S)
 
-    if not _until(track, resumed, RECOVERY_DEADLINE_S):
-        return Recovery(
-            fault, None, None, f"no step within {RECOVERY_DEADLINE_S:.0f} s: {_output(course.folder)[-600:]}"
-        )
-    at_s, step, _ = next(one for one in track.done if one[0] > struck_s and hit not in one[2])
-    # What the ranks completed after the moment of the fault was done all the same.
-    newest = max([before, *(s for t, s, pids in track.done if t < at_s and set(pids) & known)])
-    return Recovery(fault, round(at_s - struck_s, 3), max(0, newest + 1 - step))
+    def output(self) -> str:
+        return newest_lines(list(self._course.folder.glob("*.out")))
 
+    def strike(self, fault: str, moment: Moment) -> Recovery:
+        """Inject a fault after some calm seconds of training, and watch what follows."""
+        track = self.track
+        self._wait_for(moment)
+        host, hit = self._victim()
+        before, known = track.newest, set(track.pids.values())
+        struck_s = time.monotonic()
+        if fault == "host":
+            end_marked(HOST, self._host_mark(host))
+        elif fault == "notice":
+            _signal(self._launchers[host], signal.SIGTERM)
+        else:
+            _signal(hit, _SIGNALS[fault])
+        if fault in ("host", "notice") and self._peer.late_spare:
+            self._start_host()
 
-def _until(track: _Track, condition: Callable[[], bool], timeout_s: float) -> bool:
-    deadline_s = time.monotonic() + timeout_s
-    while True:
+        def is_back() -> bool:
+            return bool(track.done) and track.done[-1].at_s > struck_s and hit not in track.done[-1].pids
+
+        if fault == "notice":
+            self.until(is_back, NOTICE_S)
+            end_marked(HOST, self._host_mark(host))  # what is still there of it is taken away
+        if not self.until(is_back, RECOVERY_DEADLINE_S):
+            return Recovery(fault, None, None, f"no step within {RECOVERY_DEADLINE_S:.0f} s: {self.output()[-600:]}")
+        back = next(one for one in track.done if one.at_s > struck_s and hit not in one.pids)
+        # What the ranks completed after the moment of the fault was done all the same.
+        old = [one for one in track.done if one.at_s < back.at_s and set(one.pids) & known]
+        newest = max([before, *(one.step for one in old)])
+        stood_since_s = max([struck_s, *(one.at_s for one in old)]) if fault == "notice" else struck_s
+        return Recovery(fault, round(back.at_s - stood_since_s, 3), max(0, newest + 1 - back.step))
+
+    def _wait_for(self, moment: Moment) -> None:
+        track, every = self.track, self._course.save_every
+        until_s = time.monotonic() + CALM_S
+        self.until(lambda: time.monotonic() > until_s, CALM_S + 1.0)
+        self.until(lambda: (track.newest + 1) % every == moment.steps_after_save, RECOVERY_DEADLINE_S)
+        time.sleep(moment.share_of_step * self._course.step_floor_s)
         track.pull()
-        if condition():
-            return True
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(LOOK_S)
+
+    def _victim(self) -> tuple[int, int]:
+        """The host that is struck, and the pid of its rank: never the one with the store, or the supervisor."""
+        for rank in sorted(self.track.pids, reverse=True):
+            pid = self.track.pids[rank]
+            process = look_at(pid)
+            host = environment_of(process).get(HOST, "").rpartition("/")[2] if process is not None else ""
+            if host and int(host) != 0:
+                return int(host), pid
+        raise RaceFailed(f"{self._peer.name} has no live rank on another host than the first:\n{self.output()}")
+
+    def _host_mark(self, host: int) -> str:
+        return f"{self._course.folder}/{host}"
+
+    def _start_host(self) -> None:
+        host, self._next_host = self._next_host, self._next_host + 1
+        environment = clean_environment() | {**ENVIRONMENT, **self._peer.environment, SHM_DIR_VARIABLE: str(self._shm)}
+        environment |= {MARK: str(self._course.folder), HOST: self._host_mark(host)}
+        with (self._course.folder / f"host-{host}.out").open("ab") as out:
+            process = subprocess.Popen(
+                self._peer.command(self._course, self._python, host),
+                cwd=self._course.folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+        self._launchers[host] = process.pid
+        threading.Thread(target=process.wait, daemon=True).start()
 
 
-def _environment(pid: int) -> Mapping[str, str]:
-    return next((environment_of(p) for p in own_processes() if p.pid == pid), {})
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
-def _end(value: str, name: str = MARK) -> None:
-    """Kill all processes of a run, or of one of its hosts, by their pids."""
-    deadline_s = time.monotonic() + 30.0
-    while value and time.monotonic() < deadline_s:
-        left = [p.pid for p in own_processes() if environment_of(p).get(name) == value]
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if not left:
-            return
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
-def _output(folder: Path) -> str:
-    files = sorted(folder.glob("host-*.out"))
-    return "\n".join(f"--- {file.name}\n{file.read_text(errors='replace')[-1500:]}" for file in files)
-
-
-def mean_with_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and half the width of its 95 % confidence interval (Student's t); nan for fewer than three values."""
-    mean = statistics.fmean(values)
-    if len(values) < 3:
-        return mean, math.nan
-    t = T_975[min(len(values) - 1, len(T_975)) - 1]
-    return mean, t * statistics.stdev(values) / math.sqrt(len(values))
+def _is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -25,8 +24,9 @@ import pymysql
 from flyball.cli.reach.client import ApiClient
 from flyball.contracts.cluster import JobSpec
 from flyball.contracts.on_host.segments import SHM_DIR_VARIABLE
-from simulator.inject.processes import environment_of, own_processes
+from simulator.inject.processes import LiveProcess
 from trust_bench.network import INTERFACE, Network, why_not
+from trust_bench.own import clean_environment, end_marked, marked, newest_lines
 
 MARK = "TRUST_STACK"
 JOB = "trust"
@@ -36,6 +36,11 @@ SERVICES = ("api", "sensor", "controller", "actuator")
 DEADLINE_S = 300.0
 MARIADB_SIZE = ("--innodb-log-file-size=8M", "--innodb-buffer-pool-size=64M")
 STEPS = "10000000"  # it trains until it is ended
+SERVERS = {  # command -> Debian's package
+    "mariadbd": "mariadb-server",
+    "mariadb-install-db": "mariadb-server",
+    "redis-server": "redis-server",
+}
 NEEDED_BYTES = 7 << 30  # measured: 5.0 GiB with three hosts and a spare
 
 T = TypeVar("T")
@@ -48,16 +53,18 @@ class StackError(Exception):
 class TrustStack:
     """A context manager: the stack runs inside, and no process, namespace or segment of it is left afterwards."""
 
-    def __init__(self, host_ids: Sequence[str], *, settings: Mapping[str, str] | None = None) -> None:
+    def __init__(self, host_ids: Sequence[str]) -> None:
+        """Raises StackError if a server is not installed."""
+        if missing := [command for command in SERVERS if shutil.which(command) is None]:
+            packages = " ".join(sorted({SERVERS[command] for command in missing}))
+            raise StackError(f"Not installed: {', '.join(missing)}. On Debian: apt-get install {packages}")
         self.host_ids = tuple(host_ids)
         self.root = Path(tempfile.mkdtemp(prefix="fbt-"))  # short: a Unix socket's path is limited
         self.shm_dir = Path(tempfile.mkdtemp(prefix="fbt-", dir="/dev/shm"))
         self.losses_dir = self.root / "job" / "losses"
         self.supervisor_dir = self.root / "supervisor"
-        ours = ("FLYBALL_", "PET_", "TORCHELASTIC_")
-        self.environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+        self.environment = clean_environment()
         self.environment |= {MARK: str(self.root), SHM_DIR_VARIABLE: str(self.shm_dir), "OMP_NUM_THREADS": "1"}
-        self.environment |= settings or {}
         self.no_network = why_not()
         self._network: Network | None = None
         self._ports: dict[str, int] = {}
@@ -134,16 +141,17 @@ class TrustStack:
         self.api.post("/v1/jobs", JobSpec(job=JOB, argv=argv, workdir=str(folder), env=env, **shape, **spec))
         self.until("the first steps", lambda: int(self.api.get(f"/v1/jobs/{JOB}")["newest_step"]) >= 5)
 
-    def processes(self) -> list[Any]:
+    def processes(self) -> list[LiveProcess]:
         """All live processes of the stack."""
-        return [p for p in own_processes() if environment_of(p).get(MARK) == str(self.root)]
+        return marked(MARK, str(self.root))
 
     def until(self, what: str, condition: Callable[[], T], timeout_s: float = DEADLINE_S) -> T:
-        """Wait for a condition. Raises StackError at the deadline."""
+        """Wait for a condition. Raises StackError at the deadline, with the end of each log."""
         deadline_s = time.monotonic() + timeout_s
         while not (found := condition()):
             if time.monotonic() > deadline_s:
-                raise StackError(f"not within {timeout_s:.0f} s: {what}; the logs are in {self.root}")
+                logs = newest_lines([*self.root.glob("*.log"), *self.root.glob("mariadb/log")])
+                raise StackError(f"not within {timeout_s:.0f} s: {what}\n{logs}")
             threading.Event().wait(0.1)
         return found
 
@@ -151,12 +159,7 @@ class TrustStack:
         """End every process of the stack by its pid; its files stay."""
         if self._api is not None:
             self._api.close()
-        deadline_s = time.monotonic() + DEADLINE_S
-        while (left := self.processes()) and time.monotonic() < deadline_s:
-            for process in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
-            threading.Event().wait(0.05)
+        end_marked(MARK, str(self.root))
 
     def end(self) -> None:
         """End all processes, and remove the stack's files, segments and namespaces."""
@@ -206,11 +209,17 @@ class TrustStack:
         data = f"--datadir={folder / 'data'}"
         owner = ("--user=root",) if os.geteuid() == 0 else ()
         install = ("mariadb-install-db", "--no-defaults", data, *owner, *MARIADB_SIZE, "--skip-test-db")
-        made = subprocess.run(
-            [*install, "--auth-root-authentication-method=normal"], capture_output=True, text=True, check=False
-        )
-        if made.returncode != 0:
-            raise StackError(f"mariadb-install-db: {made.stderr}")
+        try:
+            subprocess.run(
+                [*install, "--auth-root-authentication-method=normal"],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=DEADLINE_S,
+                env=self.environment,
+            )
+        except subprocess.SubprocessError as error:
+            raise StackError(f"{error}\n{getattr(error, 'stderr', '') or ''}") from error
         server = shutil.which("mariadbd") or "mariadbd"
         place = (f"--port={self._ports['database']}", "--bind-address=127.0.0.1", f"--socket={folder / 's'}")
         files = (f"--pid-file={folder / 'pid'}", f"--log-error={folder / 'log'}")

@@ -67,8 +67,9 @@ def judge(
     `beside`: the numbers of faults that struck while it had no verdict, `causes_beside` their causes. One restart may
     heal several faults: then the incident of another is this one's, too."""
     incidents = incidents_after(incidents, at)
-    if not causes:  # it is blamed for nothing that a fault beside it explains
-        incidents = [i for i in incidents if not causes_of(i) & set(causes_beside)]
+    if not causes and beside:  # it is blamed for nothing that another fault explains
+        places = ("", host_id) if host_id else {i["host_id"] for i in incidents}
+        incidents = [i for i in incidents if not causes_of(i) & set(causes_beside) and i["host_id"] in places]
     expected = _expected(incidents, causes, causes_beside, host_id if beside else "")
     first = next(iter(expected or incidents), None)
     closed = all(IncidentState(i["state"]).closed for i in incidents)

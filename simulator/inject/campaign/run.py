@@ -31,6 +31,8 @@ from simulator.inject.kinds.kind import FaultTarget
 STEPS_BETWEEN = 5  # that the job makes between two faults
 LOOK_INTERVAL_S = 0.25
 AT_ONCE = 2  # faults without a verdict, with `overlap`
+HARM_SHOWS_STEPS = 20  # after a restart: by then a loss that it brought back is noticed
+WORKER_EXCEPTION, HOST_SILENT, LOSS_DIVERGED = "worker_exception", "host_silent", "loss_diverged"  # causes
 
 
 class Hands(Protocol):
@@ -107,6 +109,7 @@ class Campaign:
                     while self._clock.monotonic_s() < began_s + draw.at_s:
                         self._look_again()
                     self._make_room(following)
+                    self._wait_for_its_like(draw)
                     struck = self._strike(number, draw)
                     if struck is None:
                         continue
@@ -135,6 +138,14 @@ class Campaign:
         for future in following:
             if future.done():
                 future.result()
+
+    def _wait_for_its_like(self, draw: Draw) -> None:
+        """Two equal exceptions at one step would be a bug of the script to every supervisor, whichever ranks they hit:
+        the second strikes when the first has its verdict, with which the job has gone on."""
+        if WORKER_EXCEPTION in kind_of(draw.fault.fault).causes:
+            alike = [s for s in self._struck if s.draw.fault.fault == draw.fault.fault]
+            while not all(s.has_verdict.is_set() for s in alike):
+                self._look_again()
 
     def _settle(self) -> None:
         """Wait until nothing is broken, no incident is open, and the job trains. If that takes too long, go on."""
@@ -207,12 +218,8 @@ class Campaign:
         is_healed, trains, state, end = False, False, "", None
         try:
             if kind.causes:
-                # What heals a fault beside it may heal this one before it is noticed by itself.
-                self._until(
-                    lambda: any(causes_of(i) & {*kind.causes, *struck.causes_beside} for i in followed()),
-                    self._patience_s + done.lasts_s,
-                )
-            else:
+                self._until(self._recognition(struck, followed), self._patience_s + done.lasts_s)
+            if not kind.causes or HOST_SILENT in kind.causes:  # what the return of a host brings is of its fault
                 self._until(lambda: done.injection_id not in self._hands.active, self._patience_s + done.lasts_s)
             is_healed = self._until(are_closed, self._patience_s)
             trains = self._trains_on()
@@ -234,6 +241,25 @@ class Campaign:
             job_state=state,
         )
         return outcome, end
+
+    def _recognition(self, struck: _Struck, followed: Callable[[], list[Incident]]) -> Callable[[], bool]:
+        """Whether a fault was noticed: by itself, or by a restart for a fault beside it, which healed it, too. That
+        restart may have restored what a harm had spoilt: then it shows in the next steps."""
+        kind = kind_of(struck.done.fault)
+        restarted_at: list[int] = []
+
+        def is_recognised() -> bool:
+            found = {cause for incident in followed() for cause in causes_of(incident)}
+            if found & set(kind.causes):
+                return True
+            if not found & set(struck.causes_beside) or LOSS_DIVERGED not in kind.causes:
+                return bool(found & set(struck.causes_beside))
+            step = int(self._job_now()["newest_step"])
+            if not restarted_at or step < restarted_at[0]:
+                restarted_at[:] = [step]
+            return step >= restarted_at[0] + HARM_SHOWS_STEPS
+
+        return is_recognised
 
     def _request(self, target: FaultTarget, draw: Draw) -> FaultRequest:
         ranks = sorted(self._job_now()["ranks"], key=lambda r: int(r["rank"]))

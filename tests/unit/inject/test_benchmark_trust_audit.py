@@ -98,3 +98,19 @@ def test_a_second_start_and_a_second_obedience_are_found(tmp_path: Path) -> None
     ]
     (tmp_path / "rank1.txt").write_text("0 0x1p+0 1\n1 0x1p")
     assert read_executions(tmp_path) == [Execution(1, 0, "0x1p+0", 1)], "not the half line"
+
+
+def test_a_harm_that_a_restart_brought_back_is_excused_in_both_generations() -> None:
+    """A NaN at step 8, a restart from step 9 by another fault, and only then is it noticed: back to step 6."""
+    found = [
+        Execution(e.rank, e.step, "nan", e.generation) if e.generation < 3 and e.step > 7 else e
+        for e in executions((1, 0, 10), (2, 10, 12), (3, 7, 15))
+    ]
+    generations = [Generation(1, 0.0, -1), Generation(2, 10.0, 9), Generation(3, 20.0, 6)]
+    assert not wrong(audited(found, generations=generations, diverged={2: 6}))
+    assert wrong(audited(found, generations=generations, diverged={})) == {
+        "losses_unequal": 8,
+        "committed_steps_lost": 2,
+    }
+    before = [*found, Execution(0, 5, "nan", 1)]
+    assert wrong(audited(before, generations=generations, diverged={2: 6})) == {"losses_unequal": 1}

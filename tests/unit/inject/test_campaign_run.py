@@ -270,3 +270,84 @@ def test_with_overlap_a_fault_that_is_judged_while_the_next_is_injected_is_besid
     cluster.until_injected = until_the_first_is_judged
     outcomes, _ = running.run([KILL, KILL])
     assert outcomes[1].beside == (1,)
+
+
+def test_with_overlap_a_harm_that_the_restart_of_another_brought_back_is_waited_for() -> None:
+    cluster = TwoFaults(state="open")
+    running = Campaign(
+        cluster, cluster, job="gpt", clock=SystemClock(), announce=lambda _: None, patience_s=30.0, overlap=True
+    )
+
+    def until_the_first_is_judged() -> None:
+        restart = {"at": 200.2, "state": "acting", "cause": "worker_killed"}  # it restored what the NaN had spoilt
+        cluster.first = {"state": "resolved", "timeline": [restart]}
+        assert running._struck[0].has_verdict.wait(30.0)
+
+    cluster.until_injected = until_the_first_is_judged
+    outcomes, _ = running.run([KILL, KILL])
+    assert outcomes[1].incident_ids == ("inc-1", "inc-2")
+
+
+class OpenForLong(Cluster):
+    """The incident is open for fifty looks."""
+
+    def get(self, path: str, **query: str | int | None) -> Any:  # noqa: ANN401 - JSON
+        found = super().get(path, **query)
+        if path == "/v1/incidents" and found["items"] and self.looks < 50:
+            found["items"][0]["state"] = "open"
+        return found
+
+
+@pytest.mark.parametrize(("fault", "judged_before"), [("out-of-memory", 1), ("kill", 0)])
+def test_with_overlap_equal_errors_of_the_script_are_apart(fault: str, judged_before: int) -> None:
+    """Two at one step are a bug of the script to the supervisor, which rightly ends the job."""
+    cluster, judged = OpenForLong(), []
+    running = Campaign(
+        *(cluster, cluster),
+        job="gpt",
+        clock=SystemClock(),
+        announce=lambda _: None,
+        patience_s=30.0,
+        overlap=True,
+        judged=judged.append,
+    )
+    inject, before = cluster.inject, []
+
+    def injected(request: FaultRequest) -> InjectedFault:
+        before.append(len(judged))
+        return inject(request)
+
+    cluster.inject = injected  # type: ignore[method-assign]
+    running.run([Draw(0.0, MixedFault(fault, 1.0), 0.9)] * 2)
+    assert before == [0, judged_before]
+
+
+class CutOff(Cluster):
+    """The network of a host is cut until the campaign has asked for the third time; its return is an incident, too."""
+
+    asked = 0
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        self.asked += 1
+        return ("one",) if self.asked < 4 else ()
+
+    def inject(self, request: FaultRequest) -> InjectedFault:
+        return msgspec.structs.replace(super().inject(request), fault="net-cut")
+
+    def get(self, path: str, **query: str | int | None) -> Any:  # noqa: ANN401 - JSON
+        found = super().get(path, **query)
+        if path == "/v1/incidents" and found["items"]:
+            found["items"][0]["cause"] = "host_silent"
+            if self.asked > 3:
+                found["items"].append({**found["items"][0], "incident_id": "inc-2", "cause": "superseded_workers"})
+        return found
+
+
+def test_what_the_return_of_a_host_brings_is_of_the_fault_that_cut_it_off() -> None:
+    cluster = CutOff()
+    running = Campaign(
+        cluster, cluster, job="gpt", clock=SystemClock(), announce=lambda _: None, patience_s=30.0, overlap=True
+    )
+    [outcome], _ = running.run([KILL])
+    assert (outcome.verdict, outcome.incident_ids) == (FaultVerdict.RECOVERED, ("inc-1", "inc-2"))

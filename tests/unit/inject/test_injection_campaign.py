@@ -118,6 +118,12 @@ def test_a_fault_that_is_healed_has_its_times_and_its_cost() -> None:
             FaultVerdict.TRAINED_ON,
             "",
         ),
+        (
+            [incident(cause="superseded_workers", host_id="host-c")],
+            {"causes": (), "beside": (7,), "causes_beside": ("worker_killed",)},
+            FaultVerdict.TRAINED_ON,
+            "",
+        ),
         ([], {"beside": (7,), "causes_beside": ("host_silent",)}, FaultVerdict.MISSED, "nothing was noticed"),
     ],
 )

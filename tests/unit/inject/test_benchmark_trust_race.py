@@ -1,0 +1,166 @@
+"""What benchmarks/trust.py reads from the ranks' lines, what it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+import trust
+from trust_bench import stack
+from trust_bench.interruption import STOP_SIGNALS, Interruption
+from trust_bench.peers import PEERS, python_of
+from trust_bench.race import FAULTS, moment_of
+from trust_bench.track import Track
+
+from flyball.contracts.errors import UsageError
+
+
+class Ranks:
+    """Two ranks that write lines, and the pids that are alive."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.alive: set[int] = set()
+        self.track = Track(folder, self.alive.__contains__)
+
+    def write(self, rank: int, step: int, pid: int) -> None:
+        with (self.folder / f"rank{rank}.txt").open("a") as file:
+            file.write(f"{step} 0x1p+0 {pid}\n")
+        self.track.pull()
+
+    @property
+    def done(self) -> list[tuple[int, tuple[int, ...]]]:
+        return [(one.step, one.pids) for one in self.track.done]
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Ranks:
+    found = Ranks(tmp_path)
+    found.alive |= {10, 20}
+    for step in (0, 1):
+        found.write(0, step, 10)
+        found.write(1, step, 20)
+    assert found.done == [(0, (10, 20)), (1, (10, 20))]
+    return found
+
+
+def test_the_last_line_of_a_killed_rank_is_none_of_the_restarts(ranks: Ranks) -> None:
+    ranks.write(0, 2, 10)
+    ranks.alive ^= {10, 20, 11, 21}
+    ranks.write(1, 2, 21)
+    assert ranks.track.newest == 1
+    ranks.write(0, 2, 11)
+    assert ranks.done[-1] == (2, (11, 21))
+
+
+def test_a_restart_that_is_restarted_before_all_ranks_have_made_a_step(ranks: Ranks) -> None:
+    ranks.alive ^= {10, 20, 11}
+    ranks.write(0, 1, 11)
+    ranks.alive ^= {11, 12, 22}
+    ranks.write(1, 1, 22)  # beside the line of 11, which is gone
+    ranks.write(0, 1, 12)
+    for rank, pid in ((0, 12), (1, 22)):
+        ranks.write(rank, 2, pid)
+    assert ranks.done[2:] == [(1, (12, 22)), (2, (12, 22))]
+
+
+def test_a_rank_that_comes_back_beside_one_that_trained_on(ranks: Ranks) -> None:
+    ranks.alive ^= {20, 21}
+    for step in (2, 3, 4):
+        ranks.write(0, step, 10)
+    ranks.write(1, 4, 21)
+    assert ranks.done[-1] == (4, (10, 21))
+
+
+def test_half_a_line_is_read_when_it_is_whole(ranks: Ranks) -> None:
+    ranks.write(0, 2, 10)
+    with (ranks.folder / "rank1.txt").open("a") as file:
+        file.write("2 0x1p")
+        file.flush()
+        ranks.track.pull()
+        assert ranks.track.newest == 1
+        file.write("+0 20\n")
+    ranks.track.pull()
+    assert ranks.track.newest == 2
+
+
+def test_all_peers_are_struck_at_the_same_moments_of_a_save_interval() -> None:
+    moments = [moment_of(fault, repetition, 12) for fault in FAULTS for repetition in range(1, 6)]
+    assert moments == [moment_of(fault, repetition, 12) for fault in FAULTS for repetition in range(1, 6)]
+    assert len({m.steps_after_save for m in moments}) > 6 and all(0 <= m.steps_after_save < 12 for m in moments)
+
+
+def test_a_peer_that_is_not_installed_is_refused_before_the_race() -> None:
+    with pytest.raises(UsageError, match=r"nvrx cannot be run by .*not installed") as refused:
+        python_of(PEERS["nvrx"]._replace(module="no_such_module"), {})
+    assert "--python nvrx=" in refused.value.hint
+    with pytest.raises(UsageError, match="nvrx cannot be run by"):
+        python_of(PEERS["nvrx"], {"nvrx": "/no/such/python"})
+    assert python_of(PEERS["torchrun"], {}) == sys.executable
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("shootout --python nvrx", "'nvrx' is not PEER=FILE"),
+        ("shootout --python nvxr=/bin/sh", "'nvxr=/bin/sh' is not PEER=FILE"),
+        ("shootout --python nvrx=/no/such", "there is no interpreter /no/such"),
+        ("shootout --repeats 0", "'0'"),
+        ("chaos --faults 0", "a whole number above 0 is needed, and this is '0'"),
+        ("chaos --duration 0s", "must be above 0"),
+        ("chaos --record /no/such/file", "nothing can be appended to /no/such/file"),
+    ],
+)
+def test_bad_input_is_refused_at_once(
+    arguments: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["trust.py", *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        trust.parse()
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_a_server_that_is_missing_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/no/such")
+    with pytest.raises(
+        stack.StackError, match=r"redis-server\. On Debian: apt-get install mariadb-server redis-server"
+    ):
+        stack.TrustStack(("host-a",))
+
+
+@pytest.fixture
+def interruption() -> Iterator[tuple[Interruption, list[str]]]:
+    said: list[str] = []
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    found = Interruption(said.append)
+    found.listen()
+    yield found, said
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_ctrl_c_ends_at_once_and_what_is_cleaned_up_then_is_left_alone(
+    interruption: tuple[Interruption, list[str]],
+) -> None:
+    found, _ = interruption
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert found.is_asked
+
+
+def test_within_a_campaign_the_first_ctrl_c_asks_and_the_second_ends_it(
+    interruption: tuple[Interruption, list[str]],
+) -> None:
+    found, said = interruption
+    with found.in_order():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert found.is_asked and "a second Ctrl-C" in said[0]
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
