@@ -24,13 +24,15 @@ from services.api.outgoing.webhook import Webhook
 from services.api.stream import EventStreams
 from services.bus.messaging import Messaging
 from services.controller.loop import ControllerLoop
+from services.controller.round.diagnosis import CAUSES
 from services.rehearsing import Rehearsals, stores_of
 from services.runtime.claim import PARTS
+from services.runtime.event_metrics import EventMetrics
 from services.runtime.health import Check, Health
 from services.runtime.http.auth import Authenticator
 from services.runtime.http.http_protocol import BoundedProtocol
 from services.runtime.loops import Loop, LoopThread
-from services.runtime.telemetry import EventMetrics, Metrics
+from services.runtime.telemetry import Metrics
 from services.sensor.detector.fault_detector import FaultDetector
 from services.sensor.reports.committed import CommittedPositions
 from services.sensor.reports.ingest import Ingest
@@ -242,7 +244,7 @@ class Assembly:
     def _build_api(self) -> ApiPart:
         self.checks["leader"] = self._leader_problem
         stores = stores_of(self.db)
-        event_metrics = EventMetrics(self._events, self._metrics, self._clock)
+        event_metrics = EventMetrics(self._events, self._metrics.registry, self._clock, CAUSES)
         self._background["event-metrics"] = lambda _: event_metrics.run()
         goodput = GoodputReports(events=self._events, reads=stores.reads, clock=self._clock)
         self._cluster_metrics = ClusterMetrics(
@@ -272,14 +274,8 @@ class Assembly:
         return folder
 
     def _add_loop(self, name: str, body: Loop) -> None:
-        self.loops.append(
-            LoopThread(
-                name,
-                body,
-                self._clock,
-                on_restart=lambda loop: self._metrics.loop_restarts.labels(loop=loop).inc(),
-            )
-        )
+        restarts = self._metrics.loop_restarts.labels(loop=name)  # from now on 0: an alert reads the increase
+        self.loops.append(LoopThread(name, body, self._clock, on_restart=lambda _: restarts.inc()))
 
     def _database_problem(self) -> str:
         self._events.last()

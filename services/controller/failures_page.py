@@ -56,11 +56,6 @@ def page() -> str:
     return "\n".join((_HEAD, *_classes(), *_lists(), *_guards(), *_costs()))
 
 
-def causes() -> set[str]:
-    """Return every cause that the policy knows."""
-    return {*diagnosis.ORDERED_CAUSES, *diagnosis.BESIDE_FAILURES, diagnosis.DOMAIN_SILENT}
-
-
 def _classes() -> Iterator[str]:
     yield "## Classes\n"
     yield "| class | evidence | rules | meanwhile |\n|---|---|---|---|"

@@ -6,7 +6,6 @@ embeds a supervisor keeps its own logging and metrics untouched.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import logging.handlers
 import sys
@@ -18,11 +17,6 @@ from typing import Any
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.registry import Collector
-
-from flyball.contracts.clock import Clock
-from flyball.contracts.events import Event, EventKind
-from services.runtime.outages import OUTAGES, Outage
-from services.runtime.paging import EventLogReader, read_on
 
 LOG_FILE_SIZE_BYTES = 16 << 20
 LOG_FILES_KEPT = 3
@@ -169,75 +163,9 @@ class Metrics:
         )
         self.loop_restarts = Counter("flyball_loop_restarts", "Restarts of loops after a crash", ["loop"], registry=r)
         self.ready = Gauge("flyball_ready", "1 if a check of /readyz passes", ["check"], registry=r)
-        self.decisions = Counter("flyball_decisions", "Decisions in the event log, by kind", ["kind"], registry=r)
-        self.incidents_opened = Counter("flyball_incidents_opened", "Incidents opened, by cause", ["cause"], registry=r)
-        self.incidents_closed = Counter(
-            "flyball_incidents_closed", "Incidents closed, by final state", ["state"], registry=r
-        )
-        self.incidents_open = Gauge("flyball_incidents_open", "Incidents open now", registry=r)
-        self.incident_seconds = Histogram(
-            "flyball_incident_seconds",
-            "Time from opening an incident to closing it",
-            buckets=(0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600),
-            registry=r,
-        )
 
     def tally(self, counter: Counter) -> Tally:
         """Return a cheap stand-in for `counter`, for very frequent events."""
         tally = Tally(counter)
         self._tallies.all.append(tally)
         return tally
-
-
-# --- metrics of the event log ----------------------------------------------------------------------------------------
-
-PAGE = 500
-POLL_INTERVAL_S = 1.0
-COUNTED = (EventKind.DECISION, EventKind.INCIDENT_OPENED, EventKind.INCIDENT_CLOSED)
-
-
-class EventMetrics:
-    """Counts decisions and incidents from the beginning of the event log: every process that serves these metrics shows
-    the same numbers, and they survive restarts."""
-
-    def __init__(self, log: EventLogReader, metrics: Metrics, clock: Clock) -> None:
-        self._log = log
-        self._clock = clock
-        self._metrics = metrics
-        self._after = 0
-        self._opened_at: dict[str, float] = {}
-
-    async def run(self) -> None:
-        """Follow the log until cancelled; scrapes lag by about a second at most."""
-        outage = Outage("event-metrics", self._clock)
-        while True:
-            wait_s = POLL_INTERVAL_S
-            try:
-                self._after, page = await asyncio.to_thread(
-                    read_on, self._log, job=None, after=self._after, limit=PAGE, kinds=COUNTED
-                )
-                outage.ended()
-                for _, event in page:
-                    self._count(event)
-                if len(page) == PAGE:
-                    continue
-            except OUTAGES as error:
-                wait_s = outage.pause_s(error)
-            await asyncio.sleep(wait_s)
-
-    def _count(self, event: Event) -> None:
-        metrics = self._metrics
-        match event.kind:
-            case EventKind.DECISION:
-                metrics.decisions.labels(kind=str(event.data.get("kind", ""))).inc()
-            case EventKind.INCIDENT_OPENED:
-                metrics.incidents_opened.labels(cause=str(event.data.get("cause", ""))).inc()
-                self._opened_at[event.incident_id] = event.at
-            case EventKind.INCIDENT_CLOSED:
-                metrics.incidents_closed.labels(state=str(event.data.get("state", ""))).inc()
-                opened_at = self._opened_at.pop(event.incident_id, None)
-                if opened_at is not None:
-                    metrics.incident_seconds.observe(max(0.0, event.at - opened_at))
-            case _:
-                return
-        metrics.incidents_open.set(len(self._opened_at))

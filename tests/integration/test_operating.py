@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -29,26 +32,69 @@ METRIC = re.compile(r"\bflyball_[a-z_]+")
 PART_OF = re.compile(r"_(bucket|sum|count)$")
 
 
-@pytest.fixture
-def scrape(tmp_path: Path) -> Iterator[str]:
-    """What a supervisor with a job that waits for hosts serves."""
-    supervisor = Supervisor(load_settings(state_dir=tmp_path, port=0, log_target="file", database_url="", redis_url=""))
-    supervisor.start()
+needs_prometheus = pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed")
+
+
+@pytest.fixture(scope="module")
+def supervisor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
+    """One with a job that waits for hosts."""
+    folder = tmp_path_factory.mktemp("state")
+    own = Supervisor(load_settings(state_dir=folder, port=0, log_target="file", database_url="", redis_url=""))
+    own.start()
     try:
-        with httpx.Client(base_url=supervisor.url, timeout=60.0) as client:
-            job = {
-                "job": "gpt",
-                "argv": ["train.py"],
-                "workdir": "/",
-                "nnodes": 2,
-                "nproc_per_node": 1,
-                "max_restarts": 3,
-            }
-            submitted = client.post("/v1/jobs", json=job, headers={"Authorization": f"Bearer {supervisor.token}"})
+        job = {"job": "gpt", "argv": ["train.py"], "workdir": "/", "nnodes": 2, "nproc_per_node": 1, "max_restarts": 3}
+        with httpx.Client(base_url=own.url, timeout=60.0) as client:
+            submitted = client.post("/v1/jobs", json=job, headers={"Authorization": f"Bearer {own.token}"})
             assert submitted.status_code == 201, submitted.text
-            yield client.get("/metrics").raise_for_status().text
+        yield own
     finally:
-        supervisor.stop()
+        own.stop()
+
+
+@pytest.fixture(scope="module")
+def scrape(supervisor: Supervisor) -> str:
+    """What it serves, once it has counted its event log."""
+    deadline = time.monotonic() + 60.0
+    while "flyball_incidents_open" not in (
+        text := httpx.get(f"{supervisor.url}/metrics", timeout=60.0).raise_for_status().text
+    ):
+        assert time.monotonic() < deadline, text
+        time.sleep(0.05)
+    return text
+
+
+@pytest.fixture
+def prometheus(supervisor: Supervisor, tmp_path: Path) -> Iterator[httpx.Client]:
+    """A Prometheus with our rules, which scrapes that supervisor."""
+    (tmp_path / "prometheus.yml").write_text(
+        yaml.safe_dump(
+            {
+                "global": {"scrape_interval": "200ms", "scrape_timeout": "200ms", "evaluation_interval": "200ms"},
+                "rule_files": [str(ROOT / "deploy/prometheus/alerts.yml")],
+                "scrape_configs": [
+                    {"job_name": "flyball", "static_configs": [{"targets": [supervisor.url.removeprefix("http://")]}]}
+                ],
+            }
+        )
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    process = subprocess.Popen(
+        ["prometheus", "--config.file", tmp_path / "prometheus.yml", "--storage.tsdb.path", tmp_path / "data",
+         "--web.listen-address", address, "--log.level", "error"],
+    )  # fmt: skip
+    try:
+        with httpx.Client(
+            base_url=f"http://{address}", timeout=30.0, transport=httpx.HTTPTransport(retries=8)
+        ) as client:
+            deadline = time.monotonic() + 60.0
+            while client.get("/-/ready").status_code != 200:
+                assert time.monotonic() < deadline, "Prometheus does not start"
+                time.sleep(0.05)
+            yield client
+    finally:
+        process.terminate()
+        process.wait(30.0)
 
 
 def names_of(scraped: str) -> set[str]:
@@ -97,6 +143,40 @@ def test_what_is_provisioned_fits_the_compose_file() -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
-def test_prometheus_accepts_the_rules() -> None:
-    words = ["promtool", "check", "rules", ROOT / "deploy/prometheus/alerts.yml"]
-    assert subprocess.run(words, capture_output=True, timeout=60, check=False).returncode == 0
+def test_each_alert_fires_on_a_cluster_that_is_ill_and_none_on_one_that_is_well() -> None:
+    words = ["promtool", "test", "rules", ROOT / "tests/integration/alert_cases.yml"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_ill_cluster_has_a_case_of_each_alert() -> None:
+    ill = yaml.safe_load((ROOT / "tests/integration/alert_cases.yml").read_text())["tests"][1]
+    (expected,) = ill["promql_expr_test"]
+    labels = {sample["labels"] for sample in expected["exp_samples"]}
+    assert labels == {f'{{alertname="{rule["alert"]}"}}' for rule in RULES}
+
+
+# Of these there is nothing before a job made a step, or before a report was refused.
+LATER = ("flyball_job_recovery_point_age", "flyball_job_step_seconds", "flyball_job_loss", "flyball_reports_refused")
+
+
+@needs_prometheus
+def test_a_real_prometheus_evaluates_the_rules_and_every_panel(prometheus: httpx.Client) -> None:
+    def asked(path: str, **parameters: str) -> Any:  # noqa: ANN401 - JSON
+        answer = prometheus.get(f"/api/v1/{path}", params=parameters)
+        assert answer.status_code == 200, f"{parameters}: {answer.text}"
+        return answer.json()["data"]
+
+    def rules() -> list[dict[str, Any]]:
+        return [rule for group in asked("rules")["groups"] for rule in group["rules"]]
+
+    def empty_panels() -> list[str]:
+        return [panel for panel in PANELS if not asked("query", query=panel)["result"]]
+
+    deadline = time.monotonic() + 60.0
+    while {rule["health"] for rule in rules()} != {"ok"} or not all(
+        any(name in panel for name in LATER) for panel in empty_panels()
+    ):
+        assert time.monotonic() < deadline, (rules(), empty_panels())
+        time.sleep(0.1)
+    assert [rule["name"] for rule in rules()] == [rule["alert"] for rule in RULES]

@@ -65,6 +65,7 @@ ORDERED_CAUSES = (
     START_OVERDUE,
     RANKS_PARKED,
 )
+CAUSES = frozenset({*ORDERED_CAUSES, *BESIDE_FAILURES, DOMAIN_SILENT})  # all that the policy knows
 _ORDER = {cause: position for position, cause in enumerate(ORDERED_CAUSES)}
 
 # Signals that a process causes itself, for example when library threads outlive the interpreter.
