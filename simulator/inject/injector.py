@@ -226,10 +226,12 @@ class FaultInjector:
 
         def hold() -> None:
             timer.start()
-            kind.hold(plan, active.over)
-            timer.cancel()
             try:
-                self.undo(injection_id)
+                try:
+                    kind.hold(plan, active.over)
+                finally:
+                    timer.cancel()
+                    self.undo(injection_id)
             except UNDO_ERRORS:
                 active.failed = True  # `undo_all` tries again, and says why
 

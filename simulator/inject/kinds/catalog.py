@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flyball.contracts.errors import NotFound
-from simulator.inject.kinds import checkpoints, gpus, hosts, limits, processes, script, services
+from simulator.inject.kinds import checkpoints, gpu_power, gpus, hosts, limits, network, processes, script, services
 from simulator.inject.kinds.kind import RealFault
 
 KINDS: dict[str, RealFault] = {
@@ -31,18 +31,21 @@ KINDS: dict[str, RealFault] = {
         hosts.Preempt,
         hosts.Condition,
         hosts.DiskFull,
+        limits.DiskSlow,
         gpus.Xid,
         gpus.Ecc,
         gpus.GpuLost,
-        limits.NetCut,
-        limits.NetDelay,
-        limits.NetLoss,
-        limits.NetSlow,
+        gpu_power.GpuPower,
+        network.NetCut,
+        network.NetDelay,
+        network.NetLoss,
+        network.NetSlow,
         services.ServicePause,
         services.ServiceKill,
         services.ServiceStop,
         services.ServerPause,
         services.ServerKill,
+        services.ServerStop,
     )
 }
 

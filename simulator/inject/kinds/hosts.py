@@ -13,6 +13,7 @@ from typing import ClassVar
 import msgspec
 
 from flyball.contracts.clock import SystemClock
+from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import NotFound, UsageError
 from flyball.contracts.identity import check_name
 from flyball.contracts.reports.conditions import ConditionRequest, Severity
@@ -20,6 +21,7 @@ from flyball.state_folder import clear_errors, write_private
 from simulator.inject.faults import kill_all, remove_host, write_notice
 from simulator.inject.host_files import CONDITIONS_FOLDER, PREEMPTION_NOTICE, HostFiles, state_dir_of
 from simulator.inject.kinds.kind import FaultSite, FaultTarget, Option, Plan, RealFault
+from simulator.inject.kinds.phases import NAMES, phase_of, wait_for_phase
 from simulator.inject.processes import environment_of, own_processes
 
 TIED = "flyball.cli.run.tied"  # a daemon that ends with the command that started it
@@ -112,19 +114,29 @@ def _own_token(argv: tuple[str, ...], folder: Path) -> dict[str, str]:
 
 class Preempt(RealFault):
     name = "preempt"
-    about = "a notice that the host will be taken away; nothing is taken away"
+    about = "a notice that the host will be taken away, at once or in a phase of a rank on it; nothing is taken away"
     target = FaultTarget.HOST
-    options = (Option("deadline_s", 30.0, "seconds of notice"),)
+    options = (Option("deadline_s", 30.0, "seconds of notice"), Option("phase", "any", f"any, {', '.join(NAMES)}"))
     causes = ("preemption_notice",)
     lasts_s = 60.0
 
     def plan(self, site: FaultSite) -> Plan:
         if not site.number("deadline_s") > 0:
             raise UsageError("deadline_s must be greater than 0.", hint="for example deadline_s=30")
-        return {"path": str(site.host.root / PREEMPTION_NOTICE), "deadline_s": site.number("deadline_s")}
+        phase = site.text("phase")
+        return {
+            "path": str(site.host.root / PREEMPTION_NOTICE),
+            "deadline_s": site.number("deadline_s"),
+            "prefix": str(site.host.segment_prefix()),
+            "phase": None if phase == "any" else int(phase_of(phase)),
+        }
 
-    def inject(self, plan: Plan) -> None:
-        write_notice(Path(plan["path"]), float(plan["deadline_s"]))
+    def inject(self, plan: Plan) -> float:
+        path = Path(plan["path"])
+        if plan["phase"] is not None:
+            wait_for_phase(HostFiles(path.parent), plan["prefix"], Phase(plan["phase"]))
+        write_notice(path, float(plan["deadline_s"]))
+        return path.stat().st_mtime
 
     def undo(self, plan: Plan) -> None:
         Path(plan["path"]).unlink(missing_ok=True)

@@ -155,3 +155,9 @@ class ServerKill(_Killed):
 
     def find(self, site: FaultSite) -> LiveProcess:
         return server_process(site)
+
+
+class ServerStop(ServerKill):
+    name = "server-stop"
+    about = "the same with SIGTERM: it ends in order"
+    number = signal.SIGTERM

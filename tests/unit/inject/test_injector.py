@@ -115,6 +115,20 @@ def test_a_fault_is_undone_when_its_time_is_over(injector: FaultInjector, host: 
     assert not list((host / "conditions").iterdir())
 
 
+def test_a_fault_that_breaks_off_is_undone_at_once(
+    injector: FaultInjector, host: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hold(_kind: RealFault, _plan: Plan, _over: threading.Event) -> None:
+        raise OSError("the queue is gone")
+
+    monkeypatch.setattr(type(KINDS["condition"]), "hold", hold)
+    injector.inject(CONDITION)
+    for active in list(injector._active.values()):
+        assert active.thread is not None
+        active.thread.join(60.0)
+    assert not list((host / "conditions").iterdir()) and not journal.entries() and not injector.active
+
+
 def test_leaving_undoes_everything(injector: FaultInjector, host: Path, journal: Journal) -> None:
     injector.inject(CONDITION)
     injector.inject(FaultRequest("preempt", host_id="host-a"))
