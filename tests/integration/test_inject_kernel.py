@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from flyball.contracts.errors import ConfigurationError, UsageError
 from host_daemon.store.database import HostDatabase
 from simulator.inject.host_files import HostFiles
 from simulator.inject.kinds.catalog import KINDS
+from simulator.inject.kinds.hosts import start_again, start_plan
 from simulator.inject.kinds.kind import FaultSite
+from simulator.inject.kinds.namespaces import held_open
 from simulator.inject.kinds.packet_delay import DelayedPackets
 from simulator.inject.processes import look_at
 
@@ -186,6 +189,25 @@ def test_a_delay_whose_injector_was_killed_delays_nothing(cable: Cable, site: An
 def test_a_loss_or_delay_that_is_none_is_refused(site: Any, kind: str, option: str, value: str) -> None:  # noqa: ANN401
     with pytest.raises(UsageError, match=option):
         KINDS[kind].plan(site(kind, **{option: value}))
+
+
+def test_a_process_starts_again_in_its_network_although_nothing_is_left_in_it(cable: Cable, tmp_path: Path) -> None:
+    found = look_at(cable._namespace().pid)
+    assert found is not None
+    where = ("-S", "-c", "import os; print(os.readlink('/proc/self/ns/net'))")
+    plan = start_plan(found, "") | {"argv": [sys.executable, *where]}
+    log = tmp_path / "log"
+    with held_open(plan["namespace"]) as namespace:
+        cable.processes[-1].kill()
+        cable.processes[-1].wait(60.0)
+        start_again(plan, log, namespace)
+        deadline_s = time.monotonic() + 60.0
+        while not log.read_text().endswith("\n"):
+            assert time.monotonic() < deadline_s
+    assert log.read_text() == f"{plan['namespace']}\n"
+    with held_open(plan["namespace"]) as namespace:
+        assert namespace is None, "it is gone"
+        start_again(plan, log, namespace)
 
 
 WRITE = """

@@ -125,7 +125,9 @@ def restart_from_an_older_recovery_point(case: Case) -> Verdict | None:
     )
     if newest is None and failed_before < 2:
         return None
-    goal = f"step {newest}" if newest is not None else "the beginning, since no older step is complete"
+    reach = plans.known_step(case, older, [name for name in case.round.hosts if not case.round.is_silent(name)])
+    nowhere = "is complete" if newest is None else "is complete on hosts in reach"
+    goal = f"step {reach}" if reach >= 0 else f"the beginning, since no older step {nowhere}"
     return restart(
         case, f"Step {step} is left out: generation {generation.generation + 1} goes back to {goal}.", lineage=older
     )

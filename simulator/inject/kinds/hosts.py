@@ -21,8 +21,9 @@ from flyball.state_folder import clear_errors, write_private
 from simulator.inject.faults import kill_all, remove_host, write_notice
 from simulator.inject.host_files import CONDITIONS_FOLDER, PREEMPTION_NOTICE, HostFiles, state_dir_of
 from simulator.inject.kinds.kind import FaultSite, FaultTarget, Option, Plan, RealFault
+from simulator.inject.kinds.namespaces import held_open, is_apart, namespace_of
 from simulator.inject.kinds.phases import NAMES, phase_of, wait_for_phase
-from simulator.inject.processes import environment_of, own_processes
+from simulator.inject.processes import LiveProcess, environment_of, own_processes
 
 TIED = "flyball.cli.run.tied"  # a daemon that ends with the command that started it
 SPARE_BYTES = 1 << 20
@@ -60,26 +61,26 @@ class HostReboot(HostDown):
         daemon = site.host.daemon()
         if daemon is None:
             raise NotFound(f"The daemon of {site.host_id} does not run.", hint="start it, then try again")
-        environment = environment_of(daemon)
-        return super().plan(site) | {
-            "argv": command_of(daemon.argv, "host_daemon"),
-            "cwd": str(Path(f"/proc/{daemon.pid}/cwd").readlink()),
-            "environment": environment,
-            "token": _own_token(daemon.argv, site.host.root),
-        }
+        again = start_plan(daemon, "host_daemon")
+        return super().plan(site) | again | {"token": _own_token(daemon.argv, site.host.root)}
 
     def inject(self, plan: Plan) -> None:
-        super().inject(plan)
-        self.undo(plan)
+        with held_open(plan["namespace"]) as namespace:  # it may end with the host's last process
+            super().inject(plan)
+            self._start(plan, namespace)
 
     def undo(self, plan: Plan) -> None:
+        with held_open(plan["namespace"]) as namespace:
+            self._start(plan, namespace)
+
+    def _start(self, plan: Plan, namespace: int | None) -> None:
         folder = Path(plan["state_dir"])
         if any("host_daemon" in p.argv and state_dir_of(p) == folder for p in own_processes()):
             return
         for name, token in plan["token"].items():  # it came from elsewhere, and would again
             Path(name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_private(Path(name), token.encode(), durable=False)
-        start_again(plan, folder.with_name(f"{folder.name}.rebooted.log"))
+        start_again(plan, folder.with_name(f"{folder.name}.rebooted.log"), namespace)
 
 
 def command_of(argv: Sequence[str], module: str) -> list[str]:
@@ -90,11 +91,26 @@ def command_of(argv: Sequence[str], module: str) -> list[str]:
     return [sys.executable, "-P", "-m", *argv[list(argv).index(module) :]]
 
 
-def start_again(plan: Plan, log_path: Path) -> None:
-    """Start a process as it was started, in a session of its own."""
+def start_plan(process: LiveProcess, module: str) -> Plan:
+    """What `start_again` needs to start a process."""
+    return {
+        "argv": command_of(process.argv, module),
+        "cwd": str(Path(f"/proc/{process.pid}/cwd").readlink()),
+        "environment": environment_of(process),
+        "namespace": namespace_of(process.pid),
+    }
+
+
+def start_again(plan: Plan, log_path: Path, namespace: int | None) -> None:
+    """Start a process as it was started, in a session of its own and in its network namespace, of which this is a
+    descriptor; not if that is gone."""
+    if namespace is None:
+        return
+    inside = ("nsenter", f"--net=/proc/self/fd/{namespace}") if is_apart(plan["namespace"]) else ()
     with log_path.open("ab") as log:
         subprocess.Popen(
-            plan["argv"],
+            [*inside, *plan["argv"]],
+            pass_fds=(namespace,) if inside else (),
             cwd=plan["cwd"] if Path(plan["cwd"]).is_dir() else "/",  # it may have been removed since
             env=plan["environment"],
             stdin=subprocess.DEVNULL,

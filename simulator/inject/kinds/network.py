@@ -6,17 +6,15 @@ import json
 import shutil
 import subprocess
 import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 from flyball.contracts.errors import ConfigurationError, NotFound, UsageError
 from simulator.inject.kinds.kind import FaultSite, FaultTarget, Option, Plan, RealFault
+from simulator.inject.kinds.namespaces import entry_of, is_apart, namespace_of
 from simulator.inject.kinds.packet_delay import DelayedPackets
-from simulator.inject.processes import own_processes
 
 TOOL_TIMEOUT_S = 10.0
-NAMED = Path("/run/netns")  # where `ip netns` keeps namespaces, also those without processes
 CUT_PREFERENCE = "1"  # after the rule of the local table, before all others
 DEFAULT_HANDLE = "0:"  # of a discipline that nobody configured
 MOST_HANDLES = 0xFFF0
@@ -33,7 +31,7 @@ class _Network(RealFault):
 
     def lacks(self, site: FaultSite) -> str:
         daemon = site.host.daemon()
-        if daemon is None or not _is_own(_namespace(daemon.pid)):
+        if daemon is None or not is_apart(namespace_of(daemon.pid)):
             return "the host is not in a network namespace of its own: all that is on this machine would be cut off"
         missing = [tool for tool in ("nsenter", *self.tools) if shutil.which(tool) is None]
         return f"the commands {', '.join(missing)} are missing" if missing else ""
@@ -42,7 +40,7 @@ class _Network(RealFault):
         daemon = site.host.daemon()
         if daemon is None:
             raise NotFound(f"The daemon of {site.host_id} does not run.", hint="start it, then try again")
-        return {"namespace": _namespace(daemon.pid)}
+        return {"namespace": namespace_of(daemon.pid)}
 
 
 class NetCut(_Network):
@@ -66,7 +64,7 @@ class NetCut(_Network):
             _run(plan, "ip", family, "rule", "add", "pref", CUT_PREFERENCE, "blackhole")
 
     def undo(self, plan: Plan) -> None:
-        if _entry(plan["namespace"]) is None:
+        if entry_of(plan["namespace"]) is None:
             return  # it is gone, and the rules with it
         for family in plan["families"]:
             if "blackhole" in _run(plan, "ip", family, "rule", "show", "pref", CUT_PREFERENCE):
@@ -103,7 +101,7 @@ class NetSlow(_Network):
             _run(plan, "tc", "qdisc", "add", "dev", name, "root", "handle", plan["handle"], *plan["discipline"])
 
     def undo(self, plan: Plan) -> None:
-        if _entry(plan["namespace"]) is None:
+        if entry_of(plan["namespace"]) is None:
             return  # it is gone, and its interfaces with it
         for found in _root_disciplines(plan):
             if found["dev"] in plan["interfaces"] and found["handle"] == plan["handle"]:
@@ -132,7 +130,7 @@ class NetLoss(_Network):
         )
 
     def undo(self, plan: Plan) -> None:
-        if _entry(plan["namespace"]) is None:
+        if entry_of(plan["namespace"]) is None:
             return  # it is gone, and the rule with it
         if plan["table"] in _run(plan, "nft", "list", "tables").split():
             _run(plan, "nft", "delete", "table", "inet", plan["table"])
@@ -169,7 +167,7 @@ class NetDelay(_Network):
         queue = self._queues.pop(plan["queue"], None)
         if queue is not None:
             queue.close()
-        if _entry(plan["namespace"]) is None:
+        if entry_of(plan["namespace"]) is None:
             return  # it is gone, and the rules with it
         for command in plan["commands"]:
             if f"--queue-num {plan['queue']} " in _run(plan, *_rules(command), "-S", "PREROUTING"):
@@ -185,28 +183,6 @@ def _to_queue(plan: Plan) -> tuple[str, ...]:
     return ("PREROUTING", "!", "--in-interface", "lo", *jump)
 
 
-def _namespace(pid: int) -> str:
-    try:
-        return str(Path(f"/proc/{pid}/ns/net").readlink())
-    except OSError:
-        return ""
-
-
-def _is_own(namespace: str) -> bool:
-    return bool(namespace) and namespace not in (_namespace(1), str(Path("/proc/self/ns/net").readlink()))
-
-
-def _entry(namespace: str) -> Path | None:
-    """A way into the namespace: a process that is in it, or its name. None: it is gone."""
-    for process in own_processes():
-        if _namespace(process.pid) == namespace:
-            return Path(f"/proc/{process.pid}/ns/net")
-    inode = int(namespace.strip("net:[]"))
-    with suppress(OSError):
-        return next((path for path in NAMED.iterdir() if path.stat().st_ino == inode), None)
-    return None
-
-
 def _has_ipv6(plan: Plan) -> bool:
     try:
         return bool(_run(plan, "cat", "/proc/self/net/if_inet6"))
@@ -219,7 +195,7 @@ def _root_disciplines(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _entered(plan: Plan) -> Path:
-    entry = _entry(plan["namespace"])
+    entry = entry_of(plan["namespace"])
     if entry is None:
         raise NotFound("The host's network namespace is gone: nothing was done.", hint="start the host, then try again")
     return entry

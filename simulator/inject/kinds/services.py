@@ -9,10 +9,11 @@ from pathlib import Path
 import psutil
 
 from flyball.contracts.errors import NotFound, UsageError
-from simulator.inject.kinds.hosts import TIED, command_of, start_again
+from simulator.inject.kinds.hosts import TIED, command_of, start_again, start_plan
 from simulator.inject.kinds.kind import FaultSite, FaultTarget, Option, Plan, RealFault
+from simulator.inject.kinds.namespaces import held_open
 from simulator.inject.kinds.processes import of_process, send_to, signal_planned
-from simulator.inject.processes import LiveProcess, environment_of, holds_open, look_at, own_processes
+from simulator.inject.processes import LiveProcess, holds_open, look_at, own_processes
 
 SERVICES = ("sensor", "controller", "actuator", "api")
 SERVERS = {"redis": (6379, ("redis", "valkey")), "database": (3306, ("maria", "mysql", "postgres"))}
@@ -99,12 +100,8 @@ class _Killed(RealFault):
     def plan(self, site: FaultSite) -> Plan:
         process = self.find(site)
         log_folder = site.supervisor_dir or Path("/tmp")
-        return of_process(process) | {
-            "argv": command_of(process.argv, "services.main"),
-            "cwd": str(Path(f"/proc/{process.pid}/cwd").readlink()),
-            "environment": environment_of(process),
-            "log": str(log_folder / f"injected-{site.injection_id}.log"),
-        }
+        log = str(log_folder / f"injected-{site.injection_id}.log")
+        return of_process(process) | start_plan(process, "services.main") | {"log": log}
 
     def inject(self, plan: Plan) -> None:
         signal_planned(plan, self.number)
@@ -112,7 +109,8 @@ class _Killed(RealFault):
     def undo(self, plan: Plan) -> None:
         running = (found for found in map(look_at, psutil.pids()) if found is not None)
         if not any(command_of(found.argv, "services.main") == plan["argv"] for found in running):
-            start_again(plan, Path(plan["log"]))
+            with held_open(plan["namespace"]) as namespace:
+                start_again(plan, Path(plan["log"]), namespace)
 
 
 class ServicePause(_Paused):

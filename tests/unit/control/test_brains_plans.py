@@ -185,6 +185,16 @@ def test_the_step_that_failed_is_left_out_of_the_history_and_the_one_before_it_n
 
 
 @pytest.mark.parametrize(
+    ("reached", "goal"),
+    [(copies(30), "step 30"), ((), "the beginning, since no older step is complete on hosts in reach")],
+)
+def test_a_step_that_a_lost_host_took_along_is_not_named_as_the_goal(reached: tuple[ShardCopy, ...], goal: str) -> None:
+    lost = tuple(msgspec.structs.replace(copy, host_id="gone") for copy in copies(39))
+    verdict = older(case(copies=(*reached, *lost)))
+    assert f"Step 40 is left out: generation 5 goes back to {goal}." in verdict.reason
+
+
+@pytest.mark.parametrize(
     "held",
     [
         copies(40),  # the step itself
