@@ -12,6 +12,7 @@ meets faults that have nothing to do with the first one: each has a limit of its
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 
@@ -26,6 +27,7 @@ from services.controller.round.view import GenerationView, JobView, PastFailure,
 
 WORKER_CAUSES = frozenset({"worker_killed", "worker_exception", "rank_stalled", "connection_lost"})
 _FAULTS_AT_ONCE = 4  # so many faults may use up their decisions without a new step in between
+_HARM_REFILLS = 10  # a restart from before a harm is not charged, so more progress has to show that it helped
 _FIRST_BACK_OFF_S = 0.5
 _LONGEST_BACK_OFF_S = 10.0
 _ADDRESS = re.compile(r"0x[0-9a-f]+", re.IGNORECASE)
@@ -144,9 +146,14 @@ def returns(harm: Harm, incident: Incident, job: JobView) -> bool:
     return any(harm.clean_step < failure.step for failure in earlier)
 
 
-def times_harmed(job: JobView) -> int:
-    """Count the job's generations that were harmed."""
-    return len({failure.generation for failure in job.failures if failure.cause in HARMS})
+def times_harmed(job: JobView, settings: PolicySettings) -> int:
+    """Count the newest harmed generations that are close together: without `_HARM_REFILLS` times the progress that
+    refills the restart budget between two of them."""
+    steps = {failure.generation: failure.step for failure in job.failures if failure.cause in HARMS}
+    newest_first = [steps[generation] for generation in sorted(steps, reverse=True)]
+    far = _HARM_REFILLS * settings.refill_steps
+    apart = (at for at, (newer, older) in enumerate(itertools.pairwise(newest_first), 1) if newer - older >= far)
+    return next(apart, len(newest_first))
 
 
 def hosts_alike(failure: PastFailure, failures: Iterable[PastFailure], now: Iterable[PastFailure]) -> set[str]:

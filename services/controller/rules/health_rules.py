@@ -34,7 +34,7 @@ from services.rules import recovery_point
 from services.rules.incident_states import IncidentEvent
 
 _LOOK_AGAIN_S = 60.0
-_MAX_HARMS = 3  # in as many generations: each got further, but something is wrong
+_MAX_HARMS = 3  # in as many generations, close together: each got further, but something is wrong
 _SOON_STEPS = 10  # a failure within these after a restore may be the restored state's
 
 
@@ -86,16 +86,17 @@ def unless_held(failure: Incident | None) -> Incident | None:
 
 
 def hold_when_a_harm_returns(case: Case) -> Verdict | None:
-    """Hold for a person if a harm comes back after a restart from before it, or comes a third time."""
+    """Hold for a person if a harm comes back after a restart from before it, or is the third with little progress in
+    between."""
     found = _harm_while_training(case)
     if found is None:
         return None
     incident, harm = found
-    times = guardrails.times_harmed(case.job)
+    times = guardrails.times_harmed(case.job, case.settings)
     if guardrails.returns(harm, incident, case.job):
         why = "It came back after a restart from before it, so another one would meet it again."
     elif times >= _MAX_HARMS:
-        why = f"This is the harm of {times} generations, and restarts from before it do not end that."
+        why = f"It is the harm number {times} with little progress in between: restarts from before it do not end that."
     else:
         return None
     return _hold(case, incident, harm, why, times)
@@ -107,7 +108,7 @@ def hold_without_a_clean_step(case: Case) -> Verdict | None:
     if found is None or _clean_point(case, *found) >= 0:
         return None
     why = "No recovery point is older than that: only starting over would undo it."
-    return _hold(case, *found, why, guardrails.times_harmed(case.job))
+    return _hold(case, *found, why, guardrails.times_harmed(case.job, case.settings))
 
 
 def leave_the_host_of_a_bad_device(case: Case) -> Verdict | None:

@@ -79,6 +79,21 @@ def test_a_harm_well_beyond_an_earlier_one_is_another() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("steps", "rule"),
+    [
+        ((10, 44), "hold_when_a_harm_returns"),
+        ((10, 40, 44), "hold_when_a_harm_returns"),
+        ((-200, -60, 44), "restart_before_the_harm"),  # the oldest two were long ago
+        ((-200, -190, -180), "restart_before_the_harm"),
+    ],
+)
+def test_harms_of_long_ago_do_not_count(steps: tuple[int, ...], rule: str) -> None:
+    past = tuple(PastFailure(number - len(steps) + 2, "loss_diverged", "", "", at) for number, at in enumerate(steps))
+    job = msgspec.structs.replace(JOB, failures=past)
+    assert decided(decide(view(job=job, copies=copies(45)), [say(NAN)], SETTINGS, NOW)).rule == rule
+
+
 def test_without_a_recovery_point_before_the_harm_it_holds() -> None:
     decision = decided(decide(view(copies=copies(48, 50)), [say(NAN)], SETTINGS, NOW))
     assert (decision.rule, decision.action) == ("hold_without_a_clean_step", None)
