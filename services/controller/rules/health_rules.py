@@ -121,7 +121,7 @@ def leave_the_host_of_a_bad_device(case: Case) -> Verdict | None:
     verdict = recovery_rules.move(case, (incident.host_id,), avoid=(incident.host_id,))
     if verdict is None:
         return None
-    what, step, lost = _going_back(case, incident, harm)
+    what, step, lost = going_back(case, incident, harm)
     return Verdict(
         verdict.kind,
         f"{verdict.reason} {what} {incident.host_id} gets no work until an operator releases it.",
@@ -137,7 +137,7 @@ def restart_before_the_harm(case: Case) -> Verdict | None:
     if found is None:
         return None
     incident, harm = found
-    what, step, lost = _going_back(case, incident, harm)
+    what, step, lost = going_back(case, incident, harm)
     verdict = recovery_rules.restart(case, what, lineage=plans.clean_history(case, case.this_generation, incident))
     evidence = {**verdict.evidence, **_marks(harm), "restart_step": step, "steps_given_up": lost}
     return Verdict(verdict.kind, verdict.reason, plan=verdict.plan, evidence=evidence)
@@ -211,7 +211,7 @@ def _hold(case: Case, incident: Incident, harm: Harm, why: str, times: int) -> V
     )
 
 
-def _going_back(case: Case, incident: Incident, harm: Harm) -> tuple[str, int, int]:
+def going_back(case: Case, incident: Incident, harm: Harm) -> tuple[str, int, int]:
     """In words how far a restart from before the harm goes back; that step, and how many steps it gives up."""
     step, generation = _clean_point(case, incident, harm), case.this_generation
     newest = newest_common_step(generation)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import msgspec
 
 from flyball.contracts.checkpoints import Tier, newest_point
-from flyball.contracts.decisions import ActionPlan, DecisionKind
+from flyball.contracts.decisions import ActionPlan, DecisionKind, Harm
 from flyball.contracts.recovery import complete_points
 from services.controller.round import expected_cost, plans
 from services.controller.round.round import Case
 from services.controller.round.verdict import Verdict
 from services.controller.round.view import JobView
 from services.controller.round.wording import kept, listed
+from services.controller.rules import health_rules
 
 _ASK_AGAIN_S = 1.0
 _TIERS = (Tier.MEMORY, Tier.DISK, Tier.PERSISTENT)
@@ -121,6 +122,10 @@ def say_what_is_given_up(case: Case, wanted: Verdict) -> Verdict:
             why = f"{named} held step {found.reported_step}, and that is too little to wait for"
         reason = f"{wanted.reason} It gives up {found.given_up}: {why}."
         evidence = found.evidence
+    elif (harm := _harm_left_behind(case, wanted)) is not None:
+        words, step, lost = health_rules.going_back(case, case.this_incident, harm)
+        reason = f"{wanted.reason} {words}"
+        evidence = {"clean_step": harm.clean_step, "restart_step": step, "steps_given_up": lost}
     elif _begins_anew(case, wanted.plan):
         why = "No copy of any step is known" if _has_saved(case.job) else "No checkpoint of it is known"
         reason = f"{wanted.reason} {why}: unless one of the stopped hosts has one, it starts over."
@@ -151,6 +156,16 @@ def rollback_of(case: Case, plan: ActionPlan | None) -> Rollback | None:
         step_s=expected_cost.step_duration_s(case, reported[0]),
         ranks=plan.spec.world_size,
     )
+
+
+def _harm_left_behind(case: Case, wanted: Verdict) -> Harm | None:
+    """The harm of an incident with another cause, if the plan goes back before it and the verdict does not say so."""
+    incident, plan = case.incident, wanted.plan
+    if incident is None or incident.harm is None or plan is None or plan.next is None:
+        return None
+    if "steps_given_up" in wanted.evidence or incident.generation != case.this_generation.generation:
+        return None
+    return incident.harm if 0 <= _reach_step(case, plan) <= incident.harm.clean_step else None
 
 
 def _reach_step(case: Case, plan: ActionPlan) -> int:

@@ -117,6 +117,7 @@ def test_ranks_that_die_while_a_person_looks_are_restarted() -> None:
     decision = decided(decide(view(job=job, incidents=[HELD], copies=copies(45, 50)), [], SETTINGS, NOW))
     assert decision.rule == "restart_in_place" and decision.action is not None and decision.action.next is not None
     assert decision.action.next.known_step == 50  # it returned: going back does not help
+    assert "before the harm" not in decision.reason
 
 
 def test_a_host_lost_with_a_harm_restarts_before_the_harm_too() -> None:
@@ -126,6 +127,8 @@ def test_a_host_lost_with_a_harm_restarts_before_the_harm_too() -> None:
     assert decision.kind is DecisionKind.MIGRATE_TO_SPARE
     assert decision.action is not None and decision.action.next is not None
     assert decision.action.next.known_step == 45
+    assert "Step 45 is the newest recovery point before the harm" in decision.reason
+    assert {"clean_step": 46, "restart_step": 45, "steps_given_up": 5}.items() <= decision.evidence.items()
 
 
 def test_a_loss_that_recovers_ends_the_hold() -> None:
