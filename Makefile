@@ -13,7 +13,7 @@ EXAMPLES := $(VENV)/.examples
 INTEGRATIONS := $(VENV)-integrations
 DOCS := $(VENV)-docs
 
-.PHONY: demo demo-mnist test test-fast test-integrations test-rdma test-rdma-faults test-rdma-job bench-rdma test-compose pictures proofs mutants lint docs first-hour setup wheel clean
+.PHONY: demo demo-mnist test test-fast test-integrations test-rdma test-rdma-faults test-rdma-job bench-rdma test-gpu test-compose pictures proofs mutants lint docs first-hour setup wheel clean
 .DEFAULT_GOAL := demo
 
 # What users need, and no tool of the developers.
@@ -63,6 +63,12 @@ test-rdma-job: $(DEV)
 # Speed beside perftest, and cost beside TCP, in one machine. Prints a table, and JSON. Counts only if nothing else runs.
 bench-rdma: $(DEV)
 	$(RDMA_VM) --deadline-s 600 -- $(BIN)/python benchmarks/rdma.py
+
+# On an NVIDIA GPU, with a PyTorch that can use it: GPU_PYTHON=python3 for the one of this machine, which needs Flyball's
+# dependencies and pytest.
+GPU_PYTHON ?= $(BIN)/python
+test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(DEV))
+	$(GPU_PYTHON) -m pytest -m gpu tests/gpu -p no:cacheprovider --durations 10
 
 # docker-compose.yml on a real container engine, which the test starts for itself and removes. Where it cannot, it says why.
 test-compose: $(DEV)

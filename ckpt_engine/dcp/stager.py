@@ -10,6 +10,7 @@ import copy
 import ctypes
 import logging
 import os
+import weakref
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ import torch
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.staging import AsyncStager
 
+from ckpt_engine.trainer.capture.device_copies import pin_memory, unpin_memory
 from ckpt_engine.trainer.capture.state_copy import is_plain
 from ckpt_engine.trainer.state import sharded_tensors
 from ckpt_engine.trainer.state.state_tree import PLAIN_TENSORS
@@ -87,6 +89,7 @@ class _Buffer:
         self.size_bytes = size_bytes
         self.storage = _storage(_HEAD_BYTES + size_bytes)
         self._bytes = torch.empty(0, dtype=torch.uint8).set_(self.storage)
+        self._is_pinned: bool | None = None  # None: not tried
         head = self._bytes[:_HEAD_BYTES].numpy()
         head[:_IN_USE] = list(_MARK)
         head[_IN_USE] = 1
@@ -98,6 +101,14 @@ class _Buffer:
             return False
         self._head[_IN_USE] = 1
         return True
+
+    def pin(self, device: torch.device) -> None:
+        """Let devices copy to it directly, until it is let go of."""
+        if self._is_pinned is None:
+            address = self._bytes.data_ptr()
+            self._is_pinned = pin_memory(device, address, self._bytes.nbytes)
+            if self._is_pinned:
+                weakref.finalize(self, unpin_memory, address)  # a save may read it longer, but no device writes to it
 
     def view(self, begin: int, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor like this one, contiguous, in the buffer."""
@@ -177,6 +188,8 @@ class _Walk:
             view = buffer.view(self._begins[_key(local)], local)
             copies.setdefault(_key(local), (local, view))
             memo[number] = _sharded_like(tensor, view) if sharded_tensors.is_sharded(tensor) else view  # type: ignore[arg-type]
+            if local.is_cuda:
+                buffer.pin(local.device)
         _copy_all(list(copies.values()))
         return memo
 
@@ -214,12 +227,13 @@ def _copy_all(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
                 for begin in range(0, source.nbytes, _PIECE_BYTES):
                     size_bytes = min(_PIECE_BYTES, source.nbytes - begin)
                     pieces.append((target.data_ptr() + begin, source.data_ptr() + begin, size_bytes))
+            elif source.is_cuda:  # torch would change the sign on the host, before the bytes are there
+                target.copy_(source.resolve_neg().resolve_conj(), non_blocking=True)
+                on_devices.add(source.device)
             else:
-                target.copy_(source, non_blocking=source.is_cuda)
-                if source.is_cuda:
-                    on_devices.add(source.device)
+                target.copy_(source)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="flyball-stage") as pool:
         for copied in [pool.submit(ctypes.memmove, *piece) for piece in pieces]:
             copied.result()
-    for device in on_devices:
-        torch.cuda.synchronize(device)
+    for device in on_devices:  # training waits for this stream alone
+        torch.cuda.current_stream(device).synchronize()

@@ -13,8 +13,9 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from ckpt_engine.format import integrity, shard_format
@@ -94,6 +95,12 @@ class MemorySink:
 _READS_ANY_PIECE = (MemorySource, FileSource)  # at no cost per read that matters
 
 
+@contextmanager
+def own_memory(size_bytes: int) -> Iterator[memoryview]:
+    """Page-aligned memory, as no bytearray is."""
+    yield memoryview(mmap.mmap(-1, size_bytes))
+
+
 def copy_bytes(target: memoryview, source: memoryview) -> None:
     """Copy between buffers of equal size, releasing the GIL if that is worth it."""
     if len(target) != len(source):
@@ -130,42 +137,49 @@ def read_verified(
     *,
     chunks: Sequence[int] | None = None,
     threads: int = THREADS,
+    chunks_at_once: int = 1,
+    scratch: Callable[[int], AbstractContextManager[memoryview]] = own_memory,
 ) -> None:
     """Read all chunks (or those with these indexes) into `sink`, in any order. Ends with the first error: CorruptShard
-    for a bad chunk, OSError, or an error of the sink. Do not use what was read by then."""
+    for a bad chunk, OSError, or an error of the sink. Do not use what was read by then. With several
+    `chunks_at_once`, neighbours go to the sink together, and always by `write`. `scratch(size_bytes)` gives each thread
+    the memory for them."""
     if chunks is None:
         chunks = range(integrity.chunk_count(manifest.payload_bytes, manifest.chunk_bytes))
     if not chunks:
         return
-    largest = min(manifest.chunk_bytes, manifest.payload_bytes)
-    indexes = iter(chunks)
+    chunk_bytes, by_pieces = manifest.chunk_bytes, chunks_at_once == 1 and isinstance(source, _READS_ANY_PIECE)
+    largest = min(chunks_at_once * chunk_bytes, manifest.payload_bytes)
+    runs = _runs(chunks, chunks_at_once)
     taking = threading.Lock()
     over = threading.Event()
 
-    def take() -> int | None:
+    def take() -> range | None:
         with taking:
-            return None if over.is_set() else next(indexes, None)
+            return None if over.is_set() else next(runs, None)
 
-    def work() -> None:
-        scratch = memoryview(mmap.mmap(-1, largest))  # a mapping instead of a bytearray: page-aligned
-        while (index := take()) is not None:
-            start = index * manifest.chunk_bytes
-            size_bytes = min(manifest.chunk_bytes, manifest.payload_bytes - start)
-            pieces = sink.pieces(start, size_bytes) if isinstance(source, _READS_ANY_PIECE) else None
+    def work(room: memoryview) -> None:
+        while (run := take()) is not None:
+            start = run[0] * chunk_bytes
+            size_bytes = min(len(run) * chunk_bytes, manifest.payload_bytes - start)
+            pieces = sink.pieces(start, size_bytes) if by_pieces else None
             if pieces is not None:
                 for piece in pieces:
                     source.read_into(piece, start)
                     start += len(piece)
-                integrity.check_pieces(pieces, index, manifest.chunk_digests)
+                integrity.check_pieces(pieces, run[0], manifest.chunk_digests)
             else:
-                chunk = scratch[:size_bytes]
-                source.read_into(chunk, start)
-                integrity.check_chunk(chunk, index, manifest.chunk_digests)
-                sink.write(start, chunk)
+                read = room[:size_bytes]
+                source.read_into(read, start)
+                for place, index in enumerate(run):
+                    chunk = read[place * chunk_bytes : (place + 1) * chunk_bytes]
+                    integrity.check_chunk(chunk, index, manifest.chunk_digests)
+                sink.write(start, read)
 
     def work_until_error() -> None:
         try:
-            work()
+            with scratch(largest) as room:
+                work(room)
         except BaseException:
             over.set()
             raise
@@ -177,6 +191,17 @@ def read_verified(
                 worker.result()
         finally:
             over.set()  # also if this thread is interrupted: do not wait for the whole shard
+
+
+def _runs(chunks: Sequence[int], most: int) -> Iterator[range]:
+    """Chunks in this order, neighbours together."""
+    first, end = chunks[0], chunks[0] + 1
+    for chunk in chunks[1:]:
+        if chunk != end or end - first == most:
+            yield range(first, end)
+            first = chunk
+        end = chunk + 1
+    yield range(first, end)
 
 
 def _ends_early(offset: int) -> CorruptShard:

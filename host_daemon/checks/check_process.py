@@ -78,6 +78,8 @@ class DeviceCheck:
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
         place = torch.device("cuda", self._device) if devices else torch.device("cpu")
         self._result = DeviceResult(devices=max(1, devices))
+        if devices:
+            torch.cuda.set_device(place)  # else a context on GPU 0 is made in each process
         torch.set_num_threads(1)  # so that the times of hosts with other loads can be compared
         others = [self._start(device) for device in range(1, devices)] if self._device == 0 else []
         try:

@@ -1,4 +1,4 @@
-"""Whether processes keep a GPU busy, from NVML. Without a GPU, tests exercise only its seam.
+"""Whether processes keep a GPU busy, from NVML. tests/gpu asks a real one; the other tests exercise its seam.
 
 NVML knows little per process: in containers its pids differ, and some drivers report nothing. So this looks at the
 devices that a process holds open. A device busy with other work makes an idle process look busy, never the reverse.

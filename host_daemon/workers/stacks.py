@@ -195,7 +195,7 @@ def trigger_flight_recorder(pid: int, rank: int) -> str:
     """Have PyTorch's NCCL flight recorder write its dump, where the job has switched on both the recorder and its
     trigger (a named pipe, which a thread of torch reads). Returns where the dump goes; '' if it is off.
 
-    Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, DumpPipe. Not run on a GPU.
+    Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, DumpPipe. Not run with NCCL.
     """
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

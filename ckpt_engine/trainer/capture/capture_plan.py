@@ -61,16 +61,17 @@ class SlotViews:
     address: int  # of its first byte
     tensors: list[torch.Tensor]
     addresses: list[int]
-    is_pinned: bool = False
+    is_pinned: bool | None = None  # None: not tried
 
-    def pin(self, streams: DeviceStreams) -> None:
-        """Let devices copy to the slot directly. Tried again at the next save if it fails."""
-        self.is_pinned = self.is_pinned or streams.pin(self.address, len(self.payload))
+    def pin(self, streams: DeviceStreams, device: torch.device) -> None:
+        """Let devices copy to the slot directly. A refusal lasts: to ask again costs time, and a line in the log."""
+        if self.is_pinned is None:
+            self.is_pinned = streams.pin(device, self.address, len(self.payload))
 
     def unpin(self, streams: DeviceStreams) -> None:
         if self.is_pinned:
             streams.unpin(self.address)
-            self.is_pinned = False
+        self.is_pinned = None
 
 
 @dataclass(slots=True)
@@ -183,11 +184,13 @@ class CapturePlan:
             or places is None
             or any(known.addresses[index] != addresses[index] for index in known.large)
         ):
-            extents = guarded.extents(SMALL_BYTES) if guarded is not None else ()
             tensors = flat.tensors.values()
+            on_device = [streams.owns(tensor) for tensor in tensors]
+            smallest = 0 if any(on_device) else SMALL_BYTES  # a device copies nothing at once
+            extents = guarded.extents(smallest) if guarded is not None else ()
             known = self._routes = Routes(addresses, places, [is_plain(tensor) for tensor in tensors])
             for index, tensor in enumerate(tensors):
-                known.route(index, tensor, self.sizes[index], extents, on_device=streams.owns(tensor))
+                known.route(index, tensor, self.sizes[index], extents, on_device=on_device[index])
         known.addresses = addresses
         return known
 

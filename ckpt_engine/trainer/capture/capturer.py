@@ -83,8 +83,8 @@ class Capture:
                 for index in indexes
             ]
 
-        if routes.eager_device or routes.lazy_device:
-            views.pin(self.streams)
+        if on_device := routes.eager_device or routes.lazy_device:
+            views.pin(self.streams, tensors[on_device[0]].device)
         copy = StateCopy(
             copies_of(routes.eager, lazy=False),
             copies_of(routes.lazy, lazy=True),
@@ -193,7 +193,7 @@ class Capturer:
             copy.give_up("it was interrupted")
             copy.run()  # to its end, if no other thread does
             raise
-        on_trial = copy.is_lazy and not blocking and self._trials.is_due(optimizer_watch.seen_ever())
+        on_trial = bool(copy.lazy) and not blocking and self._trials.is_due(optimizer_watch.seen_ever())
         if not copy.is_lazy or blocking or on_trial:
             self.wait()
         if on_trial and copy.is_whole:

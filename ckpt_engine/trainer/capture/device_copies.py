@@ -1,18 +1,20 @@
 """Copies from a GPU's memory into a slot: on a stream of their own, straight into the slot, which is pinned.
 
-The side stream waits for what the training stream has queued, and an event marks the end of the copies. An optimizer's
-step is held back on the device, by having its stream wait for the event; the host waits in the background thread only.
-The sources are referenced until then, so that their memory is not reused.
+The side stream waits for what the training stream has queued, and an event marks the end of the copies. The training
+stream waits for the event before it writes: at once for eager tensors, at an optimizer's step for lazy ones. So the
+device waits, and the host only in the background thread. The sources are referenced until then, so that their memory is
+not reused.
 
-The machines that Flyball is developed on have no GPU: a recording stand-in tests the order of these calls, and
-`CudaStreams` was never run.
+`make test-gpu` runs this on a GPU. Everywhere else a recording stand-in tests the order of these calls.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("flyball.engine")
 
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
 
 class DeviceStreams(Protocol):
     """A GPU runtime, as far as copies need it. Events are of its own type."""
@@ -30,7 +34,7 @@ class DeviceStreams(Protocol):
         """Whether these streams copy the tensor."""
         ...
 
-    def pin(self, address: int, size_bytes: int) -> bool:
+    def pin(self, device: torch.device, address: int, size_bytes: int) -> bool:
         """Let the device copy to this host memory directly, until `unpin`. False if that is impossible."""
         ...
 
@@ -58,14 +62,11 @@ class CudaStreams:
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda
 
-    def pin(self, address: int, size_bytes: int) -> bool:
-        error = torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)  # type: ignore[no-untyped-call]
-        if int(error) != 0:
-            _log.warning("a slot could not be pinned (CUDA error %s): copies into it are slower", error)
-        return int(error) == 0
+    def pin(self, device: torch.device, address: int, size_bytes: int) -> bool:
+        return pin_memory(device, address, size_bytes)
 
     def unpin(self, address: int) -> None:
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        unpin_memory(address)
 
     def start(self, device: torch.device, copies: Sequence[TensorCopy]) -> torch.cuda.Event:
         side = self._side.get(device)
@@ -74,8 +75,9 @@ class CudaStreams:
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side), torch.no_grad():
             for copy in copies:
-                copy.target.copy_(copy.source, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                # torch would negate the target here on the host, before the bytes are there
+                copy.target.copy_(copy.source.resolve_neg(), non_blocking=True)
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # else the waiting thread spins
             event.record(side)
         return event
 
@@ -83,7 +85,43 @@ class CudaStreams:
         torch.cuda.current_stream(device).wait_event(event)
 
     def wait(self, event: torch.cuda.Event) -> None:
-        event.synchronize()
+        with _beside_recordings():
+            event.synchronize()
+
+
+@contextlib.contextmanager
+def _beside_recordings() -> Iterator[None]:
+    """Let this thread ask the device while another one records a CUDA graph: else CUDA breaks off the recording."""
+    try:
+        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):  # not NVIDIA's
+        yield
+        return
+    mode = ctypes.c_int(_RELAXED)
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+def pin_memory(device: torch.device, address: int, size_bytes: int) -> bool:
+    """Let CUDA devices copy to and from this host memory directly, until `unpin_memory`. False if CUDA refuses it: then
+    copies are slower, and the host waits for them."""
+    with torch.cuda.device(device):  # else a rank makes a context on GPU 0 as well
+        error = torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)  # type: ignore[no-untyped-call]
+        if int(error) == 0:
+            return True
+        # CUDA keeps the error for whoever asks next: torch, after the script's next kernel, which would raise it.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=device)
+    _log.warning("host memory could not be pinned (CUDA error %d): copies to it are slower", int(error))
+    return False
+
+
+def unpin_memory(address: int) -> None:
+    """Before the memory is unmapped."""
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 class DeviceCopies:
@@ -104,9 +142,12 @@ class DeviceCopies:
         return id(copy) in self._members
 
     def start(self) -> None:
-        """Queue the copies. What the current stream gets later may overtake them: see `hold`."""
+        """Queue the copies. What the current stream gets later waits for the eager ones. It may overtake the lazy ones:
+        see `hold`."""
         try:
             self._start(self.eager, self._eager_events)
+            for device, event in self._eager_events.items():
+                self._streams.hold(device, event)
             self._start(self.lazy, self._lazy_events)
         except BaseException:
             self.wait()  # the caller gives the slot up
@@ -123,13 +164,9 @@ class DeviceCopies:
         for device in {copy.source.device for copy in copies}:
             self._streams.hold(device, self._lazy_events[device])
 
-    def wait_eager(self) -> None:
-        """Wait until everything eager is copied."""
-        self._wait(self.eager, self._eager_events)
-
     def wait(self) -> None:
         """Wait until everything is copied."""
-        self.wait_eager()
+        self._wait(self.eager, self._eager_events)
         self._wait(self.lazy, self._lazy_events)
 
     def _wait(self, copies: list[TensorCopy], events: dict[torch.device, Any]) -> None:

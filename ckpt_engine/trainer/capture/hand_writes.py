@@ -94,6 +94,9 @@ class Trial:
         storages = {optimizer_watch.storage_of(tensor) for tensor in optimizer_watch.tensors_of(optimizer)}
         self._compare([copy for copy in self._left.values() if copy.memory_address in storages])
 
+    def before_replays(self, optimizer: Optimizer) -> None:
+        self.before_step(optimizer)
+
     def end(self) -> None:
         """Compare the rest; from now on anything may be written to."""
         optimizer_watch.remove_guard(self)

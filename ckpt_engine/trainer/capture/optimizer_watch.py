@@ -31,6 +31,10 @@ class StepGuard(Protocol):
 
     def before_step(self, optimizer: Optimizer) -> None: ...
 
+    def before_replays(self, optimizer: Optimizer) -> None:
+        """A step is being recorded into a CUDA graph: from now on the optimizer may write without a call. The caller's
+        stream must not be waited for, and must not be made to wait."""
+
 
 _lock = threading.Lock()
 _seen: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()  # whether only its steps write
@@ -52,6 +56,8 @@ def _before_step(optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str
     if _is_recorded():
         with _lock:
             _seen[optimizer] = False
+        for guard in _guards:
+            guard.before_replays(optimizer)
         return  # nothing is written yet
     if optimizer not in _seen:
         _note_new(optimizer)

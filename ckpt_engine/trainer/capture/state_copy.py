@@ -224,10 +224,9 @@ class StateCopy:
     # --- waiting, and helping ---
 
     def complete_eager(self) -> None:
-        """Help, and wait until everything eager is copied."""
+        """Help, and wait until everything eager is copied, except by devices: these wait for it themselves."""
         self._help(self.eager)
         self._wait_for(self.eager)
-        self._devices.wait_eager()
 
     def complete(self, timeout_s: float) -> bool:
         """Help, and wait for the end. False if time runs out first. Hashes nothing, because somebody waits."""
@@ -253,6 +252,11 @@ class StateCopy:
                 copy.version = None  # complete: the step may write to it
         if mine:
             self._on_blocked(time.monotonic_ns() - began_ns)
+
+    def before_replays(self, _optimizer: Optimizer) -> None:
+        """Wait in this thread, which may not ask the device now, for the one that does."""
+        if not self.complete(COPY_DEADLINE_S):
+            self.give_up(f"a copy did not end within {COPY_DEADLINE_S:g} s")
 
     def _help(self, copies: Sequence[TensorCopy]) -> None:
         """Copy what no thread has claimed of these."""

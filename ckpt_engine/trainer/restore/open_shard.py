@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import bisect
+import ctypes
+import mmap
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from msgspec.structs import replace
 
 from ckpt_engine.format.manifest import Manifest
-from ckpt_engine.format.verified_read import ByteSource, copy_bytes, read_header, read_verified
+from ckpt_engine.format.verified_read import THREADS, ByteSource, copy_bytes, read_header, read_verified
 from ckpt_engine.format.versions import refuse_newer
 from ckpt_engine.trainer.capture.capture_plan import FORMAT, FORMAT_KEY, STATE_KEY
+from ckpt_engine.trainer.capture.device_copies import pin_memory, unpin_memory
 from ckpt_engine.trainer.restore.restore_targets import Matching, Stored, destinations, mismatch, stored
 from ckpt_engine.trainer.state import state_tree
 from ckpt_engine.trainer.state.sharded_tensors import Meshes
 from flyball.contracts.errors import CorruptShard
 
+DEVICE_THREADS = 8  # for GPUs, if the host has twice as many processors: each byte is copied twice, and hashed
+DEVICE_COPY_BYTES = 8 << 20  # at a time and thread; with single chunks the interpreter lock is the limit
 _MAX_PIECES = 8  # of a chunk, to read one by one; more are cheaper to copy
 
 
@@ -126,7 +133,21 @@ def fill(
     scatter.write(0, prefix)
     verified = -(-len(prefix) // manifest.chunk_bytes)
     chunks = [index for index in scatter.chunks(manifest.chunk_bytes) if index >= verified]
-    read_verified(source, manifest, scatter, chunks=chunks)
+    for device in scatter.devices:  # what is queued on any of its streams may still write to the tensors
+        torch.cuda.synchronize(device)
+    if scatter.devices:
+        threads = max(THREADS, min(DEVICE_THREADS, len(os.sched_getaffinity(0)) // 2))
+        read_verified(
+            source,
+            manifest,
+            scatter,
+            chunks=chunks,
+            threads=threads,
+            chunks_at_once=max(1, DEVICE_COPY_BYTES // manifest.chunk_bytes),
+            scratch=scatter.pinned_memory,
+        )
+    else:
+        read_verified(source, manifest, scatter, chunks=chunks)
     scatter.check_complete()
 
 
@@ -141,6 +162,27 @@ class Scatter:
         self._ends = [end for _, end, _ in placed]
         self._missing_bytes = sum(end - begin for begin, end, _ in placed)
         self._lock = threading.Lock()
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The GPUs that get any of the bytes."""
+        return list({memory.device: None for _, _, memory in self._placed if memory.mapped is None})
+
+    @contextmanager
+    def pinned_memory(self, size_bytes: int) -> Iterator[memoryview]:
+        """Memory from which a GPU copies by itself, faster than from any other; the thread's copies wait for no other
+        thread's."""
+        mapping = mmap.mmap(-1, size_bytes)
+        room = memoryview(mapping)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        device = self.devices[0]
+        is_pinned = pin_memory(device, address, size_bytes)
+        try:
+            with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+                yield room
+        finally:
+            if is_pinned:
+                unpin_memory(address)
 
     def chunks(self, chunk_bytes: int) -> list[int]:
         """The chunks with bytes of any tensor, in order."""
@@ -188,12 +230,13 @@ class TensorMemory:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._bytes = tensor.reshape(-1).view(torch.uint8)
+        self.device = tensor.device
         self.mapped = self._bytes.numpy().data if tensor.device.type == "cpu" else None
 
     def write(self, offset: int, piece: memoryview) -> None:
         if self.mapped is not None:
             copy_bytes(self.mapped[offset : offset + len(piece)], piece)
-        else:  # `piece` is not pinned, so this returns when it may be reused
+        else:  # returns when `piece` may be reused
             self._bytes[offset : offset + len(piece)].copy_(torch.frombuffer(piece, dtype=torch.uint8))
 
     def read(self, offset: int, target: memoryview) -> None:

@@ -80,4 +80,5 @@ def torch_finding(facts: TorchFacts, host: CheckedHost) -> Finding:
         return warning("torch", f"PyTorch {facts.version} for CUDA {facts.cuda} can use none of this host's GPUs", mend)
     if "gloo" not in facts.backends:
         return warning("torch", f"PyTorch {facts.version} has no gloo backend", "pip install --force-reinstall torch")
-    return ok("torch", f"can be imported; {facts.gpus or 'no'} GPUs; backends {backends}")
+    gpus = "1 GPU" if facts.gpus == 1 else f"{facts.gpus or 'no'} GPUs"
+    return ok("torch", f"can be imported; {gpus}; backends {backends}")

@@ -69,6 +69,8 @@ def test_a_torch_that_cannot_use_the_gpus_is_a_warning(
 
 
 def test_a_torch_that_can_is_fine(with_gpu: CheckedHost) -> None:
+    found = torch_finding(TorchFacts("2.13.0", "12.8", 1, ("gloo", "nccl")), with_gpu)
+    assert found.detail == "can be imported; 1 GPU; backends gloo, nccl"
     found = torch_finding(TorchFacts("2.13.0", "12.8", 8, ("gloo", "nccl")), with_gpu)
     assert (found.level, found.detail) == (Level.OK, "can be imported; 8 GPUs; backends gloo, nccl")
 

@@ -256,6 +256,35 @@ def test_memory_of_a_device_is_written_by_copies() -> None:
     assert torch.equal(target, value)
 
 
+class Places:
+    """A sink that takes chunks as they come, as the memory of a device does."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.content, self.sizes = bytearray(size_bytes), []
+
+    def pieces(self, offset: int, size_bytes: int) -> None:
+        raise AssertionError("several chunks at once go by `write`")
+
+    def write(self, offset: int, chunk: memoryview) -> None:
+        self.content[offset : offset + len(chunk)] = chunk
+        self.sizes.append(len(chunk))
+
+
+def test_neighbouring_chunks_are_read_together_and_each_is_verified() -> None:
+    payload, manifest = shard_of({"a": torch.randn(20_000)})
+    count = integrity.chunk_count(len(payload), CHUNK)
+    wanted = [index for index in range(count) if index != 2]
+    sink = Places(len(payload))
+    read_verified(MemorySource(payload), manifest, sink, chunks=wanted, threads=1, chunks_at_once=4)
+    assert sink.sizes[:2] == [2 * CHUNK, 4 * CHUNK] and sum(sink.sizes) == len(payload) - CHUNK
+    assert sink.content[: 2 * CHUNK] == payload[: 2 * CHUNK] and sink.content[3 * CHUNK :] == payload[3 * CHUNK :]
+    payload[5 * CHUNK] ^= 1
+    sink = Places(len(payload))
+    with pytest.raises(CorruptShard, match=r"\b5\b"):
+        read_verified(MemorySource(payload), manifest, sink, threads=1, chunks_at_once=4)
+    assert sink.sizes == [4 * CHUNK]
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_an_error_of_the_sink_ends_the_reading(threads: int) -> None:
     payload, manifest = shard_of({"a": torch.ones(50_000)})

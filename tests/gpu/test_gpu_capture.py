@@ -1,0 +1,235 @@
+"""What a save of a state on a GPU has is the state at the call, whatever is queued behind it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+from gpu_training import Training, assert_same, contents, keep_busy, saved_tensors
+
+from ckpt_engine.trainer.capture import device_copies
+from ckpt_engine.trainer.capture.device_copies import CudaStreams, pin_memory, unpin_memory
+from flyball.contracts.checkpoints import CaptureMode, CheckpointSpec
+from flyball.sdk.trainer import Job
+from flyball.sdk.worker_identity import WorkerIdentity
+
+DEADLINE_S = 60.0
+KINDS = {"foreach": {"foreach": True}, "fused": {"fused": True}, "capturable": {"capturable": True}}
+
+
+def capture_of(rank: WorkerIdentity, mode: CaptureMode) -> CheckpointSpec:
+    return msgspec.structs.replace(rank.checkpoint, capture=mode)
+
+
+@pytest.mark.parametrize("mode", list(CaptureMode))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_save_has_the_state_at_the_call_while_training_goes_on(
+    rank: WorkerIdentity, kind: str, mode: CaptureMode
+) -> None:
+    training = Training(**KINDS[kind])
+    with Job(replace(rank, checkpoint=capture_of(rank, mode))) as job:
+        for step in range(4):
+            training.step()
+            expected = contents(training.state)
+            handle = job.save(step, training.state)
+            training.step()
+            training.step()
+            assert job.wait_captured(DEADLINE_S) and handle.staged, handle.error
+            assert_same(saved_tensors(job, step), expected)
+        job.check_for_errors()
+
+
+def test_the_host_does_not_wait_for_what_the_device_has_queued(rank: WorkerIdentity) -> None:
+    training = Training(fused=True)
+    training.extra["large"] = torch.zeros(64 << 20, device="cuda")
+    with Job(rank) as job:
+        for step in range(3):  # each slot is made, and pinned
+            training.step()
+            job.save(step, training.state)
+            assert job.wait_until_finished(DEADLINE_S)
+        training.step()
+        busy = keep_busy()
+        expected = contents(training.state)
+        handle = job.save(3, training.state)
+        assert not busy.query(), "save returned while the device was busy with what came before"
+        with torch.no_grad():
+            training.model.average.add_(1.0)  # a buffer: anybody may write to it
+            training.extra["strided"].zero_()
+            training.extra["large"].add_(1.0)
+        training.step()
+        assert not busy.query(), "the step was queued, too"
+        assert job.wait_captured(DEADLINE_S) and handle.staged, handle.error
+        assert_same(saved_tensors(job, 3), expected)
+
+
+def test_saves_in_a_row_each_have_their_own_state(rank: WorkerIdentity) -> None:
+    training = Training(fused=True)
+    expected = {}
+    with Job(rank) as job:
+        for step in range(8):
+            training.step()
+            expected[step] = contents(training.state)
+            handle = job.save(step, training.state)
+        assert job.wait_until_finished(DEADLINE_S) and handle.staged
+        job.check_for_errors()
+        for step in job.all_steps():
+            assert_same(saved_tensors(job, step), expected[step])
+        assert 7 in job.all_steps()
+
+
+def test_a_write_that_is_not_a_step_is_found_and_later_saves_copy_first(rank: WorkerIdentity) -> None:
+    training = Training()
+    with Job(rank) as job:
+        training.step()
+        job.save(0, training.state)
+        assert job.wait_captured(DEADLINE_S)
+        training.step()
+        keep_busy()
+        handle = job.save(1, training.state)
+        with torch.no_grad():
+            training.model.first.weight.clamp_(-0.1, 0.1)
+        assert job.wait_captured(DEADLINE_S)
+        assert "'model.first.weight' was written" in handle.error
+        training.step()
+        expected = contents(training.state)
+        handle = job.save(2, training.state)
+        assert handle.staged, "blocking from now on"
+        with torch.no_grad():
+            training.model.first.weight.clamp_(-0.01, 0.01)
+        assert_same(saved_tensors(job, 2), expected)
+
+
+def test_a_step_through_a_gradient_scaler_waits_for_the_copy(rank: WorkerIdentity) -> None:
+    training = Training(fused=True)
+    training.model.last.float()  # the scaler takes no gradients in bfloat16
+    scaler = torch.amp.GradScaler("cuda")
+
+    def step() -> None:
+        training.optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = training.model(training.inputs)
+        scaler.scale(loss).backward()
+        scaler.unscale_(training.optimizer)
+        torch.nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
+        scaler.step(training.optimizer)
+        scaler.update()
+
+    with Job(rank) as job:
+        for number in range(4):
+            step()
+            keep_busy()
+            expected = contents(training.state)
+            handle = job.save(number, training.state | {"scaler": scaler.state_dict()})
+            step()
+            assert job.wait_captured(DEADLINE_S) and handle.staged, handle.error
+            assert_same(saved_tensors(job, number), expected)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_replays_of_a_graph_wait_for_the_copy(rank: WorkerIdentity, kind: str) -> None:
+    """A replayed step calls no hook."""
+    weight = torch.nn.Parameter(torch.randn(4096, 4096, device="cuda"))
+    inputs = torch.randn(64, 4096, device="cuda")
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.SGD([weight], lr=1e-2, momentum=0.9)
+        if kind == "sgd"
+        else torch.optim.Adam([weight], lr=1e-3, capturable=True)
+    )
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        (inputs @ weight).square().mean().backward()
+        optimizer.step()
+
+    state = {"weight": weight, "optimizer": optimizer}
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    with Job(rank) as job:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        for number in range(4):
+            graph.replay()
+            keep_busy()
+            expected = contents(state)
+            handle = job.save(number, state)
+            graph.replay()
+            graph.replay()
+            assert job.wait_captured(DEADLINE_S) and handle.staged, handle.error
+            assert_same(saved_tensors(job, number), expected)
+
+
+def test_a_step_that_is_recorded_while_it_is_copied_waits_for_the_copy(rank: WorkerIdentity) -> None:
+    """`capture_begin` does not wait for the device, unlike `torch.cuda.graph`: the copy's thread asks the device while
+    this one records, which CUDA forbids."""
+    weight = torch.nn.Parameter(torch.randn(4096, 4096, device="cuda"))
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.SGD([weight], lr=1e-2)
+    state = {"weight": weight, "buffer": torch.randn(99, device="cuda")}  # two events: the second is asked for late
+    with Job(rank) as job:
+        for number in range(3):
+            optimizer.step()
+            job.save(number, state)
+            assert job.wait_until_finished(DEADLINE_S)
+        expected = contents(state)
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        side.wait_stream(torch.cuda.current_stream())
+        keep_busy()
+        handle = job.save(3, state)
+        assert not handle.staged
+        with torch.cuda.stream(side):
+            graph.capture_begin()
+            optimizer.step()
+            graph.capture_end()
+            graph.replay()
+        assert job.wait_captured(DEADLINE_S) and handle.staged, handle.error
+        assert_same(saved_tensors(job, 3), expected)
+        torch.cuda.synchronize()
+        assert torch.allclose(weight, expected["weight"] - 1e-2)
+
+
+def test_a_slot_is_pinned_until_the_job_is_closed(rank: WorkerIdentity) -> None:
+    state = {"weight": torch.randn(1024, 1024, device="cuda")}
+    with Job(rank) as job:
+        for step in range(4):
+            job.save(step, state)
+            assert job.wait_captured(DEADLINE_S)
+        assert job._engine._capturer is not None and job._engine._capturer._plan is not None
+        slots = list(job._engine._capturer._plan._views.values())
+        assert len(slots) >= 2 and all(slot.is_pinned for slot in slots)
+        assert all(slot.tensors[0].is_pinned() for slot in slots)
+    assert not any(slot.tensors[0].is_pinned() for slot in slots)
+
+
+def test_memory_that_cuda_does_not_pin_is_copied_to_all_the_same(
+    rank: WorkerIdentity, device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    assert pin_memory(device, memory.data_ptr(), memory.nbytes)
+    assert not pin_memory(device, memory.data_ptr(), memory.nbytes), "it is pinned already"
+    assert torch.ones(9, device="cuda").add(1).sum().item() == 18, "the script never sees the refusal"
+    unpin_memory(memory.data_ptr())
+    assert "could not be pinned (CUDA error 712)" in caplog.text
+
+    def refuse(self: CudaStreams, device: torch.device, address: int, size_bytes: int) -> bool:
+        assert device_copies.pin_memory(device, address, size_bytes)
+        assert not device_copies.pin_memory(device, address, size_bytes)
+        unpin_memory(address)
+        return False
+
+    monkeypatch.setattr(CudaStreams, "pin", refuse)
+    training = Training()
+    with Job(rank) as job:
+        for step in range(3):
+            training.step()
+            expected = contents(training.state)
+            handle = job.save(step, training.state)
+            training.step()
+            assert job.wait_captured(DEADLINE_S) and handle.staged, handle.error
+            assert_same(saved_tensors(job, step), expected)
