@@ -56,6 +56,8 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+# One file goes to one process, so the one with the most work comes before all others, in `make proofs` too.
+LONGEST_FILE = "corruption/processes/test_kill_matrix"
 # What starts processes takes longest, and waits most: it begins first, and the many short files fill up the rest.
 LONGEST_FIRST = (
     "integration/engine/test_reshard_processes",
@@ -87,7 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.proof)
     if not hasattr(config, "workerinput"):
         return
-    folders = [*PROOFS, *LONGEST_FIRST, ""]
+    folders = [LONGEST_FILE, *PROOFS, *LONGEST_FIRST, ""]
     items.sort(key=lambda item: next(n for n, name in enumerate(folders) if f"/tests/{name}" in str(item.path)))
 
 

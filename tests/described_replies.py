@@ -1,13 +1,16 @@
-"""Checks every reply of a supervisor against its own OpenAPI document, strictly: no field may be missing in either."""
+"""Checks every reply of a supervisor against the OpenAPI document, strictly: no field may be missing in either."""
 
 from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from typing import Any
 
 import httpx
 import jsonschema_rs
+
+from services import describe_api
 
 Json = dict[str, Any]
 
@@ -24,10 +27,17 @@ def strict(node: Any) -> Any:  # noqa: ANN401 - JSON
     return found
 
 
+@cache
+def _description() -> Json:
+    """Every supervisor with all parts has the same one, and takes a while to make it."""
+    return describe_api.document()
+
+
 class DescribedReplies:
     """A hook for httpx's responses."""
 
-    def __init__(self, description: Json) -> None:
+    def __init__(self) -> None:
+        description = _description()
         self._schemas = {"schemas": strict(description["components"]["schemas"])}
         self._paths = [
             (re.compile(re.sub(r"{\w+}", "[^/]+", path)), methods) for path, methods in description["paths"].items()

@@ -4,8 +4,7 @@ looks at the job's time beside simulated runs."""
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import httpx
 import pytest
 from browser_driver import CHROMIUM, DEADLINE_S, Browser
 from page_audit import axe_core, serious_findings
+from waits import until
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostFacts, JobSpec, Phase
@@ -69,13 +69,6 @@ class Host:
             posted = self._client.post("/v1/hosts/host-a/updates", json=update, headers=self._headers)
             assert posted.status_code == 204, posted.text
         return commands
-
-
-def until(look: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever `look` gives
-    deadline = time.monotonic() + DEADLINE_S
-    while not (found := look()):
-        assert time.monotonic() < deadline
-    return found
 
 
 def typed(text: str) -> str:

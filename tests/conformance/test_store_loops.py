@@ -7,10 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
+from waits import until
 
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.clock import SystemClock
@@ -66,13 +65,6 @@ threading.Thread(target=Executor(store=SqlActionStore(db, clock), wakeup=wakeup,
 threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
 loop.run(stop)
 """
-
-
-def eventually(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"never: {what}"
-        threading.Event().wait(0.02)
 
 
 class Cluster:
@@ -175,16 +167,16 @@ def running(cluster: Cluster, stores):
         executor.run_once()
 
     cluster.submit()
-    eventually(lambda: (turn(), cluster.generation == 1 and not cluster.open_action())[1], "the job started")
+    until(lambda: (turn(), cluster.generation == 1 and not cluster.open_action())[1], "the job started")
     cluster.train(10)
     return turn
 
 
 def test_a_killed_worker_is_recovered_from_once(running, cluster: Cluster, stores) -> None:
     cluster.kill(times=3)
-    eventually(lambda: (running(), cluster.generation == 2 and not cluster.open_action())[1], "the job restarted")
+    until(lambda: (running(), cluster.generation == 2 and not cluster.open_action())[1], "the job restarted")
     cluster.train(11)
-    eventually(lambda: (running(), cluster.reads.incidents("job")[0]["resolved_at"])[1], "the incident was resolved")
+    until(lambda: (running(), cluster.reads.incidents("job")[0]["resolved_at"])[1], "the incident was resolved")
     (incident,) = cluster.reads.incidents("job")
     assert (incident["state"], incident["cause"], incident["lost_steps"]) == ("resolved", "worker_killed", 0)
     assert cluster.decisions() == ["start_job", "restart_in_place"]
@@ -221,7 +213,7 @@ def test_only_the_leader_decides_and_its_successor_goes_on(running, cluster: Clu
     assert stranger.run_once() > 0.5  # it waits for the lease
     assert cluster.decisions() == ["start_job"]
     successor = controller(stores, "controller#2")
-    eventually(lambda: (successor.run_once(), len(cluster.decisions()) == 2)[1], "the successor decided")
+    until(lambda: (successor.run_once(), len(cluster.decisions()) == 2)[1], "the successor decided")
     running()  # the predecessor notices that it no longer leads, and stores nothing
     assert cluster.decisions() == ["start_job", "restart_in_place"]
     assert {c.fence.epoch for c in stores.actions.commands_for("host-a", 0.0)} <= {2}
@@ -229,7 +221,7 @@ def test_only_the_leader_decides_and_its_successor_goes_on(running, cluster: Clu
 
 def test_a_stop_ends_the_job_everywhere(running, cluster: Cluster, stores) -> None:
     stores.jobs.request_stop("job", cluster.clock.wall_s())
-    eventually(
+    until(
         lambda: (running(), cluster.job_state() == JobState.STOPPED.value and not cluster.open_action())[1],
         "the job stopped",
     )
@@ -265,7 +257,7 @@ def test_an_outage_is_waited_out(running, cluster: Cluster, stores, monkeypatch:
     assert refused.wait(DEADLINE_S)
     cluster.kill()
     away.clear()
-    eventually(lambda: "restart_in_place" in cluster.decisions(), "the loop decided after the outage")
+    until(lambda: "restart_in_place" in cluster.decisions(), "the loop decided after the outage")
     stop.set()
     thread.join(DEADLINE_S)
     assert not thread.is_alive()
@@ -307,10 +299,10 @@ def test_without_the_bus_signals_wait_and_other_decisions_are_made(running, clus
     loop = with_bus(stores, bus)
     cluster.kill()
     stores.jobs.request_stop("job", cluster.clock.wall_s())
-    eventually(lambda: (loop.run_once(), DecisionKind.STOP_JOB.value in cluster.decisions())[1], "the stop was decided")
+    until(lambda: (loop.run_once(), DecisionKind.STOP_JOB.value in cluster.decisions())[1], "the stop was decided")
     assert stores.status.committed([A]) == {}
     bus.away = ()
-    eventually(lambda: (loop.run_once(), stores.status.committed([A]))[1], "the signal was committed")
+    until(lambda: (loop.run_once(), stores.status.committed([A]))[1], "the signal was committed")
 
 
 def test_what_could_not_be_trimmed_is_trimmed_later_by_whoever_leads(running, cluster: Cluster, stores) -> None:
@@ -344,10 +336,10 @@ def test_a_controller_killed_in_the_middle_finishes_after_its_restart_and_acts_o
     assert bool(stores.status.committed([A])) is decided
     heir = start("heir")
     try:
-        eventually(lambda: (cluster.answer(), cluster.generation == 2)[1], "the restart was carried out")
-        eventually(lambda: (cluster.answer(), not cluster.open_action())[1], "the action ended")
+        until(lambda: (cluster.answer(), cluster.generation == 2)[1], "the restart was carried out")
+        until(lambda: (cluster.answer(), not cluster.open_action())[1], "the action ended")
         cluster.train(11)
-        eventually(lambda: cluster.reads.incidents("job")[0]["resolved_at"], "the incident was resolved")
+        until(lambda: cluster.reads.incidents("job")[0]["resolved_at"], "the incident was resolved")
     finally:
         heir.stdin.close()
         heir.wait(DEADLINE_S)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 
 import msgspec
 import pytest
 from sqlalchemy import delete, insert, select, update
+from waits import until
 
 from flyball.cli.main import run_cli
 from flyball.contracts.decisions import CommandResult, Decision, Incident, RankPosition
@@ -217,13 +217,6 @@ def test_a_database_that_keeps_no_round_is_an_error(ready_url, stores, capsys) -
     assert "keeps no round" in capsys.readouterr().err
 
 
-def eventually(condition, what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"never: {what}"
-        threading.Event().wait(0.02)
-
-
 def test_the_loop_decides_on_while_a_large_round_is_being_kept(stores, make, clock, tmp_path, monkeypatch) -> None:
     """The rounds written later are the same, in the same order, small ones among the large ones."""
     may_keep, really = threading.Event(), stores.decisions.keep_round
@@ -252,12 +245,12 @@ def test_the_loop_decides_on_while_a_large_round_is_being_kept(stores, make, clo
     thread = threading.Thread(target=loop.run, args=(stop,))
     thread.start()
     try:
-        eventually(lambda: loop._rounds._is_running, "rounds are kept beside the loop")
+        until(lambda: loop._rounds._is_running, "rounds are kept beside the loop")
         stores.status.record_reports([(make.report(host), make.T) for host in ("host-a", "host-b")])
         stores.jobs.submit(make.spec(), clock.now_s)
-        eventually(lambda: begun, "a large round was decided")
+        until(lambda: begun, "a large round was decided")
         stores.jobs.request_stop("job", clock.now_s)
-        eventually(lambda: "stop_job" in kinds(), "the next round was decided while the first is not kept yet")
+        until(lambda: "stop_job" in kinds(), "the next round was decided while the first is not kept yet")
         with stores.db.read() as connection:
             assert connection.scalars(select(rounds.c.number)).all() == []
     finally:
@@ -288,7 +281,7 @@ def test_rounds_that_wait_to_be_kept_have_a_bound_and_survive_an_outage(clock, m
     keeper = RoundKeeper(store, clock)
     thread = threading.Thread(target=keeper.run, args=(stop,))
     thread.start()
-    eventually(lambda: keeper._is_running, "it runs")
+    until(lambda: keeper._is_running, "it runs")
     store.errors = [Unreachable("The database is away."), StaleEpoch("Another one leads.")]
     for now in range(round_keeper.BACKLOG):
         keeper.keep(None, (), epoch=1, now=float(now))

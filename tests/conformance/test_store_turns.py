@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
+from waits import until
 
 from flyball.contracts.cluster import Phase, RankStatus
 from services.actuator.executor import Executor
@@ -173,19 +173,12 @@ def test_a_loop_that_would_wait_for_long_is_woken_by_a_signal(turns, stores, mon
     thread = threading.Thread(target=turns.loop.run, args=(stop,))
     thread.start()
     try:
-        _eventually(lambda: turns.looks, "a turn was taken")
+        until(lambda: turns.looks, "a turn was taken")
         turns.fail("job-2", 1)
         turns.wakeup.notify("signals")
-        _eventually(lambda: any(f and f.signals for f in turns.looks), "the signal was looked at")
+        until(lambda: any(f and f.signals for f in turns.looks), "the signal was looked at")
     finally:
         stop.set()
         turns.wakeup.notify("signals")
         thread.join(DEADLINE_S)
     assert not thread.is_alive()
-
-
-def _eventually(condition, what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"never: {what}"
-        threading.Event().wait(0.02)

@@ -44,7 +44,7 @@ def supervisor(state_dir: Path) -> Iterator[Supervisor]:
 @pytest.fixture
 def client(supervisor: Supervisor) -> Iterator[httpx.Client]:
     headers = {"Authorization": f"Bearer {supervisor.token}"}
-    hooks = {"response": [DescribedReplies(supervisor.app.openapi())]}
+    hooks = {"response": [DescribedReplies()]}
     with httpx.Client(base_url=supervisor.url, headers=headers, timeout=PATIENCE_S, event_hooks=hooks) as client:
         for host_id in ("host-a", "host-b"):
             daemon = {"Authorization": f"Bearer {host_credential(supervisor.token, host_id).token}"}

@@ -8,8 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -17,6 +16,7 @@ import pytest
 from own_commands import run_here
 from own_processes import processes_of
 from run_folders import environment_of, run_folder
+from waits import until
 
 TIMEOUT_S = 300.0
 
@@ -45,13 +45,6 @@ def run(place: Path, *arguments: str, **environ: str) -> subprocess.CompletedPro
 def script(place: Path, text: str, name: str = "train.py") -> str:
     (place / name).write_text(text)
     return name
-
-
-def wait_for(condition: Callable[[], object], what: str, timeout_s: float = TIMEOUT_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen"
-        time.sleep(0.02)
 
 
 VARIABLES = """
@@ -247,7 +240,7 @@ def test_a_signal_stops_the_job_in_order(place: Path, number: signal.Signals) ->
         env=environment_of(place, OUT=str(out), ON_TERM="1"),
     )
     try:
-        wait_for(lambda: all((place / f"pid.{r}").exists() for r in (0, 1)), "the start of both ranks")
+        until(lambda: all((place / f"pid.{r}").exists() for r in (0, 1)), "the start of both ranks")
         process.send_signal(number)
         stdout, stderr = process.communicate(timeout=TIMEOUT_S)
     finally:
@@ -268,13 +261,13 @@ def test_a_killed_run_leaves_nothing_behind_and_the_next_one_shows_and_keeps_its
         env=environment_of(place, OUT=str(place / "pid")),
     )
     try:
-        wait_for(lambda: (place / "pid.0").exists() and (place / "pid.0").read_text(), "the start of the worker")
+        until(lambda: (place / "pid.0").exists() and (place / "pid.0").read_text(), "the start of the worker")
         worker = psutil.Process(int((place / "pid.0").read_text()))
     finally:
         process.kill()
         process.wait()
-    wait_for(lambda: not worker.is_running(), "the end of the worker")
-    wait_for(lambda: not processes_of(place), "the end of daemon and engine")
+    until(lambda: not worker.is_running(), "the end of the worker")
+    until(lambda: not processes_of(place), "the end of daemon and engine")
     assert list((place / "shm").iterdir()) != [], "nobody could remove the beacon"
     text = "import sys\nprint('out')\nprint('err', file=sys.stderr)\n"
     done = run(place, "--job", "hello", script(place, text, "next.py"))  # it removes what was left

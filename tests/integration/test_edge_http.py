@@ -8,7 +8,6 @@ import re
 import socket
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import httpx
 import msgspec
 import pytest
 from described_replies import DescribedReplies
+from waits import until
 
 from flyball.cli.main import run_cli
 from flyball.contracts.checkpoints import PeerTransport, SaveInterval
@@ -41,30 +41,32 @@ DEADLINE_S = 300.0
 PUBLIC = {"/healthz", "/readyz", "/metrics"}
 
 
-def until(look: Callable[[], Any], what: str) -> Any:  # noqa: ANN401 - whatever `look` gives
-    deadline = time.monotonic() + DEADLINE_S
-    while not (found := look()):
-        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
-        threading.Event().wait(0.01)
-    return found
+@pytest.fixture(scope="module", autouse=True)
+def long_timeouts() -> Iterator[None]:
+    """On a busy machine a supervisor still starts, answers waiting requests, and drains."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_daemons, "FIRST_LOOK_S", DEADLINE_S)
+        patch.setattr(http_server, "GRACE_S", int(DEADLINE_S))
+        yield
+
+
+def started(state_dir: Path, **settings: object) -> Supervisor:
+    patient = {"port": 0, "start_timeout_s": DEADLINE_S, "drain_timeout_s": DEADLINE_S}
+    supervisor = Supervisor(load_settings(**({"state_dir": state_dir} | patient | settings)))
+    supervisor.start()
+    return supervisor
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Supervisor]]:
-    # With long timeouts: on a busy machine it still starts, answers waiting requests, and drains.
-    monkeypatch.setattr(host_daemons, "FIRST_LOOK_S", DEADLINE_S)
-    monkeypatch.setattr(http_server, "GRACE_S", int(DEADLINE_S))
-    patient = {"port": 0, "start_timeout_s": DEADLINE_S, "drain_timeout_s": DEADLINE_S}
-    started: list[Supervisor] = []
+def start(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
+    running: list[Supervisor] = []
 
     def start_one(**settings: object) -> Supervisor:
-        supervisor = Supervisor(load_settings(**({"state_dir": tmp_path / "supervisor"} | patient | settings)))
-        supervisor.start()
-        started.append(supervisor)
-        return supervisor
+        running.append(started(**({"state_dir": tmp_path / "supervisor"} | settings)))
+        return running[-1]
 
     yield start_one
-    for supervisor in started:
+    for supervisor in running:
         supervisor.stop()
 
 
@@ -79,9 +81,25 @@ def client(supervisor: Supervisor) -> Iterator[httpx.Client]:
         yield client
 
 
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
+    """A supervisor for tests that leave nothing in it: it knows no host and no job."""
+    supervisor = started(tmp_path_factory.mktemp("empty") / "supervisor")
+    yield supervisor
+    supervisor.stop()
+
+
+@pytest.fixture
+def refused(empty: Supervisor) -> Iterator[httpx.Client]:
+    """A client of `empty`. What it asks for must leave nothing."""
+    with client_of(empty) as client:
+        yield client
+        assert items(client, "/v1/hosts") == items(client, "/v1/jobs") == []
+
+
 def client_of(supervisor: Supervisor, token: str | None = None) -> httpx.Client:
     headers = {"Authorization": f"Bearer {supervisor.token if token is None else token}"}
-    described = DescribedReplies(supervisor.app.openapi())
+    described = DescribedReplies()
     hooks = {"response": [described]}
     return httpx.Client(base_url=supervisor.url, headers=headers, timeout=DEADLINE_S, event_hooks=hooks)
 
@@ -262,14 +280,14 @@ def test_commands_are_kept_for_a_daemon_that_left_its_poll(client: httpx.Client)
     assert "flyball_commands_handed_out_total 1.0" in client.get("/metrics").text, "not to the dead connection too"
 
 
-def test_nothing_but_health_answers_without_the_right_token(supervisor: Supervisor, client: httpx.Client) -> None:
-    paths: dict[str, dict[str, Any]] = client.get("/openapi.json").json()["paths"]
+def test_nothing_but_health_answers_without_the_right_token(empty: Supervisor, refused: httpx.Client) -> None:
+    paths: dict[str, dict[str, Any]] = refused.get("/openapi.json").json()["paths"]
     assert {"/v1/reports", "/v1/jobs", "/v1/stream", "/v1/hosts/{host_id}/commands"} < paths.keys()
     tried = 0
-    stranger = httpx.Client(base_url=supervisor.url, timeout=DEADLINE_S)
+    stranger = httpx.Client(base_url=empty.url, timeout=DEADLINE_S)
     for path, methods in [*paths.items(), ("/openapi.json", {"get": {}}), ("/no/such/path", {"get": {}, "post": {}})]:
         for method in methods:
-            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {supervisor.token}"}):
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {empty.token}"}):
                 answer = stranger.request(method, re.sub(r"{\w+}", "x", path), headers=headers)
                 if path in PUBLIC:  # on a busy machine it may not be ready
                     assert answer.status_code in (200, 503)
@@ -280,7 +298,7 @@ def test_nothing_but_health_answers_without_the_right_token(supervisor: Supervis
                 tried += 1
     stranger.close()
     assert tried > 40
-    assert supervisor.token not in client.get("/metrics").text
+    assert empty.token not in refused.get("/metrics").text
 
 
 @pytest.mark.parametrize(
@@ -296,25 +314,25 @@ def test_nothing_but_health_answers_without_the_right_token(supervisor: Supervis
         (b" " * (MAX_MESSAGE_BYTES + 1), 413, "body_too_large"),
     ],
 )
-def test_a_bad_report_is_refused_and_leaves_nothing(client: httpx.Client, body: bytes, status: int, code: str) -> None:
-    answer = client.post("/v1/reports", content=body, headers=as_host(client))
+def test_a_bad_report_is_refused_and_leaves_nothing(refused: httpx.Client, body: bytes, status: int, code: str) -> None:
+    answer = refused.post("/v1/reports", content=body, headers=as_host(refused))
     assert (answer.status_code, answer.json()["code"]) == (status, code)
     assert answer.headers["content-type"] == "application/problem+json"
     assert answer.json()["detail"]
-    assert items(client, "/v1/hosts") == []
+    assert items(refused, "/v1/hosts") == []
 
 
-def test_a_body_of_unknown_length_is_cut_off(client: httpx.Client) -> None:
+def test_a_body_of_unknown_length_is_cut_off(refused: httpx.Client) -> None:
     def endless() -> Iterator[bytes]:
         for _ in range(100):
             yield b" " * 65_536
 
     with contextlib.suppress(httpx.WriteError):  # the server may close the connection before all of it was sent
-        assert client.post("/v1/reports", content=endless(), headers=as_host(client)).status_code == 413
-    assert items(client, "/v1/hosts") == []
+        assert refused.post("/v1/reports", content=endless(), headers=as_host(refused)).status_code == 413
+    assert items(refused, "/v1/hosts") == []
 
 
-def test_a_daemon_acts_for_its_own_host_only(client: httpx.Client) -> None:
+def test_a_daemon_acts_for_its_own_host_only(refused: httpx.Client) -> None:
     signal = Signal(
         source="host-b",
         incarnation="i",
@@ -322,11 +340,11 @@ def test_a_daemon_acts_for_its_own_host_only(client: httpx.Client) -> None:
         at=0.0,
         body=WorkerExited(job="demo", generation=0, rank=0, pid=1, exit_code=1, signal_number=None, last_step=0),
     )
-    answer = send(client, report(signals=(signal,)))
+    answer = send(refused, report(signals=(signal,)))
     assert (answer.status_code, answer.json()["code"]) == (403, "forbidden")
     update = {"command_id": "c", "host_id": "host-b", "incarnation": "i", "state": "failed", "at": 0.0}
-    assert client.post("/v1/hosts/host-a/updates", json=update, headers=as_host(client)).status_code == 400
-    assert client.post("/v1/hosts/host-b/updates", json=update, headers=as_host(client)).status_code == 403
+    assert refused.post("/v1/hosts/host-a/updates", json=update, headers=as_host(refused)).status_code == 400
+    assert refused.post("/v1/hosts/host-b/updates", json=update, headers=as_host(refused)).status_code == 403
 
 
 @pytest.mark.parametrize(
@@ -354,8 +372,8 @@ def test_a_daemon_acts_for_its_own_host_only(client: httpx.Client) -> None:
         ("GET", "/static/%2e%2e/pages.py", 404),
     ],
 )
-def test_every_refusal_is_a_problem_with_a_detail(client: httpx.Client, method: str, path: str, status: int) -> None:
-    answer = client.request(method, path)
+def test_every_refusal_is_a_problem_with_a_detail(refused: httpx.Client, method: str, path: str, status: int) -> None:
+    answer = refused.request(method, path)
     assert answer.status_code == status
     assert answer.headers["content-type"] == "application/problem+json"
     problem = answer.json()
@@ -376,11 +394,11 @@ def test_every_refusal_is_a_problem_with_a_detail(client: httpx.Client, method: 
         {"hosts": ["host-a", "host-a"], "nnodes": 2},
     ],
 )
-def test_a_job_that_cannot_be_run_is_refused(client: httpx.Client, wrong: dict[str, object]) -> None:
+def test_a_job_that_cannot_be_run_is_refused(refused: httpx.Client, wrong: dict[str, object]) -> None:
     spec = {"job": "demo", "argv": ["train.py"], "workdir": "/"} | wrong
-    answer = client.post("/v1/jobs", json=spec)
+    answer = refused.post("/v1/jobs", json=spec)
     assert (answer.status_code, answer.json()["code"]) == (400, "invalid_message")
-    assert items(client, "/v1/jobs") == []
+    assert items(refused, "/v1/jobs") == []
 
 
 def test_a_full_queue_pushes_back_and_nothing_taken_is_lost(
@@ -456,45 +474,45 @@ def test_the_number_of_streams_is_bounded(start: Callable[..., Supervisor], monk
         until(lambda: "flyball_open_streams 0.0" in client.get("/metrics").text, "the stream is given back")
 
 
-def test_the_page_takes_the_token_once_and_then_a_cookie(supervisor: Supervisor) -> None:
-    with httpx.Client(base_url=supervisor.url, timeout=DEADLINE_S) as browser:
+def test_the_page_takes_the_token_once_and_then_a_cookie(empty: Supervisor) -> None:
+    with httpx.Client(base_url=empty.url, timeout=DEADLINE_S) as browser:
         closed = browser.get("/")
         assert closed.status_code == 401
         assert "needs a token" in closed.text
         wrong = browser.get("/", params={"token": "<script>alert(1)</script>"})
         assert wrong.status_code == 401
         assert "<script>" not in wrong.text
-        answer = browser.get("/", params={"token": supervisor.token})
+        answer = browser.get("/", params={"token": empty.token})
         assert answer.status_code == 303
         path, _, csrf = answer.headers["location"].partition("#operator=")
         assert path == "/"
         cookie = answer.headers["set-cookie"]
         assert "HttpOnly" in cookie
         assert "samesite=lax" in cookie.lower()
-        assert supervisor.token not in cookie
+        assert empty.token not in cookie
         page = browser.get("/")
         assert page.status_code == 200
         policy = page.headers["content-security-policy"]
         assert "default-src 'none'" in policy
         assert "unsafe" not in policy
-        assert supervisor.token not in page.text
+        assert empty.token not in page.text
         assert browser.get("/v1/jobs").status_code == 200
         assert browser.post("/v1/jobs/demo/stop").status_code == 403, "a cookie grants reading only"
         stop = browser.post("/v1/jobs/demo/stop", headers={"X-CSRF-Token": csrf})
         assert stop.status_code == 404, "an operator's browser may change things: there is no such job"
 
 
-def test_the_login_leads_on_and_out_again(supervisor: Supervisor) -> None:
-    with httpx.Client(base_url=supervisor.url, timeout=DEADLINE_S) as browser:
+def test_the_login_leads_on_and_out_again(empty: Supervisor) -> None:
+    with httpx.Client(base_url=empty.url, timeout=DEADLINE_S) as browser:
         closed = browser.get("/incidents", params={"state": "open"})
         assert closed.status_code == 401
         assert 'value="/incidents?state=open"' in closed.text
-        for token, why in (("", "This token is wrong"), (host_credential(supervisor.token, "h").token, "a host&#39;s")):
+        for token, why in (("", "This token is wrong"), (host_credential(empty.token, "h").token, "a host&#39;s")):
             refused = browser.post("/login", data={"token": token, "after": "/incidents?state=open"})
             assert 'value="/incidents?state=open"' in refused.text, "where to go is not forgotten"
             assert (refused.status_code, why in refused.text) == (401, True)
-        form = {"token": f" {supervisor.token}\n", "after": "/incidents?state=open"}
-        for foreign in ({"Origin": "http://elsewhere"}, {"Sec-Fetch-Site": "cross-site", "Origin": supervisor.url}):
+        form = {"token": f" {empty.token}\n", "after": "/incidents?state=open"}
+        for foreign in ({"Origin": "http://elsewhere"}, {"Sec-Fetch-Site": "cross-site", "Origin": empty.url}):
             assert browser.post("/login", data=form, headers=foreign).status_code == 403
         assert browser.post("/login", data=form | {"after": "x" * MAX_FORM_BYTES}).status_code == 413
         behind_proxy = {"Sec-Fetch-Site": "same-origin", "Origin": "https://flyball.example"}
@@ -503,7 +521,7 @@ def test_the_login_leads_on_and_out_again(supervisor: Supervisor) -> None:
         kept = {"X-CSRF-Token": led.partition("#operator=")[2]}
         assert browser.get("/session", headers=kept).json() == {"role": "operator"}
         for away in ("//elsewhere", "https://elsewhere", "/\\elsewhere", "/login", "/a\nb"):
-            led = browser.post("/login", data={"token": reader_token(supervisor.token), "after": away})
+            led = browser.post("/login", data={"token": reader_token(empty.token), "after": away})
             assert led.headers["location"] == "/#operator=", "a reader has no CSRF token, and nobody is led away"
         assert browser.get("/session", headers=kept).json() == {"role": "reader"}, "the operator's session is over"
         assert browser.post("/v1/jobs/demo/stop", headers=kept).status_code == 403
@@ -534,10 +552,10 @@ def test_a_page_says_what_it_leaves_out(
 
 
 def test_a_browser_that_asks_wrongly_gets_a_page_and_a_program_a_problem(
-    supervisor: Supervisor, client: httpx.Client
+    empty: Supervisor, refused: httpx.Client
 ) -> None:
-    browser = {"Accept": "text/html,application/xhtml+xml", "Authorization": client.headers["Authorization"]}
-    with httpx.Client(base_url=supervisor.url, timeout=DEADLINE_S) as pages:
+    browser = {"Accept": "text/html,application/xhtml+xml", "Authorization": refused.headers["Authorization"]}
+    with httpx.Client(base_url=empty.url, timeout=DEADLINE_S) as pages:
         for path, status in (("/nowhere", 404), ("/jobs/demo?rank=-1", 422)):
             answer = pages.get(path, headers=browser)
             assert (answer.status_code, answer.headers["Content-Type"]) == (status, "text/html; charset=utf-8")

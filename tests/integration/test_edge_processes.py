@@ -8,8 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from waits import until
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.credentials import host_credential
@@ -26,14 +25,6 @@ CLOCK = SystemClock()
 DEADLINE_S = 300.0
 ROOT = Path(__file__).parents[2]
 PATIENT = {"FLYBALL_START_TIMEOUT_S": str(DEADLINE_S), "FLYBALL_DRAIN_TIMEOUT_S": str(DEADLINE_S)}
-
-
-def until(look: Callable[[], Any], what: str) -> Any:  # noqa: ANN401 - whatever `look` gives
-    deadline = time.monotonic() + DEADLINE_S
-    while not (found := look()):
-        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
-        threading.Event().wait(0.02)
-    return found
 
 
 class Part:

@@ -12,13 +12,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
+from waits import until
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostFacts, JobSpec, Phase
@@ -168,14 +167,6 @@ def _newest_epoch(controller: Part) -> int:
     whole = controller.log().rpartition("\n")[0]  # the last line may be incomplete
     lines = [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
     return max((line["epoch"] for line in lines if line.get("event") == "leading"), default=0)
-
-
-def until(look: Callable[[], Any], what: str) -> Any:  # noqa: ANN401 - whatever `look` gives
-    deadline = time.monotonic() + DEADLINE_S
-    while not (found := look()):
-        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
-        threading.Event().wait(0.02)
-    return found
 
 
 def test_every_incident_is_decided_once_whatever_is_killed(own_redis, mariadb_url: str, tmp_path: Path) -> None:

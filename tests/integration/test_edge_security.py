@@ -6,15 +6,14 @@ import asyncio
 import contextlib
 import re
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
+from waits import until
 
 from flyball.cli.main import run_cli
 from flyball.contracts.clock import SystemClock
@@ -50,14 +49,6 @@ def client(supervisor: Supervisor) -> Iterator[httpx.Client]:
 
 def bearer(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
-
-
-def until(look: Callable[[], Any], what: str) -> Any:  # noqa: ANN401 - whatever `look` gives
-    deadline = time.monotonic() + DEADLINE_S
-    while not (found := look()):
-        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
-        threading.Event().wait(0.01)
-    return found
 
 
 def hosts(client: httpx.Client, supervisor: Supervisor) -> dict[str, dict[str, Any]]:

@@ -8,10 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waits import until
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.events import Event, EventKind
@@ -87,13 +87,6 @@ def told(events: Path, kind: EventKind) -> list[Event]:
     return [e for e in read_logs([events]).events if e.kind is kind] if events.exists() else []
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.02)
-
-
 def newest_step(events: Path) -> int:
     steps = told(events, EventKind.STEPS)
     return max((e.data["first_step"] + len(e.data["completed_at"]) - 1 for e in steps), default=-1)
@@ -103,16 +96,16 @@ def test_a_trainer_killed_with_minus_9_leaves_a_log_whole_but_for_its_last_line(
     events = tmp_path / "events.jsonl"
     command = [sys.executable, str(script), str(tmp_path), "100000", "-1", "-1"]
     with subprocess.Popen(command, env=environment(events)) as trainer:
-        wait_for(lambda: newest_step(events) >= 20)
+        until(lambda: newest_step(events) >= 20)
         trainer.send_signal(signal.SIGKILL)
     killed_s = time.monotonic()
-    wait_for(lambda: time.monotonic() > killed_s + 0.1)  # the start of a process is known to 0.01 s only
+    until(lambda: time.monotonic() > killed_s + 0.1)  # the start of a process is known to 0.01 s only
     assert read_logs([events]).malformed_count <= 1  # the line that the kill cut off
 
     # It goes on from the save, which may be newer than what was told last.
     saved = int((tmp_path / "saved-0").read_text())
-    until = max(newest_step(events), saved) + 10
-    done = subprocess.run([*command[:3], str(until), "-1", "-1"], env=environment(events), check=False)
+    enough = max(newest_step(events), saved) + 10
+    done = subprocess.run([*command[:3], str(enough), "-1", "-1"], env=environment(events), check=False)
     assert done.returncode == 0
     report = calculate(read_logs([events]).events)
     (incident,) = report.incidents

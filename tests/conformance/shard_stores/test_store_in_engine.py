@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import save
+from waits import until
 
 from ckpt_engine.contracts.control_views import RestoreState
 from ckpt_engine.counters import Counters
@@ -137,27 +138,20 @@ def persistent_steps(job: EngineJob) -> list[int]:
     return [copy.step for copy in job.copies() if copy.tier is Tier.PERSISTENT]
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
-
-
 def test_a_step_goes_to_the_store_and_comes_back_on_a_host_that_has_nothing(
     shared_place: Place, start_job: Callable[..., EngineJob]
 ) -> None:
     job = start_job("first")
     job.begin(configure("first", shared_place))
     payload = capture(job, 3, slot=0)
-    wait_for(lambda: persistent_steps(job) == [3])
+    until(lambda: persistent_steps(job) == [3])
     other = start_job("second")
     source = ShardSource(0, 1, Tier.PERSISTENT, "", "")
     other.begin(configure("second", shared_place, generation=2, restore=RestorePlan(3, {"0": (source,)})))
     with other.slots.memory.using(0) as entry:
         assert entry is not None
         control = entry.segments.control
-        wait_for(lambda: control.read_restore().state is RestoreState.READY)
+        until(lambda: control.read_restore().state is RestoreState.READY)
         words = control.read_restore()
         assert (words.step, words.tier) == (3, Tier.PERSISTENT)
         assert entry.segments.payload(words.slot) == payload
@@ -177,15 +171,15 @@ def test_a_failed_write_is_reported_and_the_next_step_is_written(
     job = start_job("first")
     job.begin(configure("first", shared_place))
     capture(job, 0, slot=0)
-    wait_for(lambda: persistent_steps(job) == [0])
+    until(lambda: persistent_steps(job) == [0])
     capture(job, 1, slot=1)
-    wait_for(lambda: [failure.step for failure in job.save_failures.newest()] == [1])
+    until(lambda: [failure.step for failure in job.save_failures.newest()] == [1])
     assert "free space there" in job.save_failures.newest()[0].message
     with job.slots.memory.using(0) as entry:
         assert entry is not None
-        wait_for(lambda: not entry.segments.read_world().held)
+        until(lambda: not entry.segments.read_world().held)
     capture(job, 2, slot=2)
-    wait_for(lambda: persistent_steps(job) == [0, 2])
+    until(lambda: persistent_steps(job) == [0, 2])
 
 
 def test_the_limit_is_asked_for_every_byte(shared_place: Place, start_job: Callable[..., EngineJob]) -> None:
@@ -204,7 +198,7 @@ def test_the_limit_is_asked_for_every_byte(shared_place: Place, start_job: Calla
     job = start_job("first", limit)
     job.begin(configure("first", shared_place))
     payload = capture(job, 0, slot=0)
-    wait_for(lambda: persistent_steps(job) == [0])
+    until(lambda: persistent_steps(job) == [0])
     assert limit.asked == len(payload)
     assert msgspec.to_builtins(job.save_failures.newest()) == []
 
@@ -224,14 +218,14 @@ class CutHost:
     def save_steps(self, *steps: int) -> None:
         for step in steps:
             capture(self.job, step, slot=step % 2)
-            wait_for(lambda newest=step: newest in persistent_steps(self.job))
+            until(lambda newest=step: newest in persistent_steps(self.job))
 
     def comes_to_have(self, *steps: int) -> None:
-        wait_for(lambda: persistent_steps(self.job) == [*steps])
+        until(lambda: persistent_steps(self.job) == [*steps])
 
     def comes_to_leave(self, *steps: int) -> None:
         """The persistent steps that it reports."""
-        wait_for(lambda: [copy.step for copy in self.place.store().scan()] == [*steps])
+        until(lambda: [copy.step for copy in self.place.store().scan()] == [*steps])
 
 
 @pytest.fixture
@@ -297,10 +291,10 @@ def test_all_ranks_hear_from_the_coordinators_host_what_the_supervisor_may_know(
     def spared() -> list[tuple[int, ...]]:
         return [naming.spared for schedule in running.durable.schedules if (naming := schedule.naming) is not None]
 
-    wait_for(lambda: spared() == [(0, 1, 2)])
+    until(lambda: spared() == [(0, 1, 2)])
     host.stored_points = {"job": StoredPoint(2, 1)}
     host.save_steps(3)
-    wait_for(lambda: spared() == [(2, 3)])
+    until(lambda: spared() == [(2, 3)])
 
 
 def test_what_a_generation_began_with_stays_until_the_supervisor_reports_what_it_stored(
@@ -332,16 +326,16 @@ def test_what_a_superseded_engine_goes_on_to_write_and_seals_is_dead_to_those_th
     superseded = start_job("host-a")
     superseded.begin(configure("host-a", shared_place))
     capture(superseded, 3, slot=0)
-    wait_for(lambda: persistent_steps(superseded) == [3])
+    until(lambda: persistent_steps(superseded) == [3])
     capture(superseded, 4, slot=1)
     assert writing.wait(DEADLINE_S)
     after = start_job("host-b")
     source = ShardSource(0, 1, Tier.PERSISTENT, "", "")
     placed = configure("host-b", shared_place, generation=2, restore=RestorePlan(3, {"0": (source,)}))
     after.begin(placed)
-    wait_for(lambda: persistent_steps(after) == [3])  # else it may find step 4 unsealed, and remove it
+    until(lambda: persistent_steps(after) == [3])  # else it may find step 4 unsealed, and remove it
     go_on.set()
-    wait_for(lambda: superseded.disks[Tier.PERSISTENT].sealed_steps((LineageEntry(1),)) == (3, 4))
+    until(lambda: superseded.disks[Tier.PERSISTENT].sealed_steps((LineageEntry(1),)) == (3, 4))
     after.flush(DEADLINE_S)  # it checks again
     assert persistent_steps(after) == [3]
     assert complete_points(shared_place.store().scan(), placed.placement.lineage, 1) == {(3, 1)}
@@ -375,7 +369,7 @@ def test_a_prune_that_lasts_ends_when_the_touch_does_and_what_it_left_stays(
     def save_step(step: int) -> None:
         """Wait until no more copies are removed."""
         capture(job, step, slot=step % 2)
-        wait_for(lambda: is_through(step))
+        until(lambda: is_through(step))
 
     save_step(6)
     save_step(7)
@@ -383,7 +377,7 @@ def test_a_prune_that_lasts_ends_when_the_touch_does_and_what_it_left_stays(
     monkeypatch.setattr(ShardStore, "remove", remove)
     is_in_touch = True
     save_step(8)
-    wait_for(lambda: persistent_steps(job) == [7, 8])
+    until(lambda: persistent_steps(job) == [7, 8])
 
 
 def test_an_engine_that_begins_out_of_touch_leaves_what_was_there(
@@ -392,11 +386,11 @@ def test_an_engine_that_begins_out_of_touch_leaves_what_was_there(
     job = start_job("host-a")
     job.begin(configure("host-a", shared_place))
     capture(job, 0, slot=0)
-    wait_for(lambda: persistent_steps(job) == [0])
+    until(lambda: persistent_steps(job) == [0])
     job.end(join_timeout_s=DEADLINE_S)
     again = start_job("host-a", in_touch=lambda: False)  # the engine before it was killed while the host was cut off
     again.begin(configure("host-a", shared_place), resumed=True)
     for step in range(1, 5):
         capture(again, step, slot=step % 2)
-        wait_for(lambda newest=step: newest in persistent_steps(again))
-    wait_for(lambda: persistent_steps(again) == [0, 3, 4])
+        until(lambda newest=step: newest in persistent_steps(again))
+    until(lambda: persistent_steps(again) == [0, 3, 4])

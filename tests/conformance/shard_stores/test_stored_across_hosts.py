@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import xxhash
 from alike_shards import Tensors, as_payload, ddp_state, hsdp_state
+from waits import until
 
 from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_wire import StorageDecision, StorageStage, StorageVote, TierNaming
@@ -330,13 +331,6 @@ def job(tmp_path: Path, shared_place: Place) -> Iterator[Job]:
     made = Job(tmp_path / "shm", shared_place)
     yield made
     made.close()
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 def is_waiting(job: Job, rank: int) -> bool:

@@ -8,12 +8,12 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from waits import until
 
 from flyball.contracts.on_host.engine_wire import ENGINE_SOCKET
 from flyball.contracts.on_host.segments import shm_prefix
@@ -59,13 +59,6 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_made(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 300.0
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
-
-
 def runs(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -101,9 +94,7 @@ def test_a_benchmark_that_is_killed_leaves_no_process_and_the_next_one_finds_no_
     )
     family: list[psutil.Process] = []
     try:
-        wait_for(
-            lambda: any(segments(socket.parents[1]) for socket in short_folder.glob(f"fbb-*/host0/{ENGINE_SOCKET}"))
-        )
+        until(lambda: any(segments(socket.parents[1]) for socket in short_folder.glob(f"fbb-*/host0/{ENGINE_SOCKET}")))
         (socket,) = short_folder.glob(f"fbb-*/host0/{ENGINE_SOCKET}")
         root = socket.parents[1]
         family = psutil.Process(process.pid).children(recursive=True)
@@ -111,7 +102,7 @@ def test_a_benchmark_that_is_killed_leaves_no_process_and_the_next_one_finds_no_
         if killed == "benchmark and part":
             family[0].kill()  # it cannot end its engine
         process.kill()
-        wait_for(lambda: not any(map(runs, family)))
+        until(lambda: not any(map(runs, family)))
     finally:
         process.kill()
         process.wait()

@@ -6,8 +6,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from own_processes import processes_of
+from waits import until
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 sys.path.append(str(Path(__file__).parents[3] / "examples"))
@@ -37,13 +37,6 @@ def folder() -> Iterator[Path]:
     """A Unix socket's path is limited, so tmp_path would be too long."""
     with tempfile.TemporaryDirectory(prefix="t-") as name:
         yield Path(name).resolve()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 from own_commands import run_here
 from run_folders import environment_of
 from sqlalchemy import text
+from waits import until
 
 from flyball.cli.reach.client import ApiClient
 from flyball.cli.reach.local_runs import find_run
@@ -55,10 +55,10 @@ def place() -> Iterator[Path]:
         done = start(place, "done", 20, "killed-once")
         assert done.wait(TIMEOUT_S) == 0, (place / "done.log").read_text()
         process = start(place, "cut-off", 100_000)
-        wait_for(lambda: step_of(place, "cut-off") >= 3, "training")
+        until(lambda: step_of(place, "cut-off") >= 3, "training")
         process.kill()
         process.wait(TIMEOUT_S)
-        wait_for(lambda: not processes_of(place), "the end of the run's processes")
+        until(lambda: not processes_of(place), "the end of the run's processes")
         yield place
         assert processes_of(place) == []
 
@@ -92,13 +92,6 @@ def step_of(place: Path, job: str) -> int:
         return find_run({"FLYBALL_STATE_DIR": str(place / "s")}, job).step
     except NotFound:
         return -1
-
-
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen"
-        time.sleep(0.05)
 
 
 def answer(place: Path, *arguments: str) -> Any:  # noqa: ANN401 - JSON
@@ -181,7 +174,7 @@ def test_another_releases_state_is_refused_and_unchanged(place: Path, tmp_path: 
 def test_a_job_chooses_one_of_several_supervisors(place: Path) -> None:
     processes = [start(place, name, 100_000) for name in ("left", "right")]
     try:
-        wait_for(lambda: all(step_of(place, name) >= 1 for name in ("left", "right")), "training of both")
+        until(lambda: all(step_of(place, name) >= 1 for name in ("left", "right")), "training of both")
         unclear = cli(place, "status")
         assert unclear.returncode == 2
         assert "left (in " in unclear.stderr and "--job left or --job right" in unclear.stderr

@@ -9,8 +9,7 @@ import select
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,13 +133,6 @@ def test_every_documented_command_runs_on_a_job(capsys: pytest.CaptureFixture[st
 def start_watch(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:  # noqa: ANN401 - Popen's own
     command = [sys.executable, "-m", "flyball.cli.main", "goodput", "watch", *arguments]
     return subprocess.Popen(command, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options)
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 def grow(path: Path, events: list[Event]) -> None:

@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from run_folders import environment_of, run_folder
+from waits import until
 
 from flyball.cli.main import run_cli
 from flyball.cli.reach.client import ApiClient
@@ -42,13 +43,6 @@ def start(place: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen"
-        time.sleep(0.05)
-
-
 def test_a_host_leaves_and_comes_back(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,7 +68,7 @@ def test_a_host_leaves_and_comes_back(
 
             for _ in range(2):
                 host = start(place, "host", "--host-id", "node-7", "--supervisor", facts["url"])
-                wait_for(hosts, "the host's first report")
+                until(hosts, "the host's first report")
                 assert hosts()[0]["left_at"] is None
                 host.send_signal(signal.SIGTERM)
                 assert host.wait(TIMEOUT_S) == 0

@@ -7,14 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from own_commands import run_here
 from run_folders import environment_of, run_folder
+from waits import until
 
 TIMEOUT_S = 240.0
 FLYBALL = (sys.executable, "-m", "flyball.cli.main")
@@ -42,13 +42,6 @@ def place() -> Iterator[Path]:
         yield folder
 
 
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited for {what}"
-        time.sleep(0.2)
-
-
 def test_the_job_trains_on_and_is_taken_over_again(place: Path) -> None:
     environ = environment_of(place)
 
@@ -62,14 +55,14 @@ def test_the_job_trains_on_and_is_taken_over_again(place: Path) -> None:
             (*FLYBALL, "run", "--job", "lost", "train.py"), cwd=place, env=environ, stdout=output, stderr=output
         )
     try:
-        wait_for(lambda: job()["newest_step"] >= 10, "the first steps")
+        until(lambda: job()["newest_step"] >= 10, "the first steps")
         worker = (place / "pid").read_text()
         for file in (place / "s" / "jobs" / "lost" / "supervisor").glob("flyball.sqlite*"):
             file.unlink()
-        wait_for(lambda: job()["newest_step"] >= 20, "the job's adoption")
+        until(lambda: job()["newest_step"] >= 20, "the job's adoption")
         assert (place / "pid").read_text() == worker, "it was never stopped"
         os.kill(int(worker), signal.SIGKILL)
-        wait_for(lambda: job()["restart_count"] == 1, "a restart")
+        until(lambda: job()["restart_count"] == 1, "a restart")
         (place / "end").touch()
         assert process.wait(TIMEOUT_S) == 0
         assert list((place / "s" / "jobs" / "lost" / "supervisor").glob("flyball.sqlite")), "a new one took its place"

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import save
+from waits import until
 
 from ckpt_engine.contracts.notices import Captured, SaveAborted, SaveWaited
 from ckpt_engine.contracts.peer_wire import (
@@ -98,13 +99,6 @@ def configure(generation: int, *ranks: int, disk_dir: str = "", persistent_dir: 
         disk_dir=disk_dir, disk_every_steps=1, persistent_dir=persistent_dir, persistent_every_steps=1
     )
     return Configure(Fence(1, generation), "host", placement, spec)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.002)
 
 
 def writers_wait(job: EngineJob) -> bool:
@@ -291,7 +285,7 @@ def test_a_slot_is_held_while_a_slow_disk_writes_from_it_and_newer_steps_are_com
         assert entry.segments.control.durable_step(1) == -1
         written.set()
         job.drain(60.0)
-        wait_for(lambda: entry.segments.read_world().held == set())
+        until(lambda: entry.segments.read_world().held == set())
     assert {copy.step for copy in job.copies() if copy.tier is Tier.DISK} >= {0}
 
 
@@ -315,15 +309,15 @@ def test_a_due_step_is_written_while_it_is_hashed_and_counts_when_it_is_named(
 
     monkeypatch.setattr(ShardStore, "write_ahead", watched)
     job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
-    wait_for(lambda: writers_wait(job))
+    until(lambda: writers_wait(job))
     with job.slots.memory.using(0) as entry:
         assert entry is not None
         with entry.writing:  # so that nothing is committed meanwhile
             capture(job, 1, 0)
             job.receive_notice(Captured("job", 0, 1, 0, 0))
             assert described.wait(60.0)
-        wait_for(lambda: entry.segments.control.durable_step(1) == 0)
-        wait_for(lambda: not entry.segments.read_world().held)
+        until(lambda: entry.segments.control.durable_step(1) == 0)
+        until(lambda: not entry.segments.read_world().held)
     assert calls == [0]
     assert [copy.step for copy in job.copies() if copy.tier is Tier.DISK] == [0]
 
@@ -341,13 +335,13 @@ def test_nothing_is_left_of_a_step_that_was_written_ahead_and_never_named(
     monkeypatch.setattr(StoringTogether, "may_write_ahead", lambda *_: True)  # as after a step with nothing alike
     monkeypatch.setattr(DiskWriter, "_await_name", waiting)
     job.begin(configure(1, 0, 1, disk_dir=str(tmp_path / "disk")))
-    wait_for(lambda: writers_wait(job))
+    until(lambda: writers_wait(job))
     capture(job, 1, 0)  # only in rank 0: the world never has it
     job.receive_notice(Captured("job", 0, 1, 0, 0))
     assert described.wait(60.0)
     assert list((tmp_path / "disk").rglob("*.new.*"))
     job.end(join_timeout_s=60.0)
-    wait_for(lambda: not any((tmp_path / "disk" / "host" / "job").iterdir()))
+    until(lambda: not any((tmp_path / "disk" / "host" / "job").iterdir()))
     assert job.save_failures.newest() == []
 
 
@@ -363,21 +357,21 @@ def test_a_writer_outlives_a_machine_without_threads(
 
     monkeypatch.setattr(ShardStore, "write_ahead", short_of_threads)
     job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
-    wait_for(lambda: job.running is not None and bool(job.running.durable.reports(0)))
+    until(lambda: job.running is not None and bool(job.running.durable.reports(0)))
     capture(job, 1, 0)
     job.receive_notice(Captured("job", 0, 1, 0, 0))
-    wait_for(lambda: bool(job.save_failures.newest()))
+    until(lambda: bool(job.save_failures.newest()))
     with job.slots.memory.using(0) as entry:  # so that nobody waits for it
         assert entry is not None
-        wait_for(lambda: entry.segments.control.settled_step(Tier.DISK, 1) == 0)
+        until(lambda: entry.segments.control.settled_step(Tier.DISK, 1) == 0)
         assert entry.segments.control.durable_step(1) == -1
     capture(job, 1, 1)
     job.receive_notice(Captured("job", 0, 1, 1, 1))
-    wait_for(lambda: job.disks[Tier.DISK].holds(1, 1, 0))
+    until(lambda: job.disks[Tier.DISK].holds(1, 1, 0))
     assert [failure.step for failure in job.save_failures.newest()] == [0]
     with job.slots.memory.using(0) as entry:
         assert entry is not None
-        wait_for(lambda: not entry.segments.read_world().held)
+        until(lambda: not entry.segments.read_world().held)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), KeyError("a fault of its own")])
@@ -396,14 +390,14 @@ def test_a_writer_outlives_what_nobody_expected(
     monkeypatch.setattr("ckpt_engine.tiers.writing.tier_writer._LOOK_AGAIN_S", 0.01)
     monkeypatch.setattr(ShardStore, fails, fail_once)
     job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
-    wait_for(lambda: job.running is not None and bool(job.running.durable.reports(0)))
+    until(lambda: job.running is not None and bool(job.running.durable.reports(0)))
     for step in (0, 1):
         capture(job, 1, step)
         job.flush(60.0)
         with job.slots.memory.using(0) as entry:
             assert entry is not None
-            wait_for(lambda step=step: entry.segments.control.settled_step(Tier.DISK, 1) == step)
-    wait_for(lambda: bool(job.save_failures.newest()))
+            until(lambda step=step: entry.segments.control.settled_step(Tier.DISK, 1) == step)
+    until(lambda: bool(job.save_failures.newest()))
     assert job.disks[Tier.DISK].holds(1, 1, 0)
     assert type(error).__name__ in job.save_failures.newest()[0].message
     assert job._counters.snapshot()["disk_write_failures"] == 1
@@ -422,7 +416,7 @@ def test_what_is_written_ahead_makes_way_for_an_older_step_that_is_named(
     monkeypatch.setattr(StoringTogether, "may_write_ahead", lambda *_: True)  # as after a step with nothing alike
     monkeypatch.setattr(DiskWriter, "_await_name", waiting)
     job.begin(configure(1, 0, 1, disk_dir=str(tmp_path / "disk")))
-    wait_for(lambda: writers_wait(job))
+    until(lambda: writers_wait(job))
     capture(job, 1, 0)
     job.flush(60.0)
     capture(job, 1, 1)
@@ -431,11 +425,11 @@ def test_what_is_written_ahead_makes_way_for_an_older_step_that_is_named(
     job.flush(60.0)  # only what is committed is named
     assert job.running is not None
     job.running.durable.receive((TierNaming(Tier.DISK, 0, ()),))
-    wait_for(lambda: job.disks[Tier.DISK].holds(1, 0, 0))
-    wait_for(lambda: not (tmp_path / "disk" / "host" / "job" / "g1" / "step1").exists())
+    until(lambda: job.disks[Tier.DISK].holds(1, 0, 0))
+    until(lambda: not (tmp_path / "disk" / "host" / "job" / "g1" / "step1").exists())
     assert not job.disks[Tier.DISK].holds(1, 1, 0)
     job.running.durable.receive((TierNaming(Tier.DISK, 1, (0,)),))
-    wait_for(lambda: job.disks[Tier.DISK].holds(1, 1, 0))
+    until(lambda: job.disks[Tier.DISK].holds(1, 1, 0))
 
 
 def test_a_persistent_step_is_listed_when_the_world_manifest_is_written(
@@ -476,7 +470,7 @@ def test_a_host_that_shares_its_cohort_with_nobody_votes_about_what_others_store
     job.running.commit_captured(time.monotonic() + 60.0)
     named = TierNaming(Tier.PERSISTENT, 0)
     job.running.coordination.receive_world(WorldStep("job", 1, -1, tiers=(named,)))
-    wait_for(lambda: job.disks[Tier.PERSISTENT].holds(1, 0, 64))
+    until(lambda: job.disks[Tier.PERSISTENT].holds(1, 0, 64))
     (report,) = [one for one in job.running.durable.reports(64) if one.tier is Tier.PERSISTENT]
     assert report.vote == StorageVote(0, StorageStage.ALONE)
 
@@ -488,7 +482,7 @@ def test_a_rank_reports_an_unreadable_manifest_as_held_and_not_before_a_second_s
     for step in (0, 1):
         capture(job, 1, step)
         job.flush(60.0)
-        wait_for(lambda step=step: job.disks[Tier.DISK].holds(1, step, 0))
+        until(lambda step=step: job.disks[Tier.DISK].holds(1, step, 0))
     job.end(join_timeout_s=60.0)
     job.running = None
     tries, readable, read = threading.Semaphore(0), threading.Event(), FolderStorage.read
@@ -509,11 +503,11 @@ def test_a_rank_reports_an_unreadable_manifest_as_held_and_not_before_a_second_s
     assert job.running.durable.reports(0) == ()  # so nothing is named, and nobody removes anything
     assert "Input/output error" in job.save_failures.newest()[0].message
     job.running.durable._writers[0]._unread_until_s = 0.0  # as if it stays unreadable
-    wait_for(lambda: bool(job.running.durable.reports(0)))
+    until(lambda: bool(job.running.durable.reports(0)))
     assert (job.running.durable.reports(0)[0].held, job.running.durable.reports(0)[0].unread) == ((1,), (0,))
     assert job.running.durable.newest(job.generation.lineage) == {Tier.DISK: 1}
     readable.set()
-    wait_for(lambda: job.disks[Tier.DISK].holds(1, 0, 0))
+    until(lambda: job.disks[Tier.DISK].holds(1, 0, 0))
 
 
 def test_a_folder_that_hangs_keeps_one_thread_however_often_it_is_looked_at(
@@ -532,7 +526,7 @@ def test_a_folder_that_hangs_keeps_one_thread_however_often_it_is_looked_at(
         return sum(thread.name == "scan-disk" for thread in set(threading.enumerate()) - before)
 
     job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
-    wait_for(lambda: job.running is not None and bool(job.running.durable.reports(0)))
+    until(lambda: job.running is not None and bool(job.running.durable.reports(0)))
     monkeypatch.setattr(ShardStore, "scan", hang)
     for _ in range(5):
         job.flush(0.02)
@@ -540,10 +534,10 @@ def test_a_folder_that_hangs_keeps_one_thread_however_often_it_is_looked_at(
     assert threads() == 1
     go_on.set()
     job.flush(60.0)
-    wait_for(lambda: threads() == 0)
+    until(lambda: threads() == 0)
     assert looks.acquire(timeout=60.0)  # all requests during the hang share one scan
     job.flush(60.0)
-    wait_for(lambda: threads() == 0)
+    until(lambda: threads() == 0)
 
 
 @pytest.mark.parametrize("ends_by", ["flush", "generation", "drain"])
@@ -555,10 +549,10 @@ def test_a_write_that_waits_for_its_bandwidth_goes_on_at_once_when_there_is_hast
     job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
     assert job.running is not None
     durable = job.running.durable
-    wait_for(lambda: bool(durable.reports(0)))
+    until(lambda: bool(durable.reports(0)))
     capture(job, 1, 0)
     job.flush(60.0)
-    wait_for(lambda: any((tmp_path / "disk").rglob("*.new.*")))
+    until(lambda: any((tmp_path / "disk").rglob("*.new.*")))
     disk = job.disks[Tier.DISK]
     if ends_by == "flush":
         assert job.flush_durably(60.0) == {"disk": 0}
@@ -566,7 +560,7 @@ def test_a_write_that_waits_for_its_bandwidth_goes_on_at_once_when_there_is_hast
         job.drain(60.0)
     else:
         job.begin(configure(2, 0, disk_dir=str(tmp_path / "disk")))
-    wait_for(lambda: disk.holds(1, 0, 0))
+    until(lambda: disk.holds(1, 0, 0))
 
 
 def test_a_slot_that_is_not_what_it_was_copied_from_is_dropped_when_the_disk_takes_it(
@@ -581,10 +575,10 @@ def test_a_slot_that_is_not_what_it_was_copied_from_is_dropped_when_the_disk_tak
         entry.segments.begin_write(0, 1, 0, len(payload))[:] = payload
         entry.segments.mark_captured(0, chunk_digests(memoryview(source)))
         job.flush(60.0)
-        wait_for(lambda: bool(job.save_failures.newest()))
-        wait_for(lambda: entry.segments.slots()[0].state is SlotState.EMPTY)
+        until(lambda: bool(job.save_failures.newest()))
+        until(lambda: entry.segments.slots()[0].state is SlotState.EMPTY)
     assert "chunks changed" in job.save_failures.newest()[0].message
-    wait_for(lambda: job._counters.snapshot().get("corrupt_copies") == 1)
+    until(lambda: job._counters.snapshot().get("corrupt_copies") == 1)
     assert job.copies() == []
 
 
@@ -622,7 +616,7 @@ def test_a_rank_that_gives_up_one_save_after_the_other_fails_until_one_is_kept(j
         report = job.save_failures.failing(later)
         return report is not None and report.ranks == ()
 
-    wait_for(is_over)
+    until(is_over)
 
 
 def test_when_a_job_is_released_whoever_holds_memory_of_removed_slots_is_asked_for_it(

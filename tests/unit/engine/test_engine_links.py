@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
+from waits import until
 
 from ckpt_engine.contracts.peer_wire import Ping, Reply, SavedSteps, ShardVerdict
 from ckpt_engine.counters import Counters
@@ -25,13 +25,6 @@ SETTINGS = EngineSettings(  # no ping helps out, and no peer is given up
 
 def never() -> bool:
     return False
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
 
 
 class Host:
@@ -102,9 +95,7 @@ def test_a_newer_message_takes_the_place_of_one_that_waits(link_to: tuple[Host, 
     link.post(("job", 0), SavedSteps("job", 1, 0, (3, 4)), unless=never)
     link.post(("job", 1), SavedSteps("job", 1, 1, (3,)), unless=never)
     assert host.done.wait(60.0)
-    wait_for(
-        lambda: SavedSteps("job", 1, 0, (3, 4)) in host.received and SavedSteps("job", 1, 1, (3,)) in host.received
-    )
+    until(lambda: SavedSteps("job", 1, 0, (3, 4)) in host.received and SavedSteps("job", 1, 1, (3,)) in host.received)
 
 
 @pytest.mark.parametrize("link_to", [1_000_000], indirect=True)
@@ -121,15 +112,13 @@ def test_what_a_peer_does_not_take_is_forgotten_with_its_job(link_to: tuple[Host
     try:
         for job in ("ended", "ended-too", "runs"):
             links.post("host", (job, 0), SavedSteps(job, 1, 0, (3,)), unless=never)
-        wait_for(
-            lambda: {request.job for request in list(host.received) if isinstance(request, SavedSteps)} >= {"ended"}
-        )
+        until(lambda: {request.job for request in list(host.received) if isinstance(request, SavedSteps)} >= {"ended"})
         for job in ("ended", "ended-too"):
             links.forget(job)
         (link,) = links._links.values()
         assert list(link._waiting) == [("runs", 0)]
         host.received.clear()
-        wait_for(lambda: len(host.received) > 3)
+        until(lambda: len(host.received) > 3)
         assert {request.job for request in host.received[2:] if isinstance(request, SavedSteps)} == {"runs"}
     finally:
         links.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
+from waits import until
 
 from ckpt_engine.contracts.generation import HostGeneration, WorldView
 from ckpt_engine.contracts.peer_wire import Reply, ShardVerdict, WorldStep
@@ -42,13 +42,6 @@ PLACEMENT = Placement(
     lineage=(LineageEntry(1),),
     restore=None,
 )
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.002)
 
 
 @pytest.fixture
@@ -219,13 +212,13 @@ def test_a_step_that_was_saved_is_sent_again_however_often_its_peer_goes_away(
 ) -> None:
     host = make_pipeline("b")
     host.may_answer["b"].set()
-    wait_for(lambda: host.pipeline.saved_steps == (4,))
+    until(lambda: host.pipeline.saved_steps == (4,))
     host.answers["b"] = ShardVerdict.ERROR  # it came back without memory for replicas
     host.pipeline.peer_is_back("b")
-    wait_for(lambda: host.counters.snapshot().get("replicas_given_up") == 1)
+    until(lambda: host.counters.snapshot().get("replicas_given_up") == 1)
     host.answers["b"] = ShardVerdict.OK
     host.pipeline.peer_is_back("b")
-    wait_for(lambda: host.counters.snapshot()["replicas_sent"] == 2)
+    until(lambda: host.counters.snapshot()["replicas_sent"] == 2)
     assert (host.pipeline.saved_steps, host.pipeline.failed_steps, host.failures) == ((4,), (), [])
 
 
@@ -234,12 +227,12 @@ def test_a_step_is_not_saved_by_a_replica_on_a_host_that_died_meanwhile(
 ) -> None:
     host = make_pipeline("b", "c")
     host.may_answer["b"].set()
-    wait_for(lambda: host.counters.snapshot().get("replicas_sent") == 1)
+    until(lambda: host.counters.snapshot().get("replicas_sent") == 1)
     assert host.asked["c"].acquire(timeout=60.0)
     host.down_s["b"] = 60.0
     host.answers["c"] = ShardVerdict.ERROR
     host.may_answer["c"].set()
-    wait_for(lambda: host.failures == [4])
+    until(lambda: host.failures == [4])
     assert (host.pipeline.saved_steps, host.pipeline.failed_steps) == ((), (4,))
 
 
@@ -248,7 +241,7 @@ def test_a_step_with_a_bad_slot_is_no_longer_reported_as_saved(
 ) -> None:
     host = make_pipeline("b")
     host.may_answer["b"].set()
-    wait_for(lambda: host.pipeline.saved_steps == (4,))
+    until(lambda: host.pipeline.saved_steps == (4,))
     host.pipeline.fail(4, "The slot is corrupt.")
     assert (host.pipeline.saved_steps, host.pipeline.failed_steps) == ((), (4,))
 
@@ -268,5 +261,5 @@ def test_a_peer_gets_its_thread_later_when_there_was_none(
     host = make_pipeline("b", "c")
     for peer in "bc":
         host.may_answer[peer].set()
-    wait_for(lambda: host.pipeline.saved_steps == (4,))
+    until(lambda: host.pipeline.saved_steps == (4,))
     assert refused.is_set() and host.counters.snapshot()["replicas_sent"] == 2

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from fake_pyverbs import FakePyverbs, pyverbs
 from rdma_hosts import LINK_LOCAL, V2, add_port
+from waits import until
 
 from ckpt_engine.contracts.peer_wire import QueuePairEndpoint
 from ckpt_engine.peers.transport.port import ByteCounters
@@ -81,13 +82,6 @@ def registrations(prepared: UnconnectedQueuePair) -> Registrations:
 
 def enter(prepared: UnconnectedQueuePair, slot: Slot) -> Registration | None:
     return registrations(prepared).enter(slot.descriptor)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    due_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < due_s
-        time.sleep(0.001)
 
 
 # --- a device that refuses, and one that is gone ---

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import pytest
+from waits import until
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostFacts
@@ -59,13 +59,6 @@ def received(host_id: str, *, size_bytes: int = 10, n_signals: int = 0) -> Recei
 
 def own_signal() -> Received:
     return Received(report=None, signals=(signal("sensor.x"),), size_bytes=0, at=0.0, at_monotonic_s=0.0)
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        threading.Event().wait(0.005)
 
 
 class Bus:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load as load_with_the_library
+from waits import until
 from warm_python import WarmPython
 
 from ckpt_engine.contracts.control_views import ParkState
@@ -46,13 +47,6 @@ def state(value: float) -> dict[str, Any]:
     return {"t": torch.full((100,), value)}
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not come to pass"
-        time.sleep(0.001)
-
-
 def test_steps_are_listed_once_they_are_committed(identity: WorkerIdentity) -> None:
     with Job(identity) as job:
         assert job.latest_step() is None and job.all_steps() == []
@@ -60,7 +54,7 @@ def test_steps_are_listed_once_they_are_committed(identity: WorkerIdentity) -> N
             job.save(step, state(step))
             assert job.wait_until_finished(DEADLINE_S)
         assert job.all_steps() == [1, 2]
-        wait_for(lambda: job.latest_step() == 2)
+        until(lambda: job.latest_step() == 2)
     assert job.all_steps() == [] and job.latest_step() is None  # closed: it has no slots any more
     lineage = branch(identity.lineage, restored_step=1, generation=2)
     with Job(replace(identity, generation=2, restore_step=1, lineage=lineage)) as job:
@@ -229,7 +223,7 @@ def test_a_step_boundary_saves_at_an_emergency_only(identity: WorkerIdentity) ->
         segments.control.arm(1, 2)
         assert job.on_step_boundary(1, state(1.0)).skipped == NOT_DUE
         parked = threading.Thread(
-            target=lambda: (wait_for(lambda: segments.control.park is ParkState.PARKED), segments.control.disarm())
+            target=lambda: (until(lambda: segments.control.park is ParkState.PARKED), segments.control.disarm())
         )
         parked.start()
         handle = job.on_step_boundary(2, state(2.0))
@@ -352,7 +346,7 @@ def test_a_thread_that_died_is_replaced() -> None:
         raise ValueError("a bug")
 
     background.submit(die)
-    wait_for(lambda: background._thread is not None and not background._thread.is_alive)
+    until(lambda: background._thread is not None and not background._thread.is_alive)
     background.submit(done.set)
     assert done.wait(DEADLINE_S)
     background.close()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from waits import until
 
 import flyball
 from ckpt_engine.contracts.control_views import RestoreState, RestoreWords
@@ -102,13 +103,6 @@ def with_engine(identity: WorkerIdentity, engine: Engine, tmp_path: Path) -> Wor
 
 def state(value: float) -> dict[str, Any]:
     return {"t": torch.full((100,), value), "n": {"value": value}}
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not come to pass"
-        time.sleep(0.001)
 
 
 # --- attach ---
@@ -232,7 +226,7 @@ def test_a_lone_rank_commits_for_itself_and_restores(identity: WorkerIdentity) -
         handle = job.save(step, state(float(step)))
         assert handle.staged and not handle.error
     assert handle.replicated.wait(60.0)
-    wait_for(lambda: job.recovery_point == 4)
+    until(lambda: job.recovery_point == 4)
     assert not handle.durable
     job.close()
 
@@ -271,12 +265,12 @@ def test_ranks_of_one_host_keep_a_common_step_without_an_engine(identity: Worker
         for rank in range(2)
     ]
     assert all(job.save(0, state(0.0)).staged for job in ranks)
-    wait_for(lambda: all(job.recovery_point == 0 for job in ranks))
+    until(lambda: all(job.recovery_point == 0 for job in ranks))
     assert ranks[0].save(1, state(1.0)).staged
     ahead = ranks[0].save(2, state(2.0))
     assert "No slot was free" in ahead.error  # rank 1 has only step 0: neither 0 nor 1 may go
     assert ranks[1].save(1, state(1.0)).staged
-    wait_for(lambda: all(job.recovery_point == 1 for job in ranks))
+    until(lambda: all(job.recovery_point == 1 for job in ranks))
     assert ranks[0].save(3, state(3.0)).staged
     for job in ranks:
         job.close()
@@ -292,7 +286,7 @@ def test_a_corrupt_slot_is_not_restored_and_not_listed_again(
 ) -> None:
     job = Job(identity)
     job.save(0, state(0.0))
-    wait_for(lambda: job.recovery_point == 0)
+    until(lambda: job.recovery_point == 0)
     job.close()
     path = Path(rank_segment(identity.shm_prefix, "job", 0) + SLOT_SUFFIXES[0])
     with path.open("r+b") as file:
@@ -440,7 +434,7 @@ def test_a_save_that_waits_for_a_slot_does_not_look_stalled(with_engine: WorkerI
                 moved_ns.add(seen.moved_ns)
             return len(moved_ns) > 2
 
-        wait_for(moved_thrice)
+        until(moved_thrice)
         engine.commit(0)
         engine.commit(1)
         saving.join(60.0)
@@ -501,7 +495,7 @@ def test_at_the_emergency_step_a_rank_saves_and_parks_until_released(
     handles = []
     thread = threading.Thread(target=lambda: handles.append(job.save(2, state(2.0))))
     thread.start()
-    wait_for(lambda: reader.snapshot().phase is Phase.PARKED)
+    until(lambda: reader.snapshot().phase is Phase.PARKED)
     assert isinstance(engine.notice(), Captured)
     engine.commit(0)
     assert thread.is_alive()
@@ -566,7 +560,7 @@ def test_no_slot_stays_mapped_after_a_failed_restore_or_the_first_save(
     spec = CheckpointSpec(save_timeout_s=60.0, restore_timeout_s=60.0)
     job = Job(replace(identity, checkpoint=spec))
     job.save(0, state(3.0))
-    wait_for(lambda: job.recovery_point == 0)
+    until(lambda: job.recovery_point == 0)
     job.close()
     lineage = branch(identity.lineage, restored_step=0, generation=2)
     later = replace(identity, generation=2, restore_step=0, lineage=lineage)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from waits import until
 
 from ckpt_engine.trainer.commit_link import EngineLink
 from flyball.contracts.cluster import Phase
@@ -75,13 +75,6 @@ def stamps(identity: WorkerIdentity, job: Job) -> Iterator[Stamps]:
     made.close()
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not come to pass"
-        time.sleep(0.001)
-
-
 def in_thread(wait: Callable[[float], bool], timeout_s: float) -> Callable[[], bool]:
     """Start a wait; call the result to join it and get its result."""
     answers: list[bool] = []
@@ -104,7 +97,7 @@ def commit(job: Job) -> None:
 
 def test_a_wait_for_a_slow_engine_does_not_look_stalled(job: Job, stamps: Stamps) -> None:
     ended = in_thread(job.wait_until_finished, 2 * DEADLINE_S)
-    wait_for(lambda: stamps.look() > 3)
+    until(lambda: stamps.look() > 3)
     commit(job)
     assert ended() and stamps.phase is Phase.STEP
 
@@ -128,7 +121,7 @@ def test_a_wait_for_a_dead_engine_or_without_an_end_is_found(
     if not is_there:
         engine.close()
     ended = in_thread(job.wait_until_finished, timeout_s)
-    wait_for(lambda: stamps.look() > 0 and len(asked) > 3)
+    until(lambda: stamps.look() > 0 and len(asked) > 3)
     assert stamps.look() == 1 and set(asked) == {is_there}
     commit(job)
     assert ended()

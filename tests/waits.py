@@ -1,0 +1,26 @@
+"""Waits of the tests: for a condition, never for a fixed time, and never without an end."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+DEADLINE_S = 300.0  # generous: nothing is won by an early end, and a busy machine needs it
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05  # many conditions ask a server or list processes, which costs as well
+
+T = TypeVar("T")
+
+
+def until(look: Callable[[], T], what: str = "", timeout_s: float = DEADLINE_S) -> T:
+    """Look again and again until something true is found, and return it. At the deadline the test fails, and says that
+    `what` did not come; without it, how it was looked for."""
+    deadline_s = time.monotonic() + timeout_s
+    pauses, pause_s = threading.Event(), FIRST_PAUSE_S
+    while not (found := look()):
+        assert time.monotonic() < deadline_s, f"not within {timeout_s:.0f} s: {what or inspect.getsource(look).strip()}"
+        pauses.wait(pause_s)
+        pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
+    return found
