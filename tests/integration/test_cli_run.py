@@ -163,20 +163,14 @@ def program(place: Path, text: str) -> str:
     return "./train.sh"
 
 
-def test_a_program_is_a_rank_like_any_other(place: Path) -> None:
-    flags = ["--nproc-per-node", "2", "--virtual-local-rank", "--no-python"]
-    done = run(place, *flags, program(place, PROGRAM), "--lr", "a b", CUDA_VISIBLE_DEVICES="5,3")
+def test_a_program_is_a_rank_like_any_other_and_its_exit_code_and_signal_are_reported(place: Path) -> None:
+    flags = ["--job", "j", "--nproc-per-node", "2", "--max-restarts", "2", "--virtual-local-rank", "--no-python"]
+    done = run(place, *flags, program(place, PROGRAM), "fails", "a b", CUDA_VISIBLE_DEVICES="5,3")
     assert done.returncode == 0, done.stderr
-    assert "rank 0 of 2 says [--lr] [a b] on 0, device 5, try 0" in done.stdout
-    assert "rank 1 of 2 says [--lr] [a b] on 0, device 3, try 0" in done.stdout
-    assert "ps: /bin/sh ./train.sh --lr a b" in done.stdout
-    assert done.stdout.count("nothing is ignored") == 2
-
-
-def test_a_programs_exit_code_and_signal_are_reported_and_it_succeeds_after_restarts(place: Path) -> None:
-    done = run(place, "--job", "j", "--max-restarts", "2", "--no-python", program(place, PROGRAM), "fails", "x")
-    assert done.returncode == 0, done.stderr
-    assert "says [fails] [x] on 0, device , try 2" in done.stdout
+    assert "rank 0 of 2 says [fails] [a b] on 0, device 5, try 2" in done.stdout
+    assert "rank 1 of 2 says [fails] [a b] on 0, device 3, try 2" in done.stdout
+    assert "ps: /bin/sh ./train.sh fails a b" in done.stdout
+    assert done.stdout.count("nothing is ignored") >= 2  # the first of a try to fail may end the other
     assert re.search(r"exit code 7.*SIGUSR1.*job j succeeded after 2 restarts", done.stderr, re.DOTALL), done.stderr
 
 
@@ -195,22 +189,6 @@ def test_a_program_that_cannot_be_run(place: Path, monkeypatch: pytest.MonkeyPat
     done = run(place, "--max-restarts", "0", "--no-python", program(place, "true\n"))
     assert done.returncode == 1
     assert "needs a first line such as #!/bin/sh" in done.stdout + done.stderr
-
-
-COUNTED = """
-import os, sys, pathlib
-tries = pathlib.Path("tries")
-tries.open("a").write(os.environ["TORCHELASTIC_RESTART_COUNT"])
-count = len(tries.read_text())
-sys.exit(0 if count > 2 else 10 + count)
-"""
-
-
-def test_restarts_are_counted(place: Path) -> None:
-    done = run(place, "--max-restarts", "2", script(place, COUNTED))
-    assert done.returncode == 0, done.stderr
-    assert (place / "tries").read_text() == "012"
-    assert "succeeded after 2 restarts" in done.stderr
 
 
 SLEEPER = """
