@@ -34,7 +34,7 @@ class Course(NamedTuple):
     width: int = 128
     layers: int = 6
 
-    def script(self, saver: str) -> list[str]:
+    def script(self, saver: str, racer: Path = RACER) -> list[str]:
         named = {
             "--saver": saver,
             "--folder": self.folder,
@@ -45,13 +45,13 @@ class Course(NamedTuple):
             "--width": self.width,
             "--layers": self.layers,
         }
-        return [str(RACER), *(str(word) for pair in named.items() for word in pair)]
+        return [str(racer), *(str(word) for pair in named.items() for word in pair)]
 
 
 class Peer(NamedTuple):
     """`command(course, python, host)`: of one host. `hosts`: how many are there from the beginning. `late_spare`: one
     more is started at the moment in which a host is lost. `module`: without which it is not installed. `cannot`: faults
-    that it has no answer to, with the reason."""
+    that it has no answer to, with the reason. `server`: what the hosts report to, if none of them is that."""
 
     name: str
     command: Callable[[Course, str, int], list[str]]
@@ -60,6 +60,7 @@ class Peer(NamedTuple):
     environment: Mapping[str, str]
     module: str
     cannot: Mapping[str, str] = {}
+    server: Callable[[Course, str], list[str]] | None = None
 
 
 def _flyball(course: Course, python: str, host: int) -> list[str]:
@@ -96,6 +97,39 @@ def _nvrx(course: Course, python: str, host: int) -> list[str]:
     return [python, "-P", "-m", module, *_elastic(course, host), *timeouts, *course.script("nvrx")]
 
 
+def _torchft(course: Course, python: str, host: int) -> list[str]:
+    """One torchrun for each replica group, as in its README; a host that replaces another has that one's group."""
+    group = {"REPLICA_GROUP_ID": min(host, 1), "NUM_REPLICA_GROUPS": 2}
+    group |= {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{course.port}"}
+    return [
+        *("env", *(f"{name}={value}" for name, value in group.items()), python, "-P", "-m", "torch.distributed.run"),
+        *("--standalone", "--nnodes", "1", "--nproc-per-node", "1", "--max-restarts", MAX_RESTARTS),
+        *course.script("torchft", RACER.with_name("racer_torchft.py")),
+    ]
+
+
+def _lighthouse(course: Course, python: str) -> list[str]:
+    words = ("--min_replicas", "1", "--quorum_tick_ms", "100", "--join_timeout_ms", "10000")
+    return [str(Path(python).with_name("torchft_lighthouse")), *words, "--bind", f"127.0.0.1:{course.port}"]
+
+
+def _dlrover(course: Course, python: str, host: int) -> list[str]:
+    """As its operator starts an agent; one that replaces another has a new id and that one's rank."""
+    node = {"NODE_ID": host, "NODE_RANK": min(host, 1), "NODE_NUM": 2}
+    node |= {"DLROVER_MASTER_ADDR": f"127.0.0.1:{course.port}", "ELASTIC_JOB_NAME": "race"}
+    return [
+        *("env", *(f"{name}={value}" for name, value in node.items()), python, "-P", "-m"),
+        *("dlrover.trainer.torch.elastic_run", "--nnodes", "2", "--nproc-per-node", "1"),
+        *("--max-restarts", MAX_RESTARTS, *course.script("dcp")),
+    ]
+
+
+def _dlrover_master(course: Course, python: str) -> list[str]:
+    """The line by which `dlrover-run --standalone` starts it, for two nodes."""
+    words = ("--port", str(course.port), "--node_num", "2", "--job_name", "race", "--platform", "local")
+    return [python, "-P", "-u", "-m", "dlrover.python.master.main", *words]
+
+
 PEERS = {
     peer.name: peer
     for peer in (
@@ -105,6 +139,8 @@ PEERS = {
         # each of NVRx waited for the 30 s in which its rendezvous takes more nodes.
         Peer("torchrun", _torchrun, 2, True, {}, "torch"),
         Peer("nvrx", _nvrx, 2, True, {}, "nvidia_resiliency_ext"),
+        Peer("torchft", _torchft, 2, True, {}, "torchft", server=_lighthouse),
+        Peer("dlrover", _dlrover, 2, True, {}, "dlrover", server=_dlrover_master),
     )
 }
 

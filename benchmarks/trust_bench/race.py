@@ -42,12 +42,14 @@ _SIGNALS = {"kill": signal.SIGKILL, "exception": RAISE, "hang": HANG}
 
 class Recovery(msgspec.Struct, frozen=True):
     """One fault. `next_step_s`: from it to the next step of all ranks, and for a notice, during which ranks may train
-    on, from the last step before the move; None: there was none in time, or the peer cannot do it."""
+    on, from the last step before the move; None: there was none in time, or the peer cannot do it. `alone_s`: from it
+    until the rank that was not struck had made two more steps by itself; None: it waited for the other."""
 
     fault: str
     next_step_s: float | None
     lost_steps: int | None
     why: str = ""
+    alone_s: float | None = None
 
 
 class RaceRun(msgspec.Struct, frozen=True):
@@ -136,8 +138,11 @@ class _Run:
         self._next_host = 0
 
     def start(self) -> None:
-        self._start_host()
-        # The others need its store, or its supervisor.
+        if self._peer.server is not None:
+            self._start("server", self._peer.server(self._course, self._python))
+        else:
+            self._start_host()
+        # The others need the store, or the supervisor.
         self.until(lambda: _is_open(self._course.port), STORE_DEADLINE_S)
         while self._next_host < self._peer.hosts:
             self._start_host()
@@ -163,7 +168,7 @@ class _Run:
         before, known = track.newest, set(track.pids.values())
         struck_s = time.monotonic()
         if fault == "host":
-            end_marked(HOST, self._host_mark(host))
+            end_marked(HOST, self._host_mark(f"host-{host}"))
         elif fault == "notice":
             _signal(self._launchers[host], signal.SIGTERM)
         else:
@@ -176,15 +181,24 @@ class _Run:
 
         if fault == "notice":
             self.until(is_back, NOTICE_S)
-            end_marked(HOST, self._host_mark(host))  # what is still there of it is taken away
+            end_marked(HOST, self._host_mark(f"host-{host}"))  # what is still there of it is taken away
         if not self.until(is_back, RECOVERY_DEADLINE_S):
-            return Recovery(fault, None, None, f"no step within {RECOVERY_DEADLINE_S:.0f} s: {self.output()[-600:]}")
+            why = f"no step of all ranks within {RECOVERY_DEADLINE_S:.0f} s: {self.output()[-600:]}"
+            return Recovery(fault, None, None, why, self._alone_s(struck_s, before, known - {hit}))
         back = next(one for one in track.done if one.at_s > struck_s and hit not in one.pids)
         # What the ranks completed after the moment of the fault was done all the same.
         old = [one for one in track.done if one.at_s < back.at_s and set(one.pids) & known]
         newest = max([before, *(one.step for one in old)])
         stood_since_s = max([struck_s, *(one.at_s for one in old)]) if fault == "notice" else struck_s
-        return Recovery(fault, round(back.at_s - stood_since_s, 3), max(0, newest + 1 - back.step))
+        lost = max(0, newest + 1 - back.step)
+        return Recovery(
+            fault, round(back.at_s - stood_since_s, 3), lost, "", self._alone_s(struck_s, before, known - {hit})
+        )
+
+    def _alone_s(self, struck_s: float, before: int, others: set[int]) -> float | None:
+        """A step that was under way is no sign that the others train on: two are."""
+        first_s = min((x.at_s for x in self.track.lines if x.pid in others and x.step >= before + 2), default=None)
+        return None if first_s is None else round(max(0.0, first_s - struck_s), 3)
 
     def _wait_for(self, moment: Moment) -> None:
         track, every = self.track, self._course.save_every
@@ -199,21 +213,24 @@ class _Run:
         for rank in sorted(self.track.pids, reverse=True):
             pid = self.track.pids[rank]
             process = look_at(pid)
-            host = environment_of(process).get(HOST, "").rpartition("/")[2] if process is not None else ""
-            if host and int(host) != 0:
-                return int(host), pid
+            name = environment_of(process).get(HOST, "").rpartition("/host-")[2] if process is not None else ""
+            if name and int(name) != 0:
+                return int(name), pid
         raise RaceFailed(f"{self._peer.name} has no live rank on another host than the first:\n{self.output()}")
 
-    def _host_mark(self, host: int) -> str:
-        return f"{self._course.folder}/{host}"
+    def _host_mark(self, name: str) -> str:
+        return f"{self._course.folder}/{name}"
 
     def _start_host(self) -> None:
         host, self._next_host = self._next_host, self._next_host + 1
+        self._launchers[host] = self._start(f"host-{host}", self._peer.command(self._course, self._python, host))
+
+    def _start(self, name: str, command: list[str]) -> int:
         environment = clean_environment() | {**ENVIRONMENT, **self._peer.environment, SHM_DIR_VARIABLE: str(self._shm)}
-        environment |= {MARK: str(self._course.folder), HOST: self._host_mark(host)}
-        with (self._course.folder / f"host-{host}.out").open("ab") as out:
+        environment |= {MARK: str(self._course.folder), HOST: self._host_mark(name)}
+        with (self._course.folder / f"{name}.out").open("ab") as out:
             process = subprocess.Popen(
-                self._peer.command(self._course, self._python, host),
+                command,
                 cwd=self._course.folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -221,8 +238,8 @@ class _Run:
                 stderr=out,
                 start_new_session=True,
             )
-        self._launchers[host] = process.pid
         threading.Thread(target=process.wait, daemon=True).start()
+        return process.pid
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

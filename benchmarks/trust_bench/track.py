@@ -12,6 +12,14 @@ from simulator.inject.processes import look_at
 RANKS = 2
 
 
+class Line(NamedTuple):
+    """A rank has completed a step."""
+
+    at_s: float  # when that was seen, monotonic
+    step: int
+    pid: int
+
+
 class DoneStep(NamedTuple):
     """All ranks have completed it."""
 
@@ -29,7 +37,8 @@ class Track:
         self._folder = folder
         self._is_alive = is_alive
         self._offsets = dict.fromkeys(range(RANKS), 0)
-        self._seen: dict[int, dict[int, tuple[float, int]]] = {rank: {} for rank in range(RANKS)}
+        self._seen: dict[int, dict[int, Line]] = {rank: {} for rank in range(RANKS)}
+        self.lines: list[Line] = []  # of all ranks
         self.pids = dict.fromkeys(range(RANKS), 0)  # that wrote the newest line
         self.done: list[DoneStep] = []
 
@@ -51,7 +60,8 @@ class Track:
             for line in data.decode().splitlines():
                 step, _, pid = line.split()
                 self.pids[rank] = int(pid)
-                self._seen[rank][int(step)] = (now_s, int(pid))
+                self.lines.append(Line(now_s, int(step), int(pid)))
+                self._seen[rank][int(step)] = self.lines[-1]
                 self._complete(int(step))
 
     @property
@@ -63,6 +73,6 @@ class Track:
         found = [line for rank in range(RANKS) if (line := self._seen[rank].get(step)) is not None]
         if len(found) < RANKS:
             return
-        moments, pids = zip(*found, strict=True)
+        pids = tuple(line.pid for line in found)
         if (self.done and self.done[-1].pids == pids) or all(map(self._is_alive, pids)):
-            self.done.append(DoneStep(max(moments), step, pids))
+            self.done.append(DoneStep(max(line.at_s for line in found), step, pids))

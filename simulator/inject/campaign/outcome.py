@@ -129,6 +129,14 @@ def incidents_after(incidents: Iterable[Incident], at: float) -> list[Incident]:
     return [i for i in incidents if follows(i)]
 
 
+def took_up(incident: Incident, at: float, causes: Sequence[str]) -> bool:
+    """Whether an incident that was held against another fault became one of these causes after `at`."""
+    return any(
+        float(moment["at"]) > at and moment["cause"] in causes and moment["state"] != IncidentState.RESOLVED.value
+        for moment in incident.get("timeline", ())
+    )
+
+
 def causes_of(incident: Incident) -> set[str]:
     """All that it was taken for: what goes wrong in its restart becomes its cause."""
     return {str(incident["cause"]), *(str(moment["cause"]) for moment in incident.get("timeline", ()))}

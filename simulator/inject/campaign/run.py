@@ -22,6 +22,7 @@ from simulator.inject.campaign.outcome import (
     incidents_after,
     judge,
     not_injected,
+    took_up,
 )
 from simulator.inject.faults import Api
 from simulator.inject.injector import FaultRequest, InjectedFault
@@ -205,9 +206,12 @@ class Campaign:
         kind = kind_of(done.fault)
 
         def followed() -> list[Incident]:
-            new = [i for i in self._incidents() if i["incident_id"] not in struck.known]
+            found = self._incidents()
+            new = [i for i in found if i["incident_id"] not in struck.known]
             if self._overlap:
-                return incidents_after(new, done.at)
+                return incidents_after(
+                    [*new, *(i for i in found if i not in new and took_up(i, done.at, kind.causes))], done.at
+                )
             return [i for i in new if i["opened_at"] >= done.at - EARLY_S]
 
         def are_closed() -> bool:

@@ -351,3 +351,30 @@ def test_what_the_return_of_a_host_brings_is_of_the_fault_that_cut_it_off() -> N
     )
     [outcome], _ = running.run([KILL])
     assert (outcome.verdict, outcome.incident_ids) == (FaultVerdict.RECOVERED, ("inc-1", "inc-2"))
+
+
+def test_with_overlap_an_incident_held_against_another_fault_that_takes_up_this_one_is_its_own() -> None:
+    """A harm waited for a person; then a rank raised, and the same incident restarted the job for that."""
+    clock = JumpingClock()
+    cluster = TwoFaults(state="open")
+
+    def judged(_: FaultOutcome) -> None:
+        clock.jumped_s = 1e6
+        restart = {"at": 200.3, "state": "acting", "cause": "loss_diverged"}
+        cluster.first = {"state": "resolved", "cause": "loss_diverged", "timeline": [restart]}
+        cluster.looks_since = -1000  # no other incident comes
+
+    running = Campaign(
+        *(cluster, cluster),
+        job="gpt",
+        clock=clock,
+        announce=lambda _: None,
+        patience_s=0.05,
+        overlap=True,
+        judged=judged,
+    )
+    outcomes, _ = running.run([KILL, Draw(1e5, KILL.fault, 0.9)])
+    assert [(o.verdict, o.incident_ids) for o in outcomes] == [
+        (FaultVerdict.WRONG, ("inc-1",)),
+        (FaultVerdict.RECOVERED, ("inc-1",)),
+    ]
