@@ -114,9 +114,10 @@ def _lighthouse(course: Course, python: str) -> list[str]:
 
 
 def _dlrover(course: Course, python: str, host: int) -> list[str]:
-    """As its operator starts an agent; one that replaces another has a new id and that one's rank."""
+    """As its operator starts an agent; one that replaces another has a new id and that one's rank. The name of the job
+    is that of the agent's sockets, too, so on one machine each has its own."""
     node = {"NODE_ID": host, "NODE_RANK": min(host, 1), "NODE_NUM": 2}
-    node |= {"DLROVER_MASTER_ADDR": f"127.0.0.1:{course.port}", "ELASTIC_JOB_NAME": "race"}
+    node |= {"DLROVER_MASTER_ADDR": f"127.0.0.1:{course.port}", "ELASTIC_JOB_NAME": f"race-{course.port}-{host}"}
     return [
         *("env", *(f"{name}={value}" for name, value in node.items()), python, "-P", "-m"),
         *("dlrover.trainer.torch.elastic_run", "--nnodes", "2", "--nproc-per-node", "1"),

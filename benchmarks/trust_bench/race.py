@@ -30,9 +30,9 @@ from trust_bench.track import Track
 
 MARK = "TRUST_RACE"  # folder of the run, in the environment of all its processes
 HOST = "TRUST_RACE_HOST"
-START_DEADLINE_S = 180.0
+START_DEADLINE_S = 300.0
 RECOVERY_DEADLINE_S = 120.0
-STORE_DEADLINE_S = 60.0
+STORE_DEADLINE_S = 120.0
 LOOK_S = 0.005
 CALM_S = 6.0  # of training before each fault: standbys are warm again, and a save is complete
 NOTICE_S = 30.0  # from the notice until the host's processes are killed, as most batch systems have it
@@ -227,7 +227,7 @@ class _Run:
 
     def _start(self, name: str, command: list[str]) -> int:
         environment = clean_environment() | {**ENVIRONMENT, **self._peer.environment, SHM_DIR_VARIABLE: str(self._shm)}
-        environment |= {MARK: str(self._course.folder), HOST: self._host_mark(name)}
+        environment |= {MARK: str(self._course.folder), HOST: self._host_mark(name), "TMPDIR": str(self._course.folder)}
         with (self._course.folder / f"{name}.out").open("ab") as out:
             process = subprocess.Popen(
                 command,
