@@ -11,9 +11,9 @@ the database and the hosts' logs for what was done twice. With --record FILE eac
 judged, one JSON object a line: what was found out is there even if the benchmark is killed. docs/explanation/trust.md
 has the figures.
 
-`shootout` runs one training loop under Flyball, torchrun and NVRx's ft_launcher, in turns: two hosts and a spare, a
-kill, an exception, a hang, a lost host. NVRx has an environment of its own, over this one (the docs say how):
-`--python nvrx=FOLDER/bin/python`. Flyball and torchrun are in this one.
+`shootout` runs one training loop under Flyball, torchrun, NVRx's ft_launcher, torchft and DLRover, in turns: two hosts,
+a kill, an exception, a hang, a lost host, a notice. The last three have environments of their own, over this one (the
+docs say how): `--python nvrx=FOLDER/bin/python`. Flyball and torchrun are in this one.
 
 Servers and services are its own. It needs mariadbd, redis-server, and for faults of the network CAP_SYS_ADMIN.
 
@@ -275,7 +275,7 @@ def figures(runs: list[RaceRun], everybody: list[RaceRun]) -> dict[str, str]:
     """Means with 95 % confidence intervals. Goodput: steps kept, at the shortest median step of all, over the time."""
     if not runs:
         return {"measured": "no"}
-    step_s = min(run.step_s for run in everybody if run.step_s)
+    step_s = min((run.step_s for run in everybody if run.step_s), default=0.0)
     found = {"runs": str(len(runs)), "start to first step": _spread([run.start_s for run in runs], "s")}
     for fault in FAULTS:
         recoveries = [r for run in runs for r in run.recoveries if r.fault == fault]
@@ -287,7 +287,12 @@ def figures(runs: list[RaceRun], everybody: list[RaceRun]) -> dict[str, str]:
             found[fault] += f": {reasons}" if reasons else ""
         else:
             found[fault] = f"-: {reasons or 'not reached'}"
-    found["goodput"] = _spread([100.0 * run.steps_kept * step_s / run.elapsed_s for run in runs], "%")
+        if alone := [r.alone_s for r in recoveries if r.alone_s is not None]:
+            found[f"{fault}, the other alone"] = f"{_spread(alone, 's')}, {len(alone)} of {len(runs)}"
+    if any(run.elapsed_s for run in runs):
+        found["goodput"] = _spread(
+            [100.0 * run.steps_kept * step_s / run.elapsed_s for run in runs if run.elapsed_s], "%"
+        )
     found["median step"] = _spread([1000.0 * run.step_s for run in runs], "ms")
     found["load average before"] = ", ".join(str(run.load_average_1m) for run in runs)
     return found

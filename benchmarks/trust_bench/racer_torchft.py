@@ -37,7 +37,7 @@ def train(options: Namespace) -> None:
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = StandardLibrary(options.batch_size, options.context, options.seed, group)
     losses = LossLog(str(options.folder / "losses"), group)
-    saver.restore(model, inner, data)
+    start = saver.restore(model, inner, data)
 
     def load_state(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])
@@ -52,6 +52,7 @@ def train(options: Namespace) -> None:
         replica_id=f"race_{group}",
         timeout=timeout,
     )
+    manager.load_state_dict({"step": start, "batches_committed": start * int(os.environ["NUM_REPLICA_GROUPS"])})
     network = torchft.DistributedDataParallel(manager, model)
     optimizer = torchft.Optimizer(manager, inner)
     while True:
