@@ -15,7 +15,7 @@ import trust
 from trust_bench import stack
 from trust_bench.interruption import STOP_SIGNALS, Interruption
 from trust_bench.peers import PEERS, python_of
-from trust_bench.race import FAULTS, moment_of
+from trust_bench.race import FAULTS, RaceRun, Recovery, moment_of
 from trust_bench.track import Track
 
 from flyball.contracts.errors import UsageError
@@ -164,3 +164,19 @@ def test_within_a_campaign_the_first_ctrl_c_asks_and_the_second_ends_it(
         assert found.is_asked and "a second Ctrl-C" in said[0]
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_table_of_a_launcher_says_what_it_survived_and_what_not() -> None:
+    def run(repetition: int, *recoveries: Recovery) -> RaceRun:
+        return RaceRun("torchft", repetition, 5.0, recoveries, 100.0, 500, 0.1, 0.5)
+
+    runs = [
+        run(1, Recovery("kill", 2.0, 1, alone_s=1.5), Recovery("exception", None, None, "no step")),
+        run(2, Recovery("kill", 4.0, 0), Recovery("exception", 3.0, 0)),
+    ]
+    found = trust.figures(runs, runs)
+    assert found["kill"] == "3.00 ± 12.71 s, 0.50 ± 6.35 steps lost, 2 of 2"
+    assert found["kill, the other alone"] == "1.50 s, 1 of 2"
+    assert found["exception"] == "3.00 s, 0.00 steps lost, 1 of 2: no step"
+    assert (found["host"], found["goodput"]) == ("-: not reached", "50.00 ± 0.00 %")
+    assert trust.figures([], runs) == {"measured": "no"}
