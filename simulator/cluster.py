@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from flyball.contracts.checkpoints import CheckpointSpec, Tier
 from flyball.contracts.cluster import JobSpec
 from services.runtime.telemetry import Metrics
 from simulator.ports.bus import MemoryBus
@@ -18,10 +19,12 @@ from simulator.supervisor.sensors import Sensor
 from simulator.supervisor.services import Actuator, Controller, Gateway
 from simulator.world.events import EventQueue, MachineClock
 from simulator.world.host import Host
+from simulator.world.store import SharedStore
 from simulator.world.world import World
 
 JOB = "job"
 MAY_SHRINK = 0.25  # share of the drawn clusters
+STORES_EVERY = (0, 0, 2, 8)  # steps
 SHRINKS_SOON = {"shrink_after_s": 5.0, "grow_after_s": 5.0, "grow_cooldown_s": 20.0}
 
 
@@ -37,11 +40,12 @@ class Scenario(msgspec.Struct, frozen=True):
     within_s: float = 120.0  # the faults begin within this time
     never_from_scratch: bool = False
     min_nodes: int = 0  # with how few the job may go on; 0: with all only
+    stores_every: int = 0  # steps between saves to the persistent tier; 0: there is none
 
 
 def draw_scenario(rng: Random) -> Scenario:
     """Draw a small cluster; each is different. In a quarter of them the job may go on with one host, and there is no
-    spare."""
+    spare. Half have a persistent tier."""
     nodes = rng.randint(1, 4)
     drawn = Scenario(
         nodes=nodes,
@@ -52,14 +56,20 @@ def draw_scenario(rng: Random) -> Scenario:
         faults=rng.randint(2, 7),
         within_s=rng.uniform(20.0, 120.0),
     )
-    may_shrink = rng.random() < MAY_SHRINK
-    return msgspec.structs.replace(drawn, nodes=nodes + drawn.spares, spares=0, min_nodes=1) if may_shrink else drawn
+    if rng.random() < MAY_SHRINK:
+        drawn = msgspec.structs.replace(drawn, nodes=nodes + drawn.spares, spares=0, min_nodes=1)
+    return msgspec.structs.replace(drawn, stores_every=rng.choice(STORES_EVERY))
 
 
 class Cluster:
     def __init__(self, scenario: Scenario, rng: Random) -> None:
         self.timeline = EventQueue()
-        self.world = world = World(self.timeline, rng, step_s=scenario.step_s)
+        every = scenario.stores_every
+        checkpoint = (
+            CheckpointSpec(persistent_dir="s3://simulated", persistent_every_steps=every) if every else CheckpointSpec()
+        )
+        store = SharedStore(checkpoint.policy(Tier.PERSISTENT)) if every else None
+        self.world = world = World(self.timeline, rng, step_s=scenario.step_s, store=store)
         self.memory = Memory(MachineClock(self.timeline))
         self.bus = MemoryBus()
         self.wakeup = wakeup = SimulatedWakeup(world)
@@ -89,6 +99,7 @@ class Cluster:
             max_restarts=1000,
             never_from_scratch=scenario.never_from_scratch,
             min_nodes=scenario.min_nodes,
+            checkpoint=checkpoint,
             policy=SHRINKS_SOON if scenario.min_nodes else {},
         )
         world.after(1.0, self._submit)

@@ -16,6 +16,7 @@ from flyball.contracts.cluster import restored_world_size, restores_another_worl
 from flyball.contracts.decisions import DecisionKind, StartWorkers
 from simulator.checks.record_checks import BESIDE, Violation
 from simulator.cluster import JOB, Cluster
+from simulator.world.store import SharedStore
 from simulator.world.world import KNOWN_AFTER_S
 
 MAX_EVENTS_AT_ONCE = 20_000  # events at one moment of simulated time, after which nothing will ever come of it
@@ -33,7 +34,8 @@ class Watch:
         self._timeline = cluster.timeline
         self.violations: list[Violation] = []
         self._at, self._count = self._timeline.now, 0
-        self._copies = -1
+        self._copies = self._stores = -1
+        self._stored = (-1, -1)  # a generation, and the newest step of its history in the store
         self._points, self._era = (-1, -1), (-1, -1, -1)
         self._begin_database()
         self._timeline.after_each = self.look
@@ -62,6 +64,10 @@ class Watch:
                 *(self._open_incidents() if incidents != now[2] else ()),
             ]
             self.violations += found
+        store = self._world.store
+        if store is not None and store.changes != self._stores:
+            self._stores = store.changes
+            self.violations += self._stored_step(store)
         if self._world.copies_changed != self._copies:
             self._copies = self._world.copies_changed
             self.violations += self._recovery_point()
@@ -100,13 +106,15 @@ class Watch:
                 sources = restore.sources.get(str(rank), ())
                 if not any(self._has(source, restore.step) for source in sources):
                     name = f"generation {placement.generation} is to restore step {restore.step}"
-                    where = ", ".join(source.host_id for source in sources) or "nobody"
+                    where = ", ".join(source.host_id or "the store" for source in sources) or "nobody"
                     yield self._violation("shard_not_there", f"{name}: the shard of rank {rank} is not on {where}")
 
     def _has(self, source: ShardSource, step: int) -> bool:
         host = self._world.hosts.get(source.host_id)
-        if source.tier is Tier.PERSISTENT or host is None:
-            return False  # this world has no store
+        if source.tier is Tier.PERSISTENT:
+            return self._world.store is not None and self._world.store.has(source, step)
+        if host is None:
+            return False
         if not host.is_up or self._world.now - host.switched_at < KNOWN_AFTER_S:
             return True
         wanted = (JOB, source.generation, step, source.rank, source.tier)
@@ -131,6 +139,17 @@ class Watch:
                     what = f"step {before} was {how}, and now step {now} is the newest that is"
                     yield self._violation("recovery_point_dropped", what)
         self._points, self._era = newest, era
+
+    def _stored_step(self, store: SharedStore) -> Iterator[Violation]:
+        """The newest step of the history in the store only grows, as long as the job does not go back."""
+        lineage = self._world.truth.lineage
+        if not lineage:
+            return
+        generation, newest = lineage[-1].generation, max((step for step, _ in store.complete(lineage)), default=-1)
+        if self._stored[0] == generation and newest < self._stored[1]:
+            what = f"step {self._stored[1]} was in the store, and now step {newest} is the newest that is"
+            yield self._violation("stored_step_dropped", what)
+        self._stored = (generation, newest)
 
     def _newest(self, lineage: Lineage, *, copies: int) -> int:
         """The newest step of the history of which every rank has this many copies, each on another host; -1: none.

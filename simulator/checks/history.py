@@ -75,7 +75,8 @@ class Granted(msgspec.Struct, frozen=True, tag=True):
     """A controller granted a generation.
 
     `known_step`: the newest complete step of its history among all copies that the database knew.
-    `reachable_step`: among the copies on the hosts being stopped. -1: none.
+    `reachable_step`: among the copies on the hosts being stopped, and in the store. `stored_step`: among those in the
+    store alone. -1: none.
     """
 
     at: float
@@ -83,6 +84,7 @@ class Granted(msgspec.Struct, frozen=True, tag=True):
     generation: int
     known_step: int
     reachable_step: int
+    stored_step: int = -1
 
 
 class Restored(msgspec.Struct, frozen=True, tag=True):
@@ -111,6 +113,15 @@ class Parked(msgspec.Struct, frozen=True, tag=True):
 
 class Saved(msgspec.Struct, frozen=True, tag=True):
     """Every rank has a verified copy of a step."""
+
+    at: float
+    job: str
+    generation: int
+    step: int
+
+
+class Sealed(msgspec.Struct, frozen=True, tag=True):
+    """The store has the shards of all ranks of a step, and its world manifest."""
 
     at: float
     job: str
@@ -159,6 +170,7 @@ Fact: TypeAlias = (
     | Restored
     | Parked
     | Saved
+    | Sealed
     | Condemned
     | Cordoned
     | CoreFault

@@ -97,6 +97,7 @@ def _restored_whole_steps(facts: Iterable[Fact], record: Record) -> Iterator[Vio
     """A restored step was saved by all ranks, belongs to the lineage, and is no older than necessary."""
     saved: set[tuple[int, int]] = set()
     upto: dict[int, float] = {}  # the lineage, tracked without any of the core's code
+    stored: dict[int, int] = {}  # by generation: the newest step in the store that was known when it was granted
     has_failed_restore = False
     for fact in facts:
         match fact:
@@ -104,6 +105,8 @@ def _restored_whole_steps(facts: Iterable[Fact], record: Record) -> Iterator[Vio
                 saved.add((fact.generation, fact.step))
             case WorkerEnded() if fact.why == NO_SOURCE:
                 has_failed_restore = True
+            case Granted():
+                stored[fact.generation] = fact.stored_step
             case Restored():
                 name = f"generation {fact.generation} restored step {fact.step} of {fact.source_generation}"
                 if fact.generation <= max(upto, default=0):
@@ -116,6 +119,8 @@ def _restored_whole_steps(facts: Iterable[Fact], record: Record) -> Iterator[Vio
                     yield Violation("restored_dead_branch", f"{name}, beyond the branch of its history")
                 if fact.step < fact.held_step and not has_failed_restore:
                     yield Violation("lost_steps", f"{name}, where step {fact.held_step} was there")
+                if fact.step < stored.get(fact.generation, -1) and not has_failed_restore:
+                    yield Violation("lost_steps", f"{name}, where step {stored[fact.generation]} was in the store")
                 upto = {g: min(step, fact.step) for g, step in upto.items() if g <= fact.source_generation}
                 upto[fact.generation] = float("inf")
                 has_failed_restore = False

@@ -50,6 +50,9 @@ class FaultKind(StrEnum):
     HOST_KEEPS_NO_SAVE = "host_keeps_no_save"  # every save of its ranks fails, and so the world's
     HOST_WARNS = "host_warns"  # a condition for which ranks should leave
     HOST_BROKEN = "host_broken"  # a condition with which no rank can train, by its daemon
+    ALL_HOSTS_LOST = "all_hosts_lost"  # all of the job's, with their memory
+    STORE_AWAY = "store_away"  # the persistent tier answers nobody
+    HOST_CUT_FROM_STORE = "host_cut_from_store"
 
 
 _LASTS_S = {
@@ -87,6 +90,9 @@ _LASTS_S = {
     FaultKind.HOST_KEEPS_NO_SAVE: (20.0, 150.0),
     FaultKind.HOST_WARNS: (1.0, 120.0),
     FaultKind.HOST_BROKEN: (1.0, 120.0),
+    FaultKind.ALL_HOSTS_LOST: (5.0, 60.0),
+    FaultKind.STORE_AWAY: (2.0, 90.0),
+    FaultKind.HOST_CUT_FROM_STORE: (2.0, 90.0),
 }
 # The interesting ones: every run has at least one.
 _FAILURES = (
@@ -107,6 +113,7 @@ _FAILURES = (
     FaultKind.SPARE_LACKS_FILES,
     FaultKind.HOST_WARNS,
     FaultKind.HOST_BROKEN,
+    FaultKind.ALL_HOSTS_LOST,
 )
 
 

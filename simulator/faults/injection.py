@@ -13,12 +13,20 @@ from simulator.cluster import Cluster
 from simulator.faults.faults import Fault, FaultKind
 from simulator.supervisor.processes import SimulatedProcess
 from simulator.world.host import ACTUATOR, SENSOR, Host
+from simulator.world.store import STORE
 from simulator.world.training import SIGKILL, ProcessEnd
 
 _AWAY_AFTER_PREEMPTION_S = 60.0
 _MISSED_AFTER_S = 20.0  # before a missing spare is noticed
 _RESTARTED = 0.7  # fraction of the databases that go back for which all processes restart, too
 _STAYS_S = 20.0  # beyond the announced time
+
+
+_ON_ALL_HOSTS = (
+    FaultKind.ALL_HOSTS_PAUSED,
+    FaultKind.ALL_HOSTS_CUT_FROM_SUPERVISOR,
+    FaultKind.ALL_HOSTS_LOST,
+)
 
 
 class Injector:
@@ -51,7 +59,8 @@ class Injector:
         name = fault.kind.value
         for kinds, apply in (
             ((FaultKind.NOTICE_IN_VAIN, FaultKind.DRAIN_IN_VAIN), self._in_vain),
-            ((FaultKind.ALL_HOSTS_PAUSED, FaultKind.ALL_HOSTS_CUT_FROM_SUPERVISOR), self._on_all_hosts_of_the_job),
+            (_ON_ALL_HOSTS, self._on_all_hosts_of_the_job),
+            ((FaultKind.STORE_AWAY, FaultKind.HOST_CUT_FROM_STORE), self._on_store),
             ((FaultKind.PORTS_TAKEN, FaultKind.SHARE_AWAY, FaultKind.SPARE_LACKS_FILES), self._on_starts),
         ):
             if fault.kind in kinds:
@@ -119,6 +128,11 @@ class Injector:
             links = [(host.host_id, far) for host in busy for far in (SENSOR, ACTUATOR)]
             return target, self._cut(links), fault.lasts_s
 
+        if fault.kind is FaultKind.ALL_HOSTS_LOST:
+            for host in busy:
+                self._world.take_down(host.host_id)
+            return target, partial(self._bring_up, busy), fault.lasts_s
+
         def end() -> None:
             for host in busy:
                 host.resume()
@@ -126,6 +140,10 @@ class Injector:
         for host in busy:
             host.pause()
         return target, end, fault.lasts_s
+
+    def _bring_up(self, hosts: Sequence[Host]) -> None:
+        for host in hosts:
+            self._world.bring_up(host.host_id)
 
     def _on_starts(self, fault: Fault) -> tuple[str, Callable[[], None], float]:
         """Faults that only a start of ranks reveals; they also force one."""
@@ -193,7 +211,7 @@ class Injector:
                 host.has_condition(condition)
                 end = partial(host.has_no_more, condition)
             case FaultKind.HOST_CUT_OFF:
-                end = self._cut([(name, far) for far in (*others, SENSOR, ACTUATOR)])
+                end = self._cut([(name, far) for far in (*others, SENSOR, ACTUATOR, STORE)])
             case FaultKind.HOSTS_CUT_FROM_EACH_OTHER:
                 other = others[int(fault.size * len(others))]
                 target, end = f"{name} and {other}", self._cut([(name, other)])
@@ -242,6 +260,12 @@ class Injector:
                 process.start()
 
         return process.name, restart, lasts_s
+
+    def _on_store(self, fault: Fault) -> tuple[str, Callable[[], None], float]:
+        host = self._host(fault).host_id
+        is_away = fault.kind is FaultKind.STORE_AWAY
+        end = self._cut([(name, STORE) for name in (self._world.hosts if is_away else (host,))])
+        return "" if is_away else host, end, fault.lasts_s
 
     def _on_shared(self, fault: Fault) -> tuple[str, Callable[[], None], float]:
         cluster, network = self._cluster, self._world.network

@@ -10,6 +10,7 @@ from services.record.answers import ACKNOWLEDGED, ANSWERED
 from services.record.codec import number_of
 from simulator.ports import steps
 from simulator.ports.memory import ActionRow, Memory
+from simulator.ports.stored_copies import wanted_copies
 
 
 class MemoryActionStore:
@@ -29,6 +30,8 @@ class MemoryActionStore:
             return [self._progress(row, addresses) for row in rows]
 
     def _progress(self, row: ActionRow, addresses: dict[str, str]) -> ActionProgress:
+        plan = row.plan
+        stored = wanted_copies(self._memory, plan.spec, plan.next.parent_lineage) if plan.next is not None else ()
         return ActionProgress(
             action_id=f"act-{row.number}",
             decision_id=f"dec-{row.number}",
@@ -39,7 +42,7 @@ class MemoryActionStore:
             version=row.version,
             started_at=row.started_at,
             commands=tuple(OutboxCommand(c.command, c.phase, c.created_at, c.update) for c in row.commands),
-            persistent_copies=tuple(c for c in self._memory.persistent_copies.values() if c.job == row.plan.job),
+            persistent_copies=stored,
             engine_addresses=addresses,
             attempt=row.attempt,
         )

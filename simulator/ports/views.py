@@ -22,6 +22,7 @@ from services.record.codec import number_of
 from services.record.host_views import host_views, placement_of
 from services.record.recoveries import RECOVERING, newest_recoveries
 from simulator.ports.memory import ActionRow, JobRow, Memory
+from simulator.ports.stored_copies import wanted_copies
 
 HOUR_S = 3600.0
 
@@ -40,8 +41,12 @@ def load_view(memory: Memory) -> View:
         for name, row in sorted(memory.jobs.items(), key=lambda item: (item[1].submitted_at, item[0]))
         if not row.state.ended or name in named
     )
-    shown = {job.spec.job for job in jobs}
-    persistent = (copy for copy in memory.persistent_copies.values() if copy.job in shown)
+    persistent = [
+        copy
+        for job in jobs
+        if job.generation is not None
+        for copy in wanted_copies(memory, job.spec, job.generation.lineage)
+    ]
     losses = recent_losses(memory.incidents.values(), memory.clock.wall_s())
     conditions = {host: tuple(one for _, one in sorted(of.items())) for host, of in memory.conditions.items() if of}
     return View(

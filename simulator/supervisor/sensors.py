@@ -14,6 +14,7 @@ from services.sensor.reports.report_writer import MAX_HOSTS
 from services.sensor.rules.placed import given_in
 from services.sensor.rules.step_log import StepSummary
 from simulator.ports.status_store import MemoryStatusStore
+from simulator.ports.stored_copies import stored_points
 from simulator.supervisor.processes import TICK_S, WRITE_EVERY_S, Shared, SimulatedProcess
 from simulator.world.events import MachineClock
 from simulator.world.world import World
@@ -72,6 +73,7 @@ class Sensor(SimulatedProcess):
         vouch = self._ingest.vouches.take(self.clock.monotonic_s())
         try:
             self._ingest.expect_hosts(self._status.hosts_with_placement())
+            self._ingest.know_stored(stored_points(self._memory))
             if plan := next((g.plan for g in reversed(self._memory.generations.values())), None):
                 self._detector.set_neighbours(neighbours(plan.hosts, plan.peers))
                 self._detector.set_placed({(plan.job, plan.generation): given_in(plan)})

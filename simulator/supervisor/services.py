@@ -28,6 +28,7 @@ from simulator.ports import standings
 from simulator.ports.action_store import MemoryActionStore
 from simulator.ports.decision_store import MemoryDecisionStore
 from simulator.ports.memory import Memory
+from simulator.ports.stored_copies import wanted_copies
 from simulator.supervisor.processes import P, Shared, SimulatedProcess
 from simulator.supervisor.sensors import Sensor
 from simulator.world.events import MachineClock
@@ -124,7 +125,10 @@ class Controller(SimulatedProcess):
         assert plan.next is not None
         known = [copy for row in self._memory.hosts.values() for copy in row.copies]
         reachable = [copy for copy in known if copy.host_id in plan.stop_hosts]
-        found = (newest_step(copies, plan.next.parent_lineage, plan.spec.world_size) for copies in (known, reachable))
+        history = plan.next.parent_lineage
+        stored = wanted_copies(self._memory, plan.spec, history)
+        known, reachable = [*known, *stored], [*reachable, *stored]
+        found = (newest_step(copies, history, plan.spec.world_size) for copies in (known, reachable, stored))
         steps = [-1 if step is None else step for step in found]
         self.world.granted_at[plan.next.generation] = self.world.now
         self.world.note(Granted(self.world.now, plan.job, plan.next.generation, *steps))

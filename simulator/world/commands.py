@@ -198,6 +198,7 @@ class Commands:
         for group, worker in list(self._host.workers.values()):
             if group.generation <= upto_generation:
                 self._world.exit(group, worker, ProcessEnd(signal_number=SIGKILL, is_expected=True))
+        self._host.engine.end(upto_generation)
         self._ran_s = {of: ran_s for of, ran_s in self._ran_s.items() if of > upto_generation}
 
     def _list_copies(self, running: _Running, body: StopWorkers | EndJob) -> None:

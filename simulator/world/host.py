@@ -26,10 +26,13 @@ from flyball.contracts.reports.standings import HostStanding
 from flyball.contracts.reports.succession import MAX_PREDECESSORS
 from flyball.contracts.reports.testimony import Testimony
 from flyball.contracts.wire import WIRE_VERSION
+from host_daemon.link.reporting import TOUCH_INTERVALS
 from host_daemon.store.outbox import BATCH, MAX_KEPT, went_back
 from services.actuator.ports import Judgement
 from simulator.world.commands import Commands
 from simulator.world.events import MachineClock
+from simulator.world.store import STORE
+from simulator.world.storing import StoreContact
 from simulator.world.training import ProcessEnd, SimulatedGeneration, SimulatedWorker
 from simulator.world.world import World
 
@@ -66,6 +69,7 @@ class Host:
         self.has_files = True
         self.is_disk_full = False
         self.keeps_saves = True
+        self.engine = StoreContact()
         self._up_since = world.now
         self.switched_at = 0.0  # when it last went down or came up
         # survives on disk:
@@ -88,6 +92,9 @@ class Host:
         self.is_up, self.switched_at = False, self.world.now
         self.kill_daemon()
         self.copies.clear()
+        if self.engine.part is not None:
+            self.engine.part.ended.set()
+        self.engine = StoreContact()
         self._unseen_exits.clear()
         for group, worker in self.workers.values():
             self.commands.worker_ended(group.generation, worker)
@@ -149,6 +156,7 @@ class Host:
         self._incarnations += 1
         self.incarnation = f"{self.host_id}-{self._incarnations}"
         self._seq = self._report_seq = self._replied_seq = 0
+        self._report_at: dict[int, float] = {}  # reports without a reply
         self._sent_at: dict[tuple[str, int], float] = {}
         self._asked: tuple[str, ...] = ()
         self._committed: dict[str, int] = {}
@@ -266,6 +274,7 @@ class Host:
         due = [key for key in self._spool if now - self._sent_at.get(key, 0.0) >= RESEND_AFTER_S][:BATCH]
         self._sent_at.update(dict.fromkeys(due, now))
         self._report_seq += 1
+        self._report_at[self._report_seq] = now
         mine = list(self.workers.values())
         workers, progress = in_columns(self._status(group, worker) for group, worker in mine)
         self.control.report(
@@ -293,6 +302,9 @@ class Host:
         """Drop committed signals and remember which peers were asked about. `seq`: of the report."""
         if seq > self._replied_seq:
             self._asked, self._replied_seq = reply.ask, seq
+            self.engine.touched_until = self._report_at.pop(seq, 0.0) + TOUCH_INTERVALS * INTERVAL_S
+            self._report_at = {later: at for later, at in self._report_at.items() if later > seq}
+            self.engine.stored_points = reply.stored_points or self.engine.stored_points
         if went_back(self._committed, reply.committed):
             self._send_again()
         self._committed.update(reply.committed)
@@ -345,7 +357,14 @@ class Host:
 
     def reported_copies(self) -> tuple[ShardCopy, ...]:
         """The copies that the engine reports."""
-        return tuple(self.copies) if self.is_engine_up else ()
+        if not self.is_engine_up:
+            return ()
+        is_reached = self.world.network.are_joined(self.host_id, STORE)
+        stored = self.engine.copies(self.world.store, is_reached=is_reached)
+        part = self.engine.part
+        if part is not None and part.group.storing is not None:
+            part.group.storing.note_reported(stored, self.host_id)
+        return (*self.copies, *stored)
 
     def _status(self, group: SimulatedGeneration, worker: SimulatedWorker) -> RankStatus:
         age_s = self.world.now - worker.moved_at

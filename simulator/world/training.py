@@ -10,12 +10,13 @@ from collections.abc import Iterable, Sequence
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
-from flyball.contracts.checkpoints import ShardCopy, Tier
+from flyball.contracts.checkpoints import ShardCopy, ShardSource, Tier
 from flyball.contracts.cluster import Activity, Phase, Placement, restores_another_world
 from flyball.contracts.errors import RestoreFailed
 from flyball.contracts.reports.signals import SavesFailing, SavesRecovered
 from simulator.checks.history import NO_SOURCE, Parked, Restored, Saved
 from simulator.world.events import Happening
+from simulator.world.storing import Storing
 
 if TYPE_CHECKING:
     from simulator.world.world import World
@@ -28,6 +29,7 @@ SHARD_SIZE_BYTES = 1000
 FAILING_AFTER_S = 60.0  # as in the engine
 STANDS_AFTER_S = 2.5  # longer than any step
 RESUME_LOOK_S = 0.25
+STORE_PATIENCE_S, STORE_LOOK_S = 30.0, 1.0  # of a restore
 
 
 class ProcessEnd(NamedTuple):
@@ -74,6 +76,8 @@ class SimulatedGeneration:
         self._failing: dict[str, tuple[float, int]] = {}  # host -> when its saves began to fail, and how many did
         self._reported_failing: set[str] = set()
         self._has_restored = False
+        self._waits_for_store_since: float | None = None
+        self.storing: Storing | None = None  # in the persistent tier
         self._is_stepping = False
         self._stuck_since: float | None = None
         self._parked_since: float | None = None
@@ -190,6 +194,9 @@ class SimulatedGeneration:
             is_resharded = restores_another_world(self.placement)  # then it needs a part of every shard
             for sources in plan.sources.values() if is_resharded else [plan.sources.get(str(worker.rank), ())]:
                 found = [source for source in sources if self.world.can_fetch(worker, self.job, source, plan.step)]
+                if not found and self._waits_for_store(sources, plan.step):
+                    self.world.after(STORE_LOOK_S, self._restore)
+                    return
                 if not found:
                     self.world.exit(self, worker, ProcessEnd(exit_code=RestoreFailed.exit_code, message=NO_SOURCE))
                     return
@@ -206,7 +213,18 @@ class SimulatedGeneration:
             worker.phase, worker.moved_at = Phase.STEP, self.world.now
             worker.step = step
             self.beacons[worker.host_id][worker.rank] = worker.step
+        if self.world.store is not None:
+            self.storing = Storing(self, self.world.store, step)
         self._begin_step()
+
+    def _waits_for_store(self, sources: Sequence[ShardSource], step: int) -> bool:
+        """Whether the store has the shard, but does not answer: its engine asks again for a while."""
+        store = self.world.store
+        if store is None or not any(one.tier is Tier.PERSISTENT and store.has(one, step) for one in sources):
+            return False
+        if self._waits_for_store_since is None:
+            self._waits_for_store_since = self.world.now
+        return self.world.now - self._waits_for_store_since < STORE_PATIENCE_S
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -293,6 +311,8 @@ class SimulatedGeneration:
             self._began_saving_at = self.world.now
         self._committed = step
         self.world.note(Saved(self.world.now, self.job, self.generation, step))
+        if self.storing is not None:
+            self.storing.offer(step)
         self.world.after(self._rng.uniform(0.02, 0.3), lambda: self._replicate(step))
 
     def _hold(self, copy: ShardCopy) -> bool:

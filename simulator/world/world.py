@@ -8,11 +8,12 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from ckpt_engine.rules.slot_rules import MIN_SLOTS, SlotState, SlotView, choose_slot
-from flyball.contracts.checkpoints import Lineage, ShardCopy, ShardSource, branch
+from flyball.contracts.checkpoints import Lineage, ShardCopy, ShardSource, Tier, branch
 from flyball.contracts.cluster import Placement
 from flyball.contracts.recovery import complete_points
 from simulator.checks.history import EXPECTED, HOST_LOST, Fact, HostSwitched, WorkerBegan, WorkerEnded
 from simulator.world.events import BEGAN_AT, EventQueue, Happening
+from simulator.world.store import STORE, SharedStore
 from simulator.world.training import ProcessEnd, SimulatedGeneration, SimulatedWorker
 
 if TYPE_CHECKING:
@@ -69,8 +70,8 @@ class Truth:
 class World:
     """Everything that exists, and how it happens."""
 
-    def __init__(self, timeline: EventQueue, rng: Random, *, step_s: float) -> None:
-        self.timeline, self.rng, self.step_s = timeline, rng, step_s
+    def __init__(self, timeline: EventQueue, rng: Random, *, step_s: float, store: SharedStore | None = None) -> None:
+        self.timeline, self.rng, self.step_s, self.store = timeline, rng, step_s, store
         self.network = Network(timeline, rng)
         self.truth = Truth(self)
         self.hosts: dict[str, Host] = {}
@@ -139,6 +140,9 @@ class World:
 
     def can_fetch(self, worker: SimulatedWorker, job: str, source: ShardSource, step: int) -> bool:
         """Whether a rank's host can fetch the bytes from a source now."""
+        if source.tier is Tier.PERSISTENT:
+            has_it = self.store is not None and self.store.has(source, step)
+            return has_it and self.network.are_joined(worker.host_id, STORE)
         holder = self.hosts.get(source.host_id)
         if holder is None or not self.can_copy(source.host_id, worker.host_id):
             return False
@@ -159,6 +163,7 @@ class World:
         self.note(WorkerBegan(self.now, host_id, placement.job, placement.generation, rank))
         group = self.group(placement)
         group.parts[host_id] = placement
+        self.hosts[host_id].engine.begin(group, host_id)
         return group.start(host_id, rank, pid)
 
     def exit(self, group: SimulatedGeneration, worker: SimulatedWorker, ending: ProcessEnd) -> None:

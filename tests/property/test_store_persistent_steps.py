@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flyball.contracts.checkpoints import Lineage, LineageEntry, ShardCopy, Tier
 from flyball.contracts.recovery import complete_points
-from services.store.reports.persistent_steps import KEPT_STEPS, MULTIPLES, Wanted, forgettable, is_outdated, restorable
+from services.record.stored_steps import KEPT_STEPS, MULTIPLES, Wanted, forgettable, is_outdated, restorable
 
 WORLD = 2
 

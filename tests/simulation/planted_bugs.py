@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
+from flyball.contracts.checkpoints import Tier
 from flyball.contracts.reports.signals import HostSilent, PreemptionNotice, Signal
 from host_daemon.store.command_journal import CommandAdmission
 from services.actuator.rules import playbook
@@ -92,6 +93,16 @@ def _overwrites_the_oldest(patch: Patch) -> None:
     patch.setattr(world, "choose_slot", lambda slots, *_: min(slots, key=lambda slot: slot.step))
 
 
+def _leaves_the_store_out(patch: Patch) -> None:
+    """Whoever plans a restore."""
+
+    def plan_restore(copies: Any, *given: Any) -> Any:  # noqa: ANN401 - as the core's
+        return real([copy for copy in copies if copy.tier is not Tier.PERSISTENT], *given)
+
+    real = playbook.plan_restore
+    patch.setattr(playbook, "plan_restore", plan_restore)
+
+
 def _never_tells_of_silence(patch: Patch) -> None:
     def tick(self: FaultDetector, *given: Any, **named: Any) -> Any:  # noqa: ANN401 - as the detector's
         return [body for body in real(self, *given, **named) if not isinstance(body, HostSilent)]
@@ -117,10 +128,11 @@ BUGS = (
     PlantedBug("supersedes nothing", _supersedes_nothing, 0, "two_open_actions"),
     PlantedBug("takes any copy for all", _takes_any_copy_for_all, 0, "shard_not_there"),
     PlantedBug("fails on a notice", _fails_on_a_notice, 0, "crash"),
-    PlantedBug("obeys commands twice", _obeys_twice, 3, "command_obeyed_twice"),
+    PlantedBug("obeys commands twice", _obeys_twice, 6, "command_obeyed_twice"),
     PlantedBug("forgets the branch", _forgets_the_branch, 1, "lineage_broken"),
     PlantedBug("cordons without limit", _cordons_without_limit, 1, "blast_radius"),
     PlantedBug("admits stale commands", _admits_stale, 13, "stale_command_obeyed"),
-    PlantedBug("never tells of silence", _never_tells_of_silence, 28, "training_not_back"),
+    PlantedBug("never tells of silence", _never_tells_of_silence, 3, "training_not_back"),
+    PlantedBug("leaves the store out", _leaves_the_store_out, 103, "training_not_back"),
     PlantedBug("overwrites the oldest", _overwrites_the_oldest, 46, "recovery_point_dropped"),
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from simulator.checks.history import Parked
+from ckpt_engine.tiers.writing import tier_retention
+from simulator.checks.history import Parked, Restored, Sealed
 from simulator.cluster import Scenario
 from simulator.driver import Run, run
 from simulator.faults.faults import Fault, FaultKind
@@ -194,3 +196,39 @@ def test_a_job_is_adopted_by_an_empty_database() -> None:
         done = run(seed, scenario=scenario, faults=(lost, killed))
         assert done.violations == []
         assert {found.incident.cause for found in done.record.incidents} == {"database_new", "worker_killed"}
+
+
+STORED = Scenario(nodes=2, ranks_per_node=1, spares=2, racks=2, step_s=1.0, faults=1, stores_every=4)
+ALL_LOST = Fault(FaultKind.ALL_HOSTS_LOST, 69.0, 30.0, 0.3, 0.3)
+
+
+def restored(done: Run) -> int:
+    """The step from which the second generation went on."""
+    return next(fact.step for fact in done.facts if isinstance(fact, Restored) and fact.generation > 1)
+
+
+@pytest.mark.parametrize("away", [(), (Fault(FaultKind.STORE_AWAY, 40.0, 45.0, 0.3, 0.3),)], ids=["there", "away"])
+def test_a_job_that_lost_all_of_its_hosts_goes_on_from_the_store(away: tuple[Fault, ...]) -> None:
+    """From the newest step that has a world manifest; one that does not answer is waited for."""
+    done = run(3, scenario=STORED, faults=(*away, ALL_LOST))
+    assert done.violations == []
+    sealed = [fact for fact in done.facts if isinstance(fact, Sealed) and fact.at - BEGAN_AT < ALL_LOST.after_s]
+    assert restored(done) == sealed[-1].step > 20
+    without = run(3, scenario=msgspec.structs.replace(STORED, stores_every=0), faults=(ALL_LOST,))
+    assert (without.violations, restored(without)) == ([], -1)
+
+
+def test_the_store_keeps_the_step_that_the_supervisor_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its database is away while newer steps are stored, and then nobody is left to tell it."""
+    faults = (
+        Fault(FaultKind.DATABASE_AWAY, 40.0, 32.0, 0.3, 0.3),
+        *(Fault(FaultKind.SENSOR_KILLED, 70.0, 0.5, pick, 0.3) for pick in (0.1, 0.9)),
+        ALL_LOST,
+    )
+    done = run(3, scenario=STORED, faults=faults)
+    assert done.violations == []
+    sealed = [fact for fact in done.facts if isinstance(fact, Sealed) and fact.at - BEGAN_AT < ALL_LOST.after_s]
+    assert 0 < restored(done) < sealed[-3].step, "the newest that the database had"
+    monkeypatch.setattr(tier_retention, "unconfirmed", lambda *_: frozenset())
+    found = run(3, scenario=STORED, faults=faults)
+    assert "shard_not_there" in {violation.invariant for violation in found.violations}

@@ -125,6 +125,10 @@ class Ingest:
             if now - at < self.vouches.age_s(host_id, now_s) - MOVED_AFTER_S:
                 self._steps.forget(host_id)
 
+    def know_stored(self, points: StoredPoints) -> None:
+        """From now on tell the hosts of these jobs which of their persistent steps are stored."""
+        self._stored_points = points
+
     def know(self, placed: Placed) -> None:
         """From now on accept from each host only reports of the ranks that it was given."""
         self._placed = placed
@@ -296,7 +300,7 @@ class Ingest:
                 if found.learned is not recalled:
                     recalled = found.learned
                     self._detector.recall(recalled)
-                self._stored_points = found.stored_points
+                self.know_stored(found.stored_points)
                 self.know(found.placed)
                 outage.ended()
             except OUTAGES as error:

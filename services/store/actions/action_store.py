@@ -19,9 +19,10 @@ from services.actuator.rules.playbook import may_start
 from services.record.answers import ACKNOWLEDGED, ANSWERED
 from services.record.codec import dump, load, number_of
 from services.record.step_events import Position
+from services.record.stored_steps import Wanted
 from services.store.actions import step_writer
 from services.store.actions.action_cache import COLUMNS, ActionCache, CachedAction, incident_id
-from services.store.reports.persistent_steps import PersistentCopies, Wanted
+from services.store.reports.persistent_steps import PersistentCopies
 from services.store.sql import events, lease
 from services.store.sql.database import Database
 from services.store.sql.tables import actions, commands, host_reports, hosts, log_head

@@ -44,6 +44,7 @@ from services.controller.round.view import (
 from services.record.answers import ActionAnswers, failed_in
 from services.record.codec import load, number_of
 from services.record.host_views import CachedHost, Newest, OtherHosts, host_views, newest_ranks
+from services.record.stored_steps import Wanted
 from services.store.actions.action_cache import COLUMNS, AnswerCache, incident_id, load_plans
 from services.store.decisions import check_store, standing_store
 from services.store.decisions.condition_store import ConditionCache
@@ -53,7 +54,7 @@ from services.store.decisions.host_failures import HostFailures
 from services.store.decisions.order_store import load_orders
 from services.store.decisions.past_actions import JobPast, PastActions
 from services.store.reports import vouching
-from services.store.reports.persistent_steps import PersistentCopies, Wanted
+from services.store.reports.persistent_steps import PersistentCopies
 from services.store.reports.rank_rows import RecordedRank, recorded_ranks
 from services.store.sql.shared_reads import HAS_ENDED, open_incidents, plan_of
 from services.store.sql.tables import actions, decisions, generations, incidents, job_failures, jobs
