@@ -247,7 +247,7 @@ def _notes(history: History, line: Timeline, executed: Sequence[Executed], optio
     elif line.step_s is None:
         notes.append("The log has no two consecutive steps: all of the first step counts as useful.")
     gaps = sum(e.n_steps - 1 for e in executed)
-    if gaps:
+    if gaps and not history.logs_some_steps:
         notes.append(f"{gaps} steps are missing from the log: their time is that between the steps around them.")
     lost_logs = {lost for generation in history.generations for lost in generation.lost_logs}
     if lost_logs:

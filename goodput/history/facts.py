@@ -85,5 +85,6 @@ class History(msgspec.Struct, frozen=True):
     waits: tuple[Wait, ...]
     world_size: int | None = None  # ranks at full size; None: the log does not say
     save_every_steps: int | None = None  # as submitted; None: not in the log, or not in steps
+    logs_some_steps: bool = False  # by design, as the simulator's log says of itself: what lies between is no gap
     absurd_times: bool = False  # events with impossible times were dropped
     unset_clocks: bool = False  # events from a clock that was never set were dropped

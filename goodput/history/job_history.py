@@ -118,6 +118,7 @@ class _JobLog:
         self.ended: tuple[float, str] | None = None
         self.world_size: int | None = None
         self.save_every_steps: int | None = None
+        self.logs_some_steps = False
         self.generations: defaultdict[int, GenerationLog] = defaultdict(GenerationLog)
         self.incidents = IncidentLog()
         self.decisions: set[LoggedDecision] = set()
@@ -160,6 +161,7 @@ class _JobLog:
         self.submitted_at = min(self.submitted_at, event.at)
         self.world_size = larger(self.world_size, whole(event.data, "world_size", least=1))
         self.save_every_steps = larger(self.save_every_steps, whole(event.data, "save_every_steps", least=1))
+        self.logs_some_steps = self.logs_some_steps or event.data.get("logs_some_steps") is True
 
     def _ended(self, event: Event) -> None:
         ended = (event.at, text(event.data, "outcome"))
@@ -219,6 +221,7 @@ class _JobLog:
             waits=_waits(self.elections | of_every_job.elections, self.signals | of_every_job.signals),
             world_size=full.ranks,
             save_every_steps=self.save_every_steps,
+            logs_some_steps=self.logs_some_steps,
         )
 
     def _bounds(

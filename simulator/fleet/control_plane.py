@@ -42,6 +42,7 @@ JOB = "job"
 HOLDER = "controller#1"
 _LEASE_S = 1e12  # nobody else wants it
 _KEPT = 16  # closed incidents and their records that a view may still need
+_KEPT_GENERATIONS = 64  # of a history, each with a step that counts; no host and no store has older ones
 _KEPT_S = 3600.0  # likewise: what happened within the last hour counts for limits
 _MOST_ROUNDS = 50  # in a row, at one moment
 _LATE_SHARE = 0.5  # of the time since the last change: so late may a round be that has nothing to do but to look again
@@ -349,9 +350,18 @@ class FleetControl:
             del memory.ranks[key]
         for exit_key in [key for key in memory.exits if key[1] < job.generation - 1]:
             del memory.exits[exit_key]
+        self._cut_histories()
         memory.signals.clear()
         memory.incident_changes.clear()
         memory.action_changes.clear()
+
+    def _cut_histories(self) -> None:
+        """Every decision carries them, so that each would cost more than the one before."""
+        job = self.memory.jobs[JOB]
+        job.failures = tuple(f for f in job.failures if f.generation >= job.generation - _KEPT_GENERATIONS)
+        for row in self.memory.generations.values():
+            row.plan = msgspec.structs.replace(row.plan, parent_lineage=row.plan.parent_lineage[-_KEPT_GENERATIONS:])
+            row.lineage = row.lineage and row.lineage[-_KEPT_GENERATIONS:]
 
 
 def _number(incident_id: str) -> int:

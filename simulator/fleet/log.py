@@ -26,7 +26,7 @@ def with_true_size(events: Iterable[Event], world_size: int, save_every_steps: i
 def _true_data(event: Event, world_size: int, save_every_steps: int) -> Mapping[str, Value] | None:
     match event.kind:
         case EventKind.JOB_SUBMITTED:
-            return {"world_size": world_size, "save_every_steps": save_every_steps}
+            return {"world_size": world_size, "save_every_steps": save_every_steps, "logs_some_steps": True}
         case EventKind.GENERATION_STARTED:
             return {**event.data, "world_size": world_size}
         case EventKind.GENERATION_GRANTED:

@@ -38,14 +38,14 @@ class StoreContact:
     def __init__(self) -> None:
         self.touched_until = 0.0
         self.stored_points: StoredPoints = {}
-        self.part: StoredPart | None = None  # of the newest generation of this host
+        self.part: EnginePart | None = None  # of the newest generation of this host
         self.listed: tuple[ShardCopy, ...] = ()  # when it last saw the store
 
     def begin(self, group: SimulatedGeneration, host_id: str) -> None:
         """The host begins to run ranks of a generation."""
         if self.part is None or self.part.group is not group:
             self.end(group.generation)
-            self.part = StoredPart(group, host_id)
+            self.part = EnginePart(group, host_id)
 
     def end(self, upto_generation: int) -> None:
         """The host was told to stop the ranks of these generations."""
@@ -59,7 +59,7 @@ class StoreContact:
         return self.listed
 
 
-class StoredPart:
+class EnginePart:
     """One host's ranks of one generation. `ended`: the host was told to stop them, or went down."""
 
     def __init__(self, group: SimulatedGeneration, host_id: str) -> None:
@@ -74,8 +74,8 @@ class StoredPart:
         self.ended = threading.Event()
 
 
-class _Writer:
-    def __init__(self, worker: SimulatedWorker, part: StoredPart) -> None:
+class _RankWriter:
+    def __init__(self, worker: SimulatedWorker, part: EnginePart) -> None:
         self.rank, self.host_id, self.part = worker.rank, worker.host_id, part
         self.received = self.settled = -1
         self.has_looked = False
@@ -100,12 +100,12 @@ class Storing:
             now_s=self._world.elapsed_s,
         )
         self._asked = self._settled = max(first, 0) - 1
-        self._writers: dict[int, _Writer] = {}
+        self._writers: dict[int, _RankWriter] = {}
         for worker in group.workers.values():
             part = self._world.hosts[worker.host_id].engine.part
             if part is None:  # its host went down and came up meanwhile
                 continue
-            writer = self._writers[worker.rank] = _Writer(worker, part)
+            writer = self._writers[worker.rank] = _RankWriter(worker, part)
             writer.received = writer.settled = self._asked
             writer.retention = self._retention_of(writer)
             self._world.after(self._rng.uniform(0.05, 0.5), partial(self._look, writer))
@@ -117,7 +117,7 @@ class Storing:
 
     # --- the ranks' writers ------------------------------------------------------------------------------------------
 
-    def _retention_of(self, writer: _Writer) -> TierRetention:
+    def _retention_of(self, writer: _RankWriter) -> TierRetention:
         engine = self._world.hosts[writer.host_id].engine
         spec = SimpleNamespace(policy=lambda tier: self._store.policy)
         generation: Any = SimpleNamespace(  # what the retention reads of it
@@ -142,7 +142,7 @@ class Storing:
     def _generation_of(self, step: int) -> int:
         return next(e.generation for e in self._lineage if e.upto_step is None or step <= e.upto_step)
 
-    def _put_off(self, writer: _Writer, happening: Callable[[], None]) -> bool:
+    def _put_off(self, writer: _RankWriter, happening: Callable[[], None]) -> bool:
         """If the writer's host does not reach the store now, postpone this."""
         host = self._world.hosts[writer.host_id]
         reaches = host.is_engine_up and not host.is_paused and self._world.network.are_joined(writer.host_id, STORE)
@@ -150,7 +150,7 @@ class Storing:
             self._world.after(_AGAIN_S, happening)
         return not reaches
 
-    def _look(self, writer: _Writer) -> None:
+    def _look(self, writer: _RankWriter) -> None:
         if writer.part.ended.is_set() or self._put_off(writer, partial(self._look, writer)):
             return
         writer.retention.begin()
@@ -167,7 +167,7 @@ class Storing:
                 writer.received = named
                 self._world.after(self._rng.uniform(0.05, 1.5), partial(self._write, writer, named))
 
-    def _write(self, writer: _Writer, step: int) -> None:
+    def _write(self, writer: _RankWriter, step: int) -> None:
         if writer.part.ended.is_set():
             return
         mine = (Tier.MEMORY, writer.rank, self._generation_of(step), step)
@@ -181,11 +181,11 @@ class Storing:
         self._report(writer)
         self._seal_what_is_written()
 
-    def _report(self, writer: _Writer) -> None:
+    def _report(self, writer: _RankWriter) -> None:
         held = reported_steps(self._store.held(writer.rank, self._lineage), self._store.policy)
         self._schedule.report(writer.rank, TierReport(Tier.PERSISTENT, writer.received, writer.settled, held))
 
-    def _prune(self, writer: _Writer) -> None:
+    def _prune(self, writer: _RankWriter) -> None:
         naming = self._schedule.naming
         if writer.part.ended.is_set() or naming is None or self._put_off(writer, partial(self._prune, writer)):
             return
@@ -207,7 +207,7 @@ class Storing:
             seal = partial(self._seal, first, step, self._world.now + _SEAL_WITHIN_S)
             self._world.after(self._rng.uniform(0.02, 1.0), seal)
 
-    def _seal(self, writer: _Writer, step: int, until: float) -> None:
+    def _seal(self, writer: _RankWriter, step: int, until: float) -> None:
         if writer.part.ended.is_set():
             return
         again = partial(self._seal, writer, step, until)

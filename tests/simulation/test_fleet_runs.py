@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import closed_form
 
 from goodput.predict.prediction import SECONDS_PER_DAY, expected_ettr, rate_interval
-from simulator.fleet import scenario
+from simulator.fleet import control_plane, scenario
 from simulator.fleet.report import to_html
 from simulator.fleet.result import Result, simulate
 from simulator.fleet.world import FleetWorld
@@ -40,6 +40,27 @@ def test_lemons_blasts_and_repairs_that_do_not_hold_break_no_check() -> None:
     found = _run("small", 5, *settings, "job.nodes=32", "observed={nodes=8, days=7}")
     assert found.violations == ()
     assert found.interruptions > 50
+
+
+def test_old_parts_of_a_history_change_nothing_but_the_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are left out, so that a fault of the last day costs what one of the first does."""
+
+    def run() -> tuple[int, list[float | None]]:
+        world = FleetWorld(scenario.load("small", ["observed={nodes=8, days=2}"]), 1)
+        world.run()
+        assert world.control.plan is not None
+        ended = [incident.resolved_at for incident in world.control.memory.incidents.values()]
+        return len(world.control.plan.parent_lineage), [world.training.spent.useful_s, *ended]
+
+    whole, found = run()
+    monkeypatch.setattr(control_plane, "_KEPT_GENERATIONS", 4)
+    kept, same = run()
+    assert same == found
+    assert kept < 10 < whole
+
+
+def test_a_simulation_does_not_complain_about_its_own_log() -> None:
+    assert not [note for note in _run("small", 1, "days=1").goodput.notes if "missing" in note]
 
 
 def test_a_seed_gives_the_same_run_under_any_hash_seed() -> None:
