@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -24,6 +25,7 @@ class EndSignals:
     def __init__(self, names: Iterable[str]) -> None:
         self.count = 0
         self.first: signal.Signals | None = None
+        self._raises = False
         self._previous: dict[signal.Signals, Any] = {}
         try:
             self._signals = [signal.Signals[name] for name in names]
@@ -53,6 +55,18 @@ class EndSignals:
         if self.count:
             raise Interrupted(self.exit_code)
 
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """Inside, a signal raises Interrupted at once: for a long wait that can be broken off anywhere."""
+        self._raises = True
+        try:
+            self.check()
+            yield
+        finally:
+            self._raises = False
+
     def _count(self, number: int, _frame: FrameType | None) -> None:
         self.count += 1
         self.first = self.first or signal.Signals(number)
+        if self._raises:
+            raise Interrupted(self.exit_code)

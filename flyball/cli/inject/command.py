@@ -57,6 +57,13 @@ app.command(
         "flyball inject undo",
     ),
 )(catalog.undo)
+app.command(
+    "clock",
+    **command_help(
+        "Build a wall clock that `clock-jump` can set, and print the environment of processes that are to have it.",
+        "env $(flyball inject clock /tmp/clock-a) flyball host --supervisor http://10.0.0.1:7370",
+    ),
+)(catalog.clock)
 
 app.command(
     "campaign",

@@ -156,7 +156,8 @@ def fault(
     lasts_s = parse_duration("--for", lasts) if lasts else -1.0
     idle = threading.Event()
     with EndSignals(("SIGTERM", "SIGINT")) as signals, reach.open() as (_, injector):
-        done = injector.inject(FaultRequest(name, job, rank, host, options, lasts_s))
+        with signals.raised():  # it may wait for a step or a phase; what was begun is undone
+            done = injector.inject(FaultRequest(name, job, rank, host, options, lasts_s))
         if not printed(done, output):
             print_fields({"fault": done.fault, "target": done.target, "at": exact_clock(done.at), "jobs": done.jobs})
         if done.not_recorded:
@@ -182,6 +183,12 @@ def undo(*, output: OutputOption = Format.TABLE) -> int:
         ]
         print_table("Injections that were left", ("fault", "target", "state"), rows)
     return 1 if any(entry.is_left for entry in left) else 0
+
+
+def clock(*, folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="where to build it")]) -> None:
+    from simulator.inject.kinds.clocks import make_clock
+
+    typer.echo(" ".join(f"{name}={value}" for name, value in make_clock(folder).items()))
 
 
 def _setting(text: str) -> tuple[str, str]:

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from flyball.contracts.errors import NotFound
-from simulator.inject.kinds import checkpoints, gpu_power, gpus, hosts, limits, network, processes, script, services
+from simulator.inject.kinds import (
+    checkpoints,
+    clocks,
+    gpu_power,
+    gpus,
+    hosts,
+    limits,
+    network,
+    processes,
+    script,
+    services,
+)
 from simulator.inject.kinds.kind import RealFault
 
 KINDS: dict[str, RealFault] = {
@@ -36,6 +47,7 @@ KINDS: dict[str, RealFault] = {
         gpus.Ecc,
         gpus.GpuLost,
         gpu_power.GpuPower,
+        clocks.ClockJump,
         network.NetCut,
         network.NetDelay,
         network.NetLoss,
@@ -43,6 +55,7 @@ KINDS: dict[str, RealFault] = {
         services.ServicePause,
         services.ServiceKill,
         services.ServiceStop,
+        clocks.ServiceClockJump,
         services.ServerPause,
         services.ServerKill,
         services.ServerStop,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from flyball.cli.signals import EndSignals, Interrupted
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import ConfigurationError, FlyballError, Forbidden, NotFound, Unreachable, UsageError
 from host_daemon.probes.gpus import RecordedNvml
@@ -127,6 +129,23 @@ def test_a_fault_that_breaks_off_is_undone_at_once(
         assert active.thread is not None
         active.thread.join(60.0)
     assert not list((host / "conditions").iterdir()) and not journal.entries() and not injector.active
+
+
+def test_a_signal_breaks_off_an_injection_that_waits(
+    injector: FaultInjector, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def inject(_kind: RealFault, _plan: Plan) -> None:
+        assert journal.entries()
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(60.0)
+
+    monkeypatch.setattr(type(KINDS["condition"]), "inject", inject)
+    with EndSignals(("SIGTERM",)) as signals:
+        with pytest.raises(Interrupted) as raised, signals.raised():
+            injector.inject(CONDITION)
+        assert raised.value.exit_code == 128 + signal.SIGTERM and not journal.entries() and not injector.active
+        os.kill(os.getpid(), signal.SIGTERM)  # later ones are counted again
+        assert signals.count == 2
 
 
 def test_leaving_undoes_everything(injector: FaultInjector, host: Path, journal: Journal) -> None:
