@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -102,6 +103,9 @@ def _run(*words: str) -> str:
 
 @pytest.fixture(scope="module")
 def cable() -> Iterator[Cable]:
+    missing = [tool for tool in ("unshare", "nsenter", "ip", "nft", "iptables") if shutil.which(tool) is None]
+    if missing:
+        pytest.skip(f"the commands {', '.join(missing)} are missing")
     if subprocess.run(["unshare", "--net", "true"], check=False, capture_output=True, timeout=60).returncode:
         pytest.skip("network namespaces are not permitted here")
     made = Cable()

@@ -53,16 +53,10 @@ class _InGroup(RealFault):
         }
 
     def _group_of(self, process: LiveProcess, root: Path) -> str:
-        try:
-            lines = Path(f"/proc/{process.pid}/cgroup").read_text().splitlines()
-        except OSError as error:
-            raise NotFound(f"The process {process.pid} has ended.", hint="try again") from error
-        entries = [line.split(":", 2) for line in lines]  # number, controllers, path
-        own = next(path for _, names, path in entries if (root == CGROUP and not names) or self._is_v1(names))
+        entries = [line.split(":", 2) for line in groups_of(process.pid).splitlines()]  # number, controllers, path
+        wanted = "" if root == CGROUP else self.controller_v1
+        own = next(path for _, names, path in entries if wanted in names.split(","))
         return str(root / own.lstrip("/"))
-
-    def _is_v1(self, names: str) -> bool:
-        return self.controller_v1 in names.split(",")
 
     def inject(self, plan: Plan) -> None:
         group = Path(plan["group"])
@@ -140,6 +134,14 @@ def disk_of(folder: Path) -> str | None:
     if (place / "partition").exists():
         place = place.resolve().parent
     return (place / "dev").read_text().strip()
+
+
+def groups_of(pid: int) -> str:
+    """The control groups of a process, as the kernel lists them. Raises NotFound if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cgroup").read_text()
+    except OSError as error:
+        raise NotFound(f"The process {pid} has ended.", hint="try again") from error
 
 
 def _same(member: Plan) -> LiveProcess | None:
