@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 from pathlib import Path
+from typing import ClassVar
 
 from flyball.contracts.errors import ConfigurationError, NotFound, UsageError
 from flyball.state_folder import clear_errors, make_folder
@@ -50,7 +51,7 @@ def make_clock(folder: Path) -> dict[str, str]:
 
 
 class _ClockJump(RealFault):
-    options = (SECONDS,)
+    options: ClassVar[tuple[Option, ...]] = (SECONDS,)
     lasts_s = 30.0
 
     def process(self, site: FaultSite) -> LiveProcess | None:
