@@ -37,7 +37,7 @@ from sqlalchemy import Table, insert, text  # noqa: E402
 
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier  # noqa: E402
 from flyball.contracts.clock import SystemClock  # noqa: E402
-from flyball.contracts.cluster import HostRanks, JobSpec  # noqa: E402
+from flyball.contracts.cluster import HostRanks, JobSpec, Phase  # noqa: E402
 from flyball.contracts.decisions import (  # noqa: E402
     ActionPlan,
     Decision,
@@ -51,6 +51,7 @@ from flyball.contracts.reports.signals import EngineStatus, Signal, WorkerExited
 from services.api.app import create_app  # noqa: E402
 from services.assembly import Assembly  # noqa: E402
 from services.record.codec import dump  # noqa: E402
+from services.record.positions import JobPositions, ReportedPosition  # noqa: E402
 from services.runtime.claim import PARTS  # noqa: E402
 from services.runtime.health import Health  # noqa: E402
 from services.runtime.http.auth import Authenticator  # noqa: E402
@@ -93,7 +94,7 @@ def fill(db: Database, hosts: int, signals: int) -> None:
     incidents = max(10, signals // 100)
     for table, rows in (
         (tables.hosts, host_rows(hosts, jobs)),
-        (tables.host_reports, report_rows(hosts)),
+        (tables.host_reports, report_rows(hosts, jobs)),
         (tables.vouches, vouch_rows(hosts)),
         (tables.jobs, job_rows(jobs, ended=hosts // 5)),
         (tables.generations, generation_rows(jobs, hosts // jobs)),
@@ -129,6 +130,7 @@ def host_rows(count: int, jobs: int) -> Rows:
             **{"address": "10.0.0.1", "failure_domain": f"rack-{number // 32}", "engine_address": "10.0.0.1:7371"},
             **{"free_port": 29_500, "daemon_version": "0.1.0", "pid": 1, "interval_s": 1.0, "engine": engine},
             **{"copies": dump(copies_on(number, count // jobs)), "version": number},
+            "copies_of": dump([job(number // (count // jobs))]),
         }
 
 
@@ -154,11 +156,15 @@ def vouch_rows(count: int) -> Rows:
     }
 
 
-def report_rows(count: int) -> Rows:
+def report_rows(count: int, jobs: int) -> Rows:
+    hosts_each = count // jobs
     for number in range(count):
+        first = number % hosts_each * RANKS
+        of_ranks = [ReportedPosition(first + rank, 4000 + rank, 9, Phase.STEP, START_AT) for rank in range(RANKS)]
+        positions = [JobPositions(job(number // hosts_each), 1, tuple(of_ranks))]
         times = {"sent_at": START_AT, "received_at": START_AT}
         names = {"host_id": host(number), "incarnation": f"inc-{number}", "digest": ""}
-        yield {**names, **times, "workers": "{}", "positions": "[]", "version": number}
+        yield {**names, **times, "workers": "{}", "positions": dump(positions), "version": number}
 
 
 def job_rows(running: int, ended: int) -> Rows:

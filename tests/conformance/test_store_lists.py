@@ -23,6 +23,7 @@ from services.runtime.list_filters import (
 from services.runtime.paging import Page
 from services.store.decisions.order_store import SqlOrderStore
 from services.store.read.read_models import SqlReadModels
+from services.store.sql.database import Database
 from services.store.sql.events import SqlEventLog
 
 ALL = Page()
@@ -153,6 +154,67 @@ def test_events_since_a_moment(db) -> None:
     assert log.read(None, 0, 1000, (), 1960.0) == late
     assert log.newest(None, 2, (), 1960.0) == late[-2:]
     assert log.read(None, 0, 1000, (), 5000.0) == []
+
+
+@pytest.mark.parametrize("job", [None, "one", "none"])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        (),
+        (EventKind.STEPS,),
+        (EventKind.FAULT_INJECTED,),
+        (EventKind.HOST_JOINED,),
+        (EventKind.STEPS, EventKind.RANK_MARKS),
+    ],
+)
+def test_events_of_a_job_or_of_some_kinds_are_found_by_an_index(stores, statements, job, kinds) -> None:
+    log = SqlEventLog(stores.db)
+    kind_of = (EventKind.STEPS, EventKind.RANK_MARKS, EventKind.FAULT_INJECTED)
+    log.append([Event(float(n), kind_of[n % 3], ("one", "two", "", "")[n % 4]) for n in range(24)])
+    whole = log.read(None, 0, 1000)
+    of = [
+        (number, event)
+        for number, event in whole
+        if (job is None or event.job in (job, "")) and (not kinds or event.kind in kinds)
+    ]
+    statements.clear()
+    assert log.read(job, 5, 3, kinds) == [one for one in of if one[0] > 5][:3]
+    assert log.newest(job, 3, kinds) == of[-3:]
+    if stores.db.is_sqlite:
+        assert not [step for step in plan_of(stores.db, statements) if step.startswith("SCAN events")]
+
+
+def plan_of(db: Database, statements: list[str]) -> list[str]:
+    """How SQLite carries these statements out."""
+    with db.read() as connection:
+        return [
+            row[3]
+            for statement in list(statements)
+            if statement.startswith("SELECT")
+            for row in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", (1,) * statement.count("?"))
+        ]
+
+
+def test_a_look_at_all_hosts_reads_no_rows(restarted, reads, statements) -> None:
+    reads.host_map()
+    reads.recoverability("job")
+    if restarted.db.is_sqlite:
+        of_hosts = [step for step in plan_of(restarted.db, statements) if " hosts " in step and "host_id=?" not in step]
+        assert len(of_hosts) >= 4 and all("COVERING INDEX" in step for step in of_hosts), of_hosts
+
+
+def test_the_hosts_of_a_job_come_in_pages(restarted, reads) -> None:
+    def page(before: str, limit: int = 1) -> list[str]:
+        return [one["host_id"] for one in reads.hosts(Page(limit, before), wanted=HostFilter(job="job"))]
+
+    assert [page(""), page("host-b"), page("host-a"), page("", 5)] == [
+        ["host-b"],
+        ["host-a"],
+        [],
+        ["host-a", "host-b"],
+    ]
+    silent = HostFilter(job="job", states=(HostState.SILENT,))
+    assert reads.hosts(Page(1), wanted=silent) == []
 
 
 def test_an_incident_is_a_story(restarted, reads, make) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from sqlalchemy import update
 
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.errors import NotFound
 from flyball.contracts.reports.drains import DrainRequest
 from services.store.decisions.drain_store import SqlDrainStore
 from services.store.read.read_models import SqlReadModels
+from services.store.sql.tables import UNKNOWN_JOBS, hosts
 
 T = 1000.0
 
@@ -32,6 +34,9 @@ def test_the_loss_of_a_host_costs_what_its_peer_does_not_have(stores, make) -> N
         [(make.report(host, copies=mine, sent_at=T + 1), T + 1) for host, mine in held.items()]
     )
     found = reads.recoverability("job")
+    with stores.db.write() as connection:  # as an earlier release left it
+        connection.execute(update(hosts).where(hosts.c.host_id == "host-b").values(copies_of=UNKNOWN_JOBS))
+    assert reads.recoverability("job") == found
     assert {rung["tier"]: rung["step"] for rung in found["tiers"]} == {
         "memory": 7,
         "peer": 5,

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flyball.contracts.checkpoints import LineageEntry, Point, ShardCopy, Tier, newest_point
 from flyball.contracts.cluster import HostRanks
 from flyball.contracts.recovery import complete_points, origin_of
+from services.rules.holdings import HeldCopy, Holding, held
 from services.rules.recoverability import Lost, WorstCase, worst_cases
 from services.rules.recovery_point import plan_restore
 
 RANKS, HOSTS = 3, ("a", "b", "c", "d")
 LINEAGES = ((LineageEntry(2),), (LineageEntry(1, 2), LineageEntry(2)), (LineageEntry(1, 9), LineageEntry(2, None, 1)))
-HOMES = {0: "a", 1: "a", 2: "b"}
+HOMES = {"a": (0, 1), "b": (2,)}
 
 
 @st.composite
@@ -31,6 +33,11 @@ def copies_of(draw: st.DrawFn) -> list[ShardCopy]:
         ShardCopy("job", generation, step, rank, tier, "" if tier is Tier.PERSISTENT else host, 1, "d")
         for generation, step, rank, tier, host in sorted(copies)
     ]
+
+
+def holdings_of(copies: list[ShardCopy]) -> list[Holding]:
+    slim = [(copy.host_id, msgspec.convert(msgspec.to_builtins(copy), HeldCopy)) for copy in copies]
+    return [one for host in ("", *HOSTS) for one in held(host, "job", [copy for at, copy in slim if at == host])]
 
 
 domains_of = st.fixed_dictionaries({host: st.sampled_from(["", "rack-1", "rack-2"]) for host in HOSTS})
@@ -66,7 +73,7 @@ def test_the_worst_case_is_that_of_removing_each(
 
     def slowest(lost: set[str]) -> Tier | None:
         """As a restart would read, whose ranks stay where their hosts are, and go to a new host otherwise."""
-        hosts = [HostRanks(h, "", f"{h}:1", tuple(r for r in HOMES if HOMES[r] == h)) for h in ("a", "b")]
+        hosts = [HostRanks(host, "", f"{host}:1", ranks) for host, ranks in HOMES.items()]
         placed = [host for host in hosts if host.host_id not in lost]
         reach = {host: f"{host}:1" for host in HOSTS if host not in lost}
         plan = plan_restore(left_without(lost), lineage, RANKS, reach, placed)
@@ -77,11 +84,11 @@ def test_the_worst_case_is_that_of_removing_each(
         first = [sources[0] for sources in plan.sources.values()]
         return max(origin_of(source.tier, source.host_id, home.get(source.rank, "")) for source in first).tier
 
-    processes, host, domain, everything = worst_cases(copies, lineage, RANKS, HOMES, domains)
+    processes, host, domain, everything = worst_cases(holdings_of(copies), lineage, RANKS, HOMES, domains)
     check(processes, {"": set()})
-    check(host, {name: {name} for name in HOMES.values()})
+    check(host, {name: {name} for name in HOMES})
     unit = {name: domains[name] or name for name in HOSTS}
-    check(domain, {unit[home]: {name for name in HOSTS if unit[name] == unit[home]} for home in HOMES.values()})
+    check(domain, {unit[home]: {name for name in HOSTS if unit[name] == unit[home]} for home in HOMES})
     check(everything, {"": set(HOSTS)})
     assert [case.lost for case in (processes, host, domain, everything)] == list(Lost)
 

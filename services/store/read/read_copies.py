@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,39 +12,45 @@ from sqlalchemy import Connection, Row, func, select
 from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier
 from flyball.contracts.cluster import HostState, JobSpec
 from services.record.codec import load, plain
+from services.rules.holdings import HeldCopy, Holding, complete_points, held
 from services.rules.recoverability import worst_cases
-from services.rules.recovery_point import newest_step
 from services.store.read import read_state
 from services.store.reports import persistent_steps
+from services.store.reports.rank_rows import newest_step
 from services.store.sql import tables
-from services.store.sql.shared_reads import newest_lineage
+from services.store.sql.shared_reads import GivenPlans, newest_lineage
 
 Json = dict[str, Any]
 _LOST = {HostState.SILENT.value, HostState.IN_REPAIR.value}
+_CHUNK = 1000  # hosts that one query names
 
 
 @dataclass(frozen=True)
 class _Copies:
-    """The copies of a job."""
+    """What the hosts and the persistent tier hold of a job."""
 
     spec: JobSpec
     newest_step: int
     lineage: Lineage
-    copies: list[ShardCopy]
-    lost: set[str]  # hosts: their copies do not count
-    domains: Mapping[str, str]  # host -> failure domain
+    hosts: _Hosts
+    persistent: list[ShardCopy]
+    holdings: list[Holding]  # within reach
 
     @cached_property
-    def reachable(self) -> list[ShardCopy]:
-        return [copy for copy in self.copies if copy.host_id not in self.lost]
-
-    @cached_property
-    def by_tier(self) -> Mapping[Tier, list[ShardCopy]]:
-        """The reachable copies."""
-        found: dict[Tier, list[ShardCopy]] = {tier: [] for tier in Tier}
-        for copy in self.reachable:
-            found[copy.tier].append(copy)
+    def by_tier(self) -> Mapping[Tier, list[Holding]]:
+        found: dict[Tier, list[Holding]] = {tier: [] for tier in Tier}
+        for holding in self.holdings:
+            found[holding.tier].append(holding)
         return found
+
+
+@dataclass(frozen=True)
+class _Hosts:
+    """What is known of all hosts."""
+
+    lost: set[str]  # their copies do not count
+    domains: Mapping[str, str]  # host -> failure domain
+    holders: list[str]  # those that may have copies of the job, by name
 
 
 def checkpoints(connection: Connection, job: str, *, with_copies: bool) -> list[Json]:
@@ -54,38 +60,45 @@ def checkpoints(connection: Connection, job: str, *, with_copies: bool) -> list[
     if row is None:
         return []
     found = _copies(connection, row)
-    point = _newest(found, found.reachable)
     return [
         {
             "job": job,
             "world_size": found.spec.world_size,
             "newest_step": found.newest_step,
-            "recovery_point": point,
+            "recovery_point": _newest(found, found.holdings),
             "lineage": plain(found.lineage),
             "tiers": {tier.value: _tier(found, tier) for tier in Tier},
             "copies": [
-                plain(copy) | {"reachable": copy.host_id not in found.lost}
-                for copy in (sorted(found.copies, key=_place_in_list) if with_copies else ())
+                plain(copy) | {"reachable": copy.host_id not in found.hosts.lost}
+                for copy in (sorted(_listed(connection, found, job), key=_place_in_list) if with_copies else ())
             ],
         }
     ]
+
+
+def _listed(connection: Connection, found: _Copies, job: str) -> list[ShardCopy]:
+    copies = list(found.persistent)
+    for _, document in _documents(connection, job, found.hosts.holders):
+        copies += [copy for copy in load(document, list[ShardCopy]) if copy.job == job]
+    return copies
 
 
 def _place_in_list(copy: ShardCopy) -> tuple[int, int, str, str]:
     return -copy.step, copy.rank, copy.tier.value, copy.host_id
 
 
-def recoverability(connection: Connection, job: str) -> list[Json]:
+def recoverability(connection: Connection, job: str, plans: GivenPlans) -> list[Json]:
     """Return what the job would lose now (an empty list if there is no such job)."""
     row = connection.execute(select(tables.jobs).where(tables.jobs.c.job == job)).first()
     if row is None:
         return []
-    found, (shown,) = _copies(connection, row), read_state.jobs(connection, job)
-    step = max((rank["step"] for rank in shown["ranks"]), default=-1)
+    found, (shown,) = _copies(connection, row), read_state.jobs(connection, job, with_ranks=False)
+    given = plans.read(connection, job, row.generation)
+    step = newest_step(connection, job, row.generation, given)
     step = found.newest_step if step < 0 else step
     step_s, ranks = shown["step_s"], found.spec.world_size
-    homes = {} if shown["ended_at"] else {rank["rank"]: rank["host_id"] for rank in shown["ranks"]}
-    cases = worst_cases(found.reachable, found.lineage, ranks, homes, found.domains)
+    homes = {} if shown["ended_at"] else given
+    cases = worst_cases(found.holdings, found.lineage, ranks, homes, found.hosts.domains)
 
     def behind(recovery_step: int) -> Json:
         steps = max(0, step - recovery_step)
@@ -109,33 +122,56 @@ _NOTHING: Json = {"steps": None, "redo_s": None}
 
 
 def _copies(connection: Connection, row: Row[Any]) -> _Copies:
-    copies: list[ShardCopy] = list(persistent_steps.read(connection, [row.job]))
-    columns = tables.hosts.c
+    hosts = _hosts(connection, row.job)
+    persistent = list(persistent_steps.read(connection, [row.job]))
+    holdings = held(
+        "", row.job, [HeldCopy(c.job, c.generation, c.step, c.rank, c.tier, c.size_bytes) for c in persistent]
+    )
+    within_reach = [host_id for host_id in hosts.holders if host_id not in hosts.lost]
+    for host_id, document in _documents(connection, row.job, within_reach):
+        holdings += held(host_id, row.job, load(document, list[HeldCopy]))
+    lineage = newest_lineage(connection, row.job) or ()
+    return _Copies(load(row.spec, JobSpec), row.newest_step, lineage, hosts, persistent, holdings)
+
+
+def _hosts(connection: Connection, job: str) -> _Hosts:
+    columns, named = tables.hosts.c, f'"{job}"'
+    # In the order of the index that has these columns: no row is read.
+    query = select(columns.failure_domain, columns.host_id, columns.state, columns.left_at, columns.copies_of).order_by(
+        columns.failure_domain, columns.host_id
+    )
     lost: set[str] = set()
     domains: dict[str, str] = {}
-    query = select(columns.host_id, columns.state, columns.left_at, columns.failure_domain)
-    for host in connection.execute(query):
-        domains[host.host_id] = host.failure_domain
-        if host.state in _LOST or host.left_at:
-            lost.add(host.host_id)
-    holding = select(columns.copies).where(func.instr(columns.copies, f'"{row.job}"') > 0).order_by(columns.host_id)
-    for document in connection.scalars(holding):
-        copies += [copy for copy in load(document, list[ShardCopy]) if copy.job == row.job]
-    lineage = newest_lineage(connection, row.job) or ()
-    return _Copies(load(row.spec, JobSpec), row.newest_step, lineage, copies, lost, domains)
+    holders: list[str] = []
+    for domain, host_id, state, left_at, copies_of in connection.execute(query).all():
+        domains[host_id] = domain
+        if state in _LOST or left_at:
+            lost.add(host_id)
+        if named in copies_of or copies_of == tables.UNKNOWN_JOBS:
+            holders.append(host_id)
+    return _Hosts(lost, domains, sorted(holders))
+
+
+def _documents(connection: Connection, job: str, hosts: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield (host, its copies) of those of these hosts that have copies of the job."""
+    columns = tables.hosts.c
+    query = select(columns.host_id, columns.copies).where(func.instr(columns.copies, f'"{job}"') > 0)
+    for first in range(0, len(hosts), _CHUNK):
+        part = query.where(columns.host_id.in_(hosts[first : first + _CHUNK])).order_by(columns.host_id)
+        yield from connection.execute(part).all()
 
 
 def _tier(found: _Copies, tier: Tier) -> Json:
-    copies = found.by_tier[tier]
+    holdings = found.by_tier[tier]
     return {
-        "copies": len(copies),
-        "size_bytes": sum(copy.size_bytes for copy in copies),
-        "newest_step": max((copy.step for copy in copies), default=-1),
-        "newest_complete_step": _newest(found, copies),
+        "copies": sum(holding.copies for holding in holdings),
+        "size_bytes": sum(holding.size_bytes for holding in holdings),
+        "newest_step": max((holding.point[0] for holding in holdings), default=-1),
+        "newest_complete_step": _newest(found, holdings),
     }
 
 
-def _newest(found: _Copies, copies: list[ShardCopy]) -> int:
+def _newest(found: _Copies, holdings: Sequence[Holding]) -> int:
     """The newest step of which all ranks have one of these copies, -1 for none."""
-    step = newest_step(copies, found.lineage, found.spec.world_size)
-    return -1 if step is None else step
+    points = complete_points(holdings, found.lineage, found.spec.world_size)
+    return next((step for step, _ in points), -1)

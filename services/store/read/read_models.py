@@ -23,7 +23,7 @@ from services.runtime.list_filters import (
 )
 from services.runtime.paging import Page
 from services.store.decisions.order_store import load_orders
-from services.store.read import incident_story, read_copies, read_history, read_lists, read_state
+from services.store.read import incident_story, read_copies, read_history, read_hosts, read_lists, read_state
 from services.store.read.read_host_map import host_map
 from services.store.sql.database import Database
 from services.store.sql.shared_reads import GivenPlans
@@ -67,7 +67,7 @@ class SqlReadModels:
     def job(self, name: str) -> Json:
         """Return one job: spec, state, generation, and each rank with host, step and phase. Raises NotFound."""
         return _only(
-            self._read(lambda c: read_state.jobs(c, name, plans=self._plans)),
+            self._read(lambda c: read_state.jobs(c, name, plans=self._plans, with_ranks=True)),
             f"job {name!r}",
             "`flyball get jobs` lists them",
         )
@@ -76,20 +76,20 @@ class SqlReadModels:
         """Return a page of the hosts that have reported, by name; the first page has the last of them. `also_left`:
         includes those that left in an orderly way."""
         return self._read(
-            lambda c: read_state.hosts(c, page=page, also_left=also_left, wanted=wanted, given=self._given)
+            lambda c: read_hosts.hosts(c, page=page, also_left=also_left, wanted=wanted, given=self._given)
         )
 
     def host(self, host_id: str) -> Json:
         """Return one host. Raises NotFound."""
         return _only(
-            self._read(lambda c: read_state.hosts(c, host_id, given=self._given)),
+            self._read(lambda c: read_hosts.hosts(c, host_id, given=self._given)),
             f"host {host_id!r}",
             "`flyball get hosts` lists them",
         )
 
     def host_states(self) -> dict[str, int]:
         """Return how many hosts that have not left are in each state, those with none included."""
-        return self._read(read_state.host_states)
+        return self._read(read_hosts.host_states)
 
     def checkpoints(self, job: str, *, with_copies: bool = False) -> Json:
         """Return the verified copies by tier, and the recovery point; only if asked each copy too, of which a large job
@@ -100,7 +100,9 @@ class SqlReadModels:
     def recoverability(self, job: str) -> Json:
         """Return the newest step in each tier, and what a loss of hosts would cost. Raises NotFound."""
         return _only(
-            self._read(lambda c: read_copies.recoverability(c, job)), f"job {job!r}", "`flyball get jobs` lists them"
+            self._read(lambda c: read_copies.recoverability(c, job, self._given)),
+            f"job {job!r}",
+            "`flyball get jobs` lists them",
         )
 
     def host_map(self) -> Json:

@@ -1,37 +1,30 @@
-"""The present state for users: jobs with their ranks, and hosts."""
+"""The present state of jobs for users, with their ranks."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
 import msgspec
 from sqlalchemy import Connection, Row, func, select
 
-from flyball.contracts.checkpoints import ShardCopy
-from flyball.contracts.cluster import HostState, JobSpec
+from flyball.contracts.cluster import JobSpec
 from flyball.contracts.decisions import GenerationPlan
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.reports.drains import DrainState
 from flyball.contracts.reports.signals import EngineStatus
 from flyball.contracts.reports.training_health import loss_value
-from services.controller.round.view import StandingCondition
 from services.record.codec import load, plain, shown
-from services.runtime.list_filters import HostFilter, JobFilter
+from services.runtime.list_filters import JobFilter
 from services.runtime.paging import Page
-from services.store.decisions.check_store import load_checks
-from services.store.decisions.condition_store import load_conditions
-from services.store.reports import vouching
 from services.store.reports.rank_rows import KnownRank, known_ranks
 from services.store.sql import tables
-from services.store.sql.shared_reads import HAS_ENDED, GivenPlans, KeptPlans, open_incidents, plan_of
+from services.store.sql.shared_reads import HAS_ENDED, KeptPlans, plan_of
 
 Json = dict[str, Any]
-_OF = tables.drains.c.host_id == tables.hosts.c.host_id
 _FIRST = Page()
-_ALL_JOBS, _ALL_HOSTS = JobFilter(), HostFilter()
+_ALL_JOBS = JobFilter()
 
 
 def moment(at: float) -> float | None:
@@ -47,9 +40,10 @@ def jobs(
     open_only: bool = False,
     wanted: JobFilter = _ALL_JOBS,
     plans: KeptPlans[PlanOutline] | None = None,
+    with_ranks: bool = False,
 ) -> list[Json]:
-    """Return a page of all jobs (or of those that have not ended), oldest first, or the one with that name, which has
-    the ranks of its newest granted generation too: a list of them would be long."""
+    """Return a page of all jobs (or of those that have not ended), oldest first, or the one with that name; if asked
+    for, with the ranks of its newest granted generation, of which a large job has thousands."""
     columns = tables.jobs.c
     query = select(tables.jobs).order_by(columns.submitted_at.desc(), columns.job.desc()).limit(page.limit)
     if name is not None:
@@ -71,7 +65,7 @@ def jobs(
     return [
         _job(row, outlines[row.job], times.get(row.job, JobProgress()))
         | {"save_interval": apart.get(row.job)}
-        | ({} if name is None else _ranks(connection, row))
+        | (_ranks(connection, row) if with_ranks else {})
         for row in rows
     ]
 
@@ -172,130 +166,11 @@ def _rank(rank: int, host_id: str, known: KnownRank | None) -> Json:
 _NOTHING: Json = {"reported_at": None, "exit_code": None, "signal_number": None}
 
 
-def hosts(
-    connection: Connection,
-    host_id: str | None = None,
-    page: Page = _FIRST,
-    *,
-    also_left: bool = False,
-    wanted: HostFilter = _ALL_HOSTS,
-    given: GivenPlans | None = None,
-) -> list[Json]:
-    """Return a page of the hosts by name, or the one with that name, each with the job that has ranks on it. Omits
-    hosts that left in an orderly way, unless `also_left`."""
-    plans = given or GivenPlans()  # decoding the plans of thousands of hosts takes long, and they never change
-    open_jobs = connection.execute(select(tables.jobs.c.job, tables.jobs.c.generation).where(~HAS_ENDED)).all()
-    placed = {
-        placed_on: (row.job, ranks)
-        for row in open_jobs
-        for placed_on, ranks in plans.read(connection, row.job, row.generation).items()
-    }
-    query = (
-        select(tables.hosts, tables.host_reports.c.received_at)
-        .join(tables.host_reports, tables.host_reports.c.host_id == tables.hosts.c.host_id)
-        .order_by(tables.hosts.c.host_id.desc())
-        .limit(page.limit)
-    )
-    received_at = vouching.received_at(connection)
-    if host_id is not None:
-        query = query.where(tables.hosts.c.host_id == host_id)
-    elif not also_left:
-        # Named are only those that left with ranks, which are few: a name is a parameter, and databases limit these.
-        left = connection.scalars(select(tables.hosts.c.host_id).where(tables.hosts.c.left_at > 0.0))
-        missed = sorted(name for name in left if name in placed)
-        query = query.where((tables.hosts.c.left_at == 0.0) | tables.hosts.c.host_id.in_(missed))
-    if wanted.states:
-        query = query.where(tables.hosts.c.state.in_([state.value for state in wanted.states]))
-    if wanted.failure_domain:
-        query = query.where(tables.hosts.c.failure_domain == wanted.failure_domain)
-    if wanted.host_ids:
-        query = query.where(tables.hosts.c.host_id.in_(wanted.host_ids))
-    if wanted.job:
-        mine = sorted(name for name, (job, _) in placed.items() if job == wanted.job)
-        query = query.where(tables.hosts.c.host_id.in_(mine))
-    if page.before:
-        query = query.where(tables.hosts.c.host_id < page.before)
-    rows = connection.execute(query).all()[::-1]
-    drains, conditions = _drains(connection), load_conditions(connection, [row.host_id for row in rows])
-    checks = load_checks(connection, [row.host_id for row in rows])
-    return [
-        _host(row, *placed.get(row.host_id, ("", ())), received_at.get(row.host_id, 0.0))
-        | {"drain": drains.get(row.host_id), "conditions": [*map(_condition, conditions.get(row.host_id, ()))]}
-        | {"check": plain(checks[row.host_id]) if row.host_id in checks else None}
-        for row in rows
-    ]
-
-
 def job_counts(connection: Connection) -> dict[str, int]:
     """Return how many jobs are open, and how many have ended."""
     total, ended = (select(func.count()).select_from(tables.jobs), select(func.count()).where(HAS_ENDED))
     counted = connection.execute(total).scalar_one(), connection.execute(ended).scalar_one()
     return {"open": counted[0] - counted[1], "ended": counted[1]}
-
-
-def host_states(connection: Connection) -> dict[str, int]:
-    """Return how many hosts that have not left are in each state."""
-    columns = tables.hosts.c
-    query = select(columns.state, func.count()).where(columns.left_at == 0.0).group_by(columns.state)
-    found = {str(state): int(count) for state, count in connection.execute(query)}
-    return {state.value: found.get(state, 0) for state in HostState}
-
-
-def _condition(standing: StandingCondition) -> Json:
-    shown: Json = plain(standing.condition)
-    return {**shown, "until": moment(standing.condition.until), "is_overruled": standing.is_overruled}
-
-
-def _drains(connection: Connection) -> dict[str, Json]:
-    """Return host -> its drain request and state. A host is drained once its ranks train elsewhere."""
-    drains, host_state = tables.drains, tables.hosts.c.state.label("host_state")
-    rows = connection.execute(select(drains, host_state).join(tables.hosts, _OF)).all()
-    if not rows:
-        return {}
-    moving = {incident.host_id for incident in open_incidents(connection)}
-    return {
-        row.host_id: {
-            "state": "drained"
-            if row.state == DrainState.REQUESTED and row.host_state == HostState.CORDONED and row.host_id not in moving
-            else row.state,
-            "requested_at": row.requested_at,
-            "deadline_at": row.deadline_at,
-            "reason": row.reason,
-            "message": row.message,
-        }
-        for row in rows
-    }
-
-
-def _host(row: Row[Any], job: str, ranks: Collection[int], received_at: float) -> Json:
-    engine: EngineStatus = load(row.engine, EngineStatus)
-    copies: list[ShardCopy] = load(row.copies, list[ShardCopy])
-    return {
-        "host_id": row.host_id,
-        "state": row.state,
-        "since": row.since,
-        "reason": row.reason,
-        "job": job,
-        "ranks": sorted(ranks),
-        "address": row.address,
-        "failure_domain": row.failure_domain,
-        "fabric": row.fabric,
-        "memory_bytes": row.memory_bytes,
-        "daemon_version": row.daemon_version,
-        "daemon_pid": row.pid,
-        "joined_at": row.joined_at,
-        "left_at": moment(row.left_at),
-        "last_report_at": max(row.received_at, received_at),
-        "report_interval_s": row.interval_s,
-        "preempt_deadline_at": moment(row.preempt_deadline_at),
-        "engine_address": row.engine_address,
-        "engine_alive": engine.alive,
-        "unreachable_peers": list(engine.unreachable_peers),
-        "transports": plain(engine.transports),
-        "counters": dict(engine.counters),
-        "copies": len(copies),
-        "copies_size_bytes": sum(copy.size_bytes for copy in copies),
-    }
 
 
 # --- progress --------------------------------------------------------------------------------------------------------

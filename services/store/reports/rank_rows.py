@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 from sqlalchemy import Connection, select
@@ -11,7 +11,7 @@ from sqlalchemy import Connection, select
 from flyball.contracts.cluster import Phase
 from flyball.contracts.reports.signals import WorkerExited
 from services.record.codec import load
-from services.record.positions import read_positions
+from services.record.positions import JobPositions, read_positions
 from services.store.sql.tables import host_reports, jobs, ranks
 
 _CHUNK = 1000  # hosts that one query names
@@ -48,18 +48,13 @@ def known_ranks(
     if not newest:
         return found
     hosts = sorted({host_id for ranks_of in given.values() for host_id in ranks_of})
-    for first in range(0, len(hosts), _CHUNK):
-        query = select(host_reports.c.host_id, host_reports.c.positions).where(
-            host_reports.c.host_id.in_(hosts[first : first + _CHUNK])
-        )
-        for host_id, document in connection.execute(query):
-            for part in read_positions(document):
-                if newest.get(part.job) != part.generation:
-                    continue
-                mine, of_job = given.get(part.job, {}).get(host_id, ()), found[part.job]
-                for rank in part.ranks:
-                    if rank.rank in mine:
-                        of_job[rank.rank] = KnownRank(host_id, rank.pid, rank.step, Phase(rank.phase), rank.reported_at)
+    for host_id, part in _reported(connection, hosts):
+        if newest.get(part.job) != part.generation:
+            continue
+        mine, of_job = given.get(part.job, {}).get(host_id, ()), found[part.job]
+        for rank in part.ranks:
+            if rank.rank in mine:
+                of_job[rank.rank] = KnownRank(host_id, rank.pid, rank.step, Phase(rank.phase), rank.reported_at)
     for recorded in recorded_ranks(connection, newest):
         known = found[recorded.job].setdefault(recorded.rank, KnownRank(recorded.host_id))
         if recorded.exited is not None:
@@ -68,6 +63,29 @@ def known_ranks(
             known.pid = known.pid or recorded.exited.pid
             known.reported_at = known.reported_at or recorded.exited_at
     return found
+
+
+def newest_step(connection: Connection, job: str, generation: int, given: Mapping[str, Collection[int]]) -> int:
+    """Return the newest step that a rank of a job's newest generation reported, -1 if none did. `given`: host -> its
+    ranks in that generation."""
+    newest = -1
+    for host_id, part in _reported(connection, sorted(given)):
+        if (part.job, part.generation) == (job, generation):
+            mine = given[host_id]
+            newest = max(newest, max((rank.step for rank in part.ranks if rank.rank in mine), default=-1))
+    ended = [one.exited.last_step for one in recorded_ranks(connection, [job], only_ended=True) if one.exited]
+    return max([newest, *ended])
+
+
+def _reported(connection: Connection, hosts: Sequence[str]) -> Iterator[tuple[str, JobPositions]]:
+    """Yield (host, positions of its ranks in a generation) from the newest reports of these hosts."""
+    for first in range(0, len(hosts), _CHUNK):
+        query = select(host_reports.c.host_id, host_reports.c.positions).where(
+            host_reports.c.host_id.in_(hosts[first : first + _CHUNK])
+        )
+        for host_id, document in connection.execute(query).all():
+            for part in read_positions(document):
+                yield host_id, part
 
 
 def recorded_ranks(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import xxhash
 from sqlalchemy import Connection, delete, select, update
 
-from flyball.contracts.checkpoints import Tier
+from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.cluster import HostState, JobState
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.reports.signals import Report, Sender
@@ -25,7 +25,17 @@ from services.store.sql import events
 from services.store.sql.database import Database
 from services.store.sql.rows import new_version, upsert
 from services.store.sql.shared_reads import GivenPlans, RunningPlans, hosts_of
-from services.store.sql.tables import generations, host_reports, hosts, jobs, learned_jobs, ranks, watermarks
+from services.store.sql.tables import (
+    MAX_COPIES_OF,
+    UNKNOWN_JOBS,
+    generations,
+    host_reports,
+    hosts,
+    jobs,
+    learned_jobs,
+    ranks,
+    watermarks,
+)
 
 FEW_HOSTS = 500
 
@@ -40,6 +50,7 @@ _FACTS = (
     "interval_s",
     "engine",
     "copies",
+    "copies_of",
     "version",
     "fabric",
     "memory_bytes",
@@ -234,6 +245,7 @@ def _store_hosts(
         if host_id in known and known[host_id].digest == digests[host_id]:
             continue
         facts = report.facts
+        copies = [copy for copy in report.copies if copy.tier is not Tier.PERSISTENT]
         rows.append(
             {
                 "host_id": host_id,
@@ -251,7 +263,8 @@ def _store_hosts(
                 "pid": facts.pid,
                 "interval_s": report.interval_s,
                 "engine": dump(report.engine),
-                "copies": dump([copy for copy in report.copies if copy.tier is not Tier.PERSISTENT]),
+                "copies": dump(copies),
+                "copies_of": _jobs_of(copies),
                 "version": new_version(),
                 "fabric": facts.fabric,
                 "memory_bytes": facts.memory_bytes,
@@ -263,6 +276,11 @@ def _store_hosts(
         for host_id in sorted(current)
         if host_id not in known
     ]
+
+
+def _jobs_of(copies: Iterable[ShardCopy]) -> str:
+    document = dump(sorted({copy.job for copy in copies}))
+    return document if len(document) <= MAX_COPIES_OF else UNKNOWN_JOBS
 
 
 def _digest(report: Report) -> str:

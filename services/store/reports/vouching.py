@@ -3,7 +3,7 @@ a row per host and report."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 from sqlalchemy import Connection, delete, select, update
@@ -31,16 +31,24 @@ def write(
     events.append(connection, [])
 
 
-def received_at(connection: Connection) -> dict[str, float]:
-    """Return host -> when any sensor last received a report of it, for all hosts that sensors vouch for."""
-    return VouchedHosts().read(connection).all()
+def received_at(connection: Connection, host_ids: Collection[str] | None = None) -> dict[str, float]:
+    """Return host -> when any sensor last received a report of it, for those of these hosts that sensors vouch for.
+    None: all hosts."""
+    newest: dict[str, float] = {}
+    wanted = None if host_ids is None else frozenset(host_ids)
+    for row in connection.execute(select(vouches)):
+        for name, age_ms in zip(load(row.hosts, list[str]), load(row.ages_ms, list[int]), strict=False):
+            if wanted is None or name in wanted:
+                at = row.at - age_ms / 1000.0
+                if at > newest.get(name, 0.0):
+                    newest[name] = at
+    return newest
 
 
 class _Vouched(msgspec.Struct, gc=False):
     """The newest document of one sensor."""
 
     document: str
-    hosts: list[str]
     places: dict[str, int]  # host -> index in `hosts`
     at: float = 0.0
     ages_ms: list[int] = []
@@ -60,7 +68,7 @@ class VouchedHosts:
             vouched = before.get(row.sensor)
             if vouched is None or vouched.document != row.hosts:
                 names: list[str] = load(row.hosts, list[str])
-                vouched = _Vouched(row.hosts, names, {name: place for place, name in enumerate(names)})
+                vouched = _Vouched(row.hosts, {name: place for place, name in enumerate(names)})
             vouched.at, vouched.ages_ms = row.at, load(row.ages_ms, list[int])
             self._sensors[row.sensor] = vouched
         return self
@@ -72,14 +80,4 @@ class VouchedHosts:
             place = vouched.places.get(host_id)
             if place is not None and place < len(vouched.ages_ms):
                 newest = max(newest, vouched.at - vouched.ages_ms[place] / 1000.0)
-        return newest
-
-    def all(self) -> dict[str, float]:
-        """Return host -> time, for every host that a sensor vouches for."""
-        newest: dict[str, float] = {}
-        for vouched in self._sensors.values():
-            for name, age_ms in zip(vouched.hosts, vouched.ages_ms, strict=False):
-                at = vouched.at - age_ms / 1000.0
-                if at > newest.get(name, 0.0):
-                    newest[name] = at
         return newest

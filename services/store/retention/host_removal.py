@@ -68,7 +68,7 @@ class SqlHostRemoval:
 
 def _received_at(connection: Connection, host_id: str) -> float:
     query = select(host_reports.c.received_at).where(host_reports.c.host_id == host_id)
-    return max(connection.scalar(query) or 0.0, vouching.VouchedHosts().read(connection).received_at(host_id))
+    return max(connection.scalar(query) or 0.0, vouching.received_at(connection, [host_id]).get(host_id, 0.0))
 
 
 def _forget(connection: Connection, host_id: str) -> None:

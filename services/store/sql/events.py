@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from sqlalchemy import Connection, Select, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Select, insert, select, union_all, update
 
 from flyball.contracts.events import Event, EventKind
 from services.record.codec import dump, load
@@ -54,20 +54,18 @@ class SqlEventLog:
     ) -> list[tuple[int, Event]]:
         """Return up to `limit` (number, event) pairs with number > `after`, oldest first. With a job: its own events
         and those of no job, such as a joined host or an elected controller. Empty `kinds`: every kind."""
-        query = _of(job, kinds).where(events.c.number > after).order_by(events.c.number).limit(limit)
         with self._db.read() as connection:
-            query = _since(connection, query, since)
-            rows = connection.execute(query).all()
+            first = max(after, _last_before(connection, since))
+            rows = connection.execute(_page(_asked(job, kinds, first, since), limit, newest=False)).all()
         return [(row.number, load(row.document, Event)) for row in rows]
 
     def newest(
         self, job: str | None, limit: int, kinds: Collection[EventKind] = (), since: float = 0.0
     ) -> list[tuple[int, Event]]:
         """Return the newest `limit` pairs of what `read` selects, oldest first."""
-        query = _of(job, kinds).order_by(events.c.number.desc()).limit(limit)
         with self._db.read() as connection:
-            query = _since(connection, query, since)
-            rows = connection.execute(query).all()
+            first = _last_before(connection, since)
+            rows = connection.execute(_page(_asked(job, kinds, first, since), limit, newest=True)).all()
         return [(row.number, load(row.document, Event)) for row in reversed(rows)]
 
     def last(self) -> int:
@@ -76,17 +74,28 @@ class SqlEventLog:
             return int(connection.execute(select(log_head.c.last_event)).scalar_one())
 
 
-def _since(connection: Connection, query: Select[tuple[int, str]], since: float) -> Select[tuple[int, str]]:
-    if not since:
-        return query
-    first = last_before(connection, events.c.number, events.c.at, since - DISORDER_S)
-    return query.where(events.c.number > first, events.c.at >= since)
+def _last_before(connection: Connection, since: float) -> int:
+    return last_before(connection, events.c.number, events.c.at, since - DISORDER_S) if since else 0
 
 
-def _of(job: str | None, kinds: Collection[EventKind]) -> Select[tuple[int, str]]:
-    query = select(events.c.number, events.c.document)
-    if job is not None:
-        query = query.where(events.c.job.in_((job, "")))
-    if kinds:
-        query = query.where(events.c.kind.in_([kind.value for kind in kinds]))
-    return query
+def _asked(
+    job: str | None, kinds: Collection[EventKind], after: int, since: float
+) -> list[tuple[ColumnElement[bool], ...]]:
+    """Return conditions that together let through what is asked for, and of which each reads an index in the order of
+    numbers. One condition for several jobs or kinds would not: the database would sort all that match or, if it
+    expects many, look for them in the whole log."""
+    common = (events.c.number > after, *((events.c.at >= since,) if since else ()))
+    of_jobs = [()] if job is None else [(events.c.job == one,) for one in dict.fromkeys((job, ""))]
+    of_kinds = [(events.c.kind == kind.value,) for kind in sorted(set(kinds))] or [()]
+    return [(*common, *of_job, *of_kind) for of_job in of_jobs for of_kind in of_kinds]
+
+
+def _page(asked: Sequence[tuple[ColumnElement[bool], ...]], limit: int, *, newest: bool) -> Select[tuple[int, str]]:
+    """Return the query for the first or the newest events that fulfill one of several conditions."""
+    order = events.c.number.desc() if newest else events.c.number.asc()
+    whole = select(events.c.number, events.c.document)
+    if len(asked) == 1:
+        return whole.where(*asked[0]).order_by(order).limit(limit)
+    parts = [select(events.c.number).where(*one).order_by(order).limit(limit).subquery() for one in asked]
+    found = union_all(*(select(part.c.number) for part in parts)).subquery()
+    return whole.join(found, found.c.number == events.c.number).order_by(order).limit(limit)

@@ -121,6 +121,9 @@ watermarks = _table(
     Column("seq", BigInteger, nullable=False),
 )
 
+MAX_COPIES_OF = 190  # characters of a JSON list
+UNKNOWN_JOBS = "*"  # a list that is longer, or that an earlier release did not write: look at the copies
+
 hosts = _table(
     "hosts",
     Column("host_id", Name, primary_key=True),
@@ -142,6 +145,10 @@ hosts = _table(
     Column("version", BigInteger, nullable=False),  # new with every write, see `rows`
     Column("fabric", String(128), nullable=False, server_default=""),
     Column("memory_bytes", BigInteger, nullable=False, server_default="0"),
+    Column("copies_of", String(MAX_COPIES_OF), nullable=False, server_default=UNKNOWN_JOBS),  # the jobs of `copies`
+    # For looks at all hosts: with their copies ten thousand rows are sixty megabytes.
+    Index("ix_hosts_in_short", "failure_domain", "host_id", "state", "left_at", "preempt_deadline_at", "copies_of"),
+    Index(None, "state", "host_id"),
 )
 
 host_reports = _table(
@@ -451,6 +458,8 @@ events = _table(
     _job(),
     Column("document", Document, nullable=False),
     Index(None, "job"),
+    Index(None, "kind"),  # in the order of numbers, like those of a job, and those of a kind and a job
+    Index(None, "kind", "job"),
 )
 
 bus_streams = _table(

@@ -1,0 +1,85 @@
+"""Verified copies as sets of ranks: which ranks' shards of a step lie where. Pure.
+
+A job of thousands of hosts has a hundred thousand copies. A set of ranks is one whole number, with a bit for each rank,
+so that questions about all copies take operations of whole sets instead of loops over ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import lru_cache
+
+import msgspec
+
+from flyball.contracts.checkpoints import Lineage, Point, Tier, entries_of
+
+RankSet = int  # bit r: rank r
+
+
+class HeldCopy(msgspec.Struct, frozen=True, gc=False):
+    """What is needed here of a ShardCopy; decoding takes a quarter of the time."""
+
+    job: str
+    generation: int
+    step: int
+    rank: int
+    tier: Tier
+    size_bytes: int
+
+
+class Holding(msgspec.Struct, frozen=True, gc=False):
+    """The copies of a point in one tier of one host ('' for the persistent tier)."""
+
+    host_id: str
+    tier: Tier
+    point: Point
+    ranks: RankSet
+    copies: int
+    size_bytes: int
+
+
+def held(host_id: str, job: str, copies: Iterable[HeldCopy]) -> list[Holding]:
+    """Return the holdings of a host, of its copies for one job."""
+    groups: defaultdict[tuple[Tier, Point], list[HeldCopy]] = defaultdict(list)
+    for copy in copies:
+        if copy.job == job:
+            groups[copy.tier, (copy.step, copy.generation)].append(copy)
+    return [
+        Holding(
+            host_id=host_id,
+            tier=tier,
+            point=point,
+            ranks=rank_set(tuple([copy.rank for copy in group])),
+            copies=len(group),
+            size_bytes=sum([copy.size_bytes for copy in group]),
+        )
+        for (tier, point), group in groups.items()
+    ]
+
+
+@lru_cache(maxsize=1 << 14)  # a host has the same ranks at each step
+def rank_set(ranks: tuple[int, ...]) -> RankSet:
+    lowest = min(ranks, default=0)  # the ranks of a host are close together, and small numbers are quick
+    bits = 0
+    for rank in ranks:
+        bits |= 1 << (rank - lowest)
+    return bits << lowest
+
+
+def complete_points(holdings: Iterable[Holding], lineage: Lineage, world_size: int) -> dict[Point, RankSet]:
+    """Return the points that are alive by lineage and of which these have a copy for every rank that saved them, the
+    newest first, each with the set of those ranks. `world_size` is the job's."""
+    found: defaultdict[Point, RankSet] = defaultdict(int)
+    for holding in holdings:
+        found[holding.point] |= holding.ranks
+    history = entries_of(lineage, {generation for _, generation in found})
+    complete: dict[Point, RankSet] = {}
+    for (step, generation), ranks in found.items():
+        if generation in history:
+            _, entry = history[generation]
+            saved_by = (1 << (entry.world_size or world_size)) - 1
+            if ranks & saved_by == saved_by and (entry.upto_step is None or step <= entry.upto_step):
+                complete[step, generation] = saved_by
+    newest_first = sorted(complete, key=lambda point: (history[point[1]][0], point[0]), reverse=True)
+    return {point: complete[point] for point in newest_first}
