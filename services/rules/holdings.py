@@ -17,7 +17,7 @@ from flyball.contracts.checkpoints import Lineage, Point, Tier, entries_of
 RankSet = int  # bit r: rank r
 
 
-class HeldCopy(msgspec.Struct, frozen=True, gc=False):
+class CopyFacts(msgspec.Struct, frozen=True, gc=False):
     """What is needed here of a ShardCopy; decoding takes a quarter of the time."""
 
     job: str
@@ -39,9 +39,9 @@ class Holding(msgspec.Struct, frozen=True, gc=False):
     size_bytes: int
 
 
-def held(host_id: str, job: str, copies: Iterable[HeldCopy]) -> list[Holding]:
+def held(host_id: str, job: str, copies: Iterable[CopyFacts]) -> list[Holding]:
     """Return the holdings of a host, of its copies for one job."""
-    groups: defaultdict[tuple[Tier, Point], list[HeldCopy]] = defaultdict(list)
+    groups: defaultdict[tuple[Tier, Point], list[CopyFacts]] = defaultdict(list)
     for copy in copies:
         if copy.job == job:
             groups[copy.tier, (copy.step, copy.generation)].append(copy)

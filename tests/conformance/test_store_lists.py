@@ -24,7 +24,7 @@ from services.runtime.paging import Page
 from services.store.decisions.order_store import SqlOrderStore
 from services.store.read.read_models import SqlReadModels
 from services.store.sql.database import Database
-from services.store.sql.events import SqlEventLog
+from services.store.sql.events import SqlEventLog, newest_of_jobs
 
 ALL = Page()
 
@@ -182,6 +182,25 @@ def test_events_of_a_job_or_of_some_kinds_are_found_by_an_index(stores, statemen
     assert log.newest(job, 3, kinds) == of[-3:]
     if stores.db.is_sqlite:
         assert not [step for step in plan_of(stores.db, statements) if step.startswith("SCAN events")]
+
+
+def test_the_newest_events_of_several_jobs_take_one_statement(stores, statements) -> None:
+    SqlEventLog(stores.db).append(
+        [
+            Event(float(n), (EventKind.STEPS, EventKind.RANK_MARKS)[n % 2], ("one", "two", "three")[n % 3])
+            for n in range(36)
+        ]
+    )
+    statements.clear()
+    with stores.db.read() as connection:
+        found = newest_of_jobs(connection, ["one", "two", "none"], EventKind.STEPS, 2)
+    assert sorted((event.job, event.at) for event in found) == [
+        ("one", 24.0),
+        ("one", 30.0),
+        ("two", 28.0),
+        ("two", 34.0),
+    ]
+    assert len([statement for statement in statements if "FROM events" in statement]) == 1
 
 
 def plan_of(db: Database, statements: list[str]) -> list[str]:

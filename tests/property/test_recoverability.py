@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from flyball.contracts.checkpoints import LineageEntry, Point, ShardCopy, Tier, newest_point
 from flyball.contracts.cluster import HostRanks
 from flyball.contracts.recovery import complete_points, origin_of
-from services.rules.holdings import HeldCopy, Holding, held
+from services.rules.holdings import CopyFacts, Holding, held
 from services.rules.recoverability import Lost, WorstCase, worst_cases
 from services.rules.recovery_point import plan_restore
 
@@ -36,7 +36,7 @@ def copies_of(draw: st.DrawFn) -> list[ShardCopy]:
 
 
 def holdings_of(copies: list[ShardCopy]) -> list[Holding]:
-    slim = [(copy.host_id, msgspec.convert(msgspec.to_builtins(copy), HeldCopy)) for copy in copies]
+    slim = [(copy.host_id, msgspec.convert(msgspec.to_builtins(copy), CopyFacts)) for copy in copies]
     return [one for host in ("", *HOSTS) for one in held(host, "job", [copy for at, copy in slim if at == host])]
 
 

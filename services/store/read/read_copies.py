@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Row, func, select
 from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier
 from flyball.contracts.cluster import HostState, JobSpec
 from services.record.codec import load, plain
-from services.rules.holdings import HeldCopy, Holding, complete_points, held
+from services.rules.holdings import CopyFacts, Holding, complete_points, held
 from services.rules.recoverability import worst_cases
 from services.store.read import read_state
 from services.store.reports import persistent_steps
@@ -125,11 +125,11 @@ def _copies(connection: Connection, row: Row[Any]) -> _Copies:
     hosts = _hosts(connection, row.job)
     persistent = list(persistent_steps.read(connection, [row.job]))
     holdings = held(
-        "", row.job, [HeldCopy(c.job, c.generation, c.step, c.rank, c.tier, c.size_bytes) for c in persistent]
+        "", row.job, [CopyFacts(c.job, c.generation, c.step, c.rank, c.tier, c.size_bytes) for c in persistent]
     )
     within_reach = [host_id for host_id in hosts.holders if host_id not in hosts.lost]
     for host_id, document in _documents(connection, row.job, within_reach):
-        holdings += held(host_id, row.job, load(document, list[HeldCopy]))
+        holdings += held(host_id, row.job, load(document, list[CopyFacts]))
     lineage = newest_lineage(connection, row.job) or ()
     return _Copies(load(row.spec, JobSpec), row.newest_step, lineage, hosts, persistent, holdings)
 

@@ -20,6 +20,7 @@ from services.runtime.list_filters import JobFilter
 from services.runtime.paging import Page
 from services.store.reports.rank_rows import KnownRank, known_ranks
 from services.store.sql import tables
+from services.store.sql.events import newest_of_jobs
 from services.store.sql.shared_reads import HAS_ENDED, KeptPlans, plan_of
 
 Json = dict[str, Any]
@@ -175,7 +176,7 @@ def job_counts(connection: Connection) -> dict[str, int]:
 
 # --- progress --------------------------------------------------------------------------------------------------------
 
-MAX_JOBS = 50  # of a page; for each of them the end of its event log is read
+MAX_JOBS = 50  # of a page: for each of them the end of its event log is read
 NEWEST_EVENTS = 4  # a sensor summarizes steps about once a second
 
 
@@ -197,24 +198,19 @@ def progress(connection: Connection, jobs: Sequence[str]) -> dict[str, JobProgre
         .group_by(generations.job)
     )
     found = {job: JobProgress(first, newest) for job, first, newest in connection.execute(query)}
-    for job in list(jobs)[-MAX_JOBS:]:
-        if job in found:
-            last_step_at, step_s = _steps(connection, job)
-            found[job] = msgspec.structs.replace(found[job], last_step_at=last_step_at, step_s=step_s)
+    shown = [job for job in list(jobs)[-MAX_JOBS:] if job in found]
+    newest: defaultdict[str, list[Event]] = defaultdict(list)
+    for event in newest_of_jobs(connection, shown, EventKind.STEPS, NEWEST_EVENTS):
+        newest[event.job].append(event)
+    for job in shown:
+        last_step_at, step_s = _steps(newest[job])
+        found[job] = msgspec.structs.replace(found[job], last_step_at=last_step_at, step_s=step_s)
     return found
 
 
-def _steps(connection: Connection, job: str) -> tuple[float | None, float | None]:
-    events = tables.events.c
-    query = (
-        select(events.document)
-        .where(events.job == job, events.kind == EventKind.STEPS.value)
-        .order_by(events.number.desc())
-        .limit(NEWEST_EVENTS)
-    )
+def _steps(newest: Sequence[Event]) -> tuple[float | None, float | None]:
     times: defaultdict[tuple[int, int], dict[int, float]] = defaultdict(dict)  # (generation, rank) -> step -> when
-    for document in connection.scalars(query):
-        event = load(document, Event)
+    for event in newest:
         times[event.generation, event.rank] |= _completed(event)
     gaps = [at - found[step - 1] for found in times.values() for step, at in found.items() if step - 1 in found]
     return max((at for found in times.values() for at in found.values()), default=None), median(gaps) if gaps else None

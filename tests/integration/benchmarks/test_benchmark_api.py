@@ -12,6 +12,13 @@ import pymysql
 import pytest
 from ready_databases import SERVER
 
+from flyball.contracts.errors import Conflict
+from services.store.sql.database import Database
+from services.store.sql.schema_upgrade import migrate
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+from api_bench.database import prepare
+
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "api.py"
 SIZE = ("--hosts", "16", "--signals", "64", "--requests", "2", "--limit-ms", "1e9")
 
@@ -27,6 +34,28 @@ def measured(*more: str) -> dict[str, object]:
     assert {"/v1/host-map", "/v1/incidents?job=gpt-0&limit=50", "/v1/jobs/gpt-0/recoverability"} <= set(found["lists"])
     assert found["lists"]["/v1/incidents?job=gpt-0&limit=50"]["items"] > 0
     return dict(found)
+
+
+def test_a_kept_database_is_used_again_and_no_other(tmp_path: Path) -> None:
+    def prepared(name: str, hosts: int = 16, *, keeps: bool) -> Database:
+        db = Database(f"sqlite:///{tmp_path / name}")
+        try:
+            prepare(db, hosts, 64, keeps=keeps)
+        finally:
+            db.close()
+        return db
+
+    prepared("ours", keeps=True)
+    prepared("ours", keeps=True)
+    with pytest.raises(Conflict, match="16 hosts, 64 signals"):
+        prepared("ours", 32, keeps=True)
+    with pytest.raises(Conflict):
+        prepared("ours", keeps=False)
+    other = Database(f"sqlite:///{tmp_path / 'other'}")
+    migrate(other)
+    other.close()
+    with pytest.raises(Conflict, match="something else"):
+        prepared("other", keeps=True)
 
 
 def test_sqlite() -> None:
