@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import lru_cache
+from typing import TypeAlias
 
 from sqlalchemy import ColumnElement, Connection, Select, TextClause, insert, select, text, union_all, update
 
@@ -39,8 +40,7 @@ def revision(connection: Connection) -> int:
     return int(connection.execute(select(log_head.c.revision)).scalar_one())
 
 
-# The numbers of each job's events are read from an index alone. If it had to read documents too, MariaDB would rather
-# intersect two other indexes, which takes seconds in a log of a million events.
+# The numbers of each job's events are read from an index alone.
 _NEWEST_OF_JOB = (
     "SELECT number FROM events WHERE job = :job{0} AND kind = :kind AND number > 0 ORDER BY number DESC LIMIT :count"
 )
@@ -98,23 +98,24 @@ class SqlEventLog:
             return int(connection.execute(select(log_head.c.last_event)).scalar_one())
 
 
+_Conditions: TypeAlias = tuple[ColumnElement[bool], ...]
+
+
 def _last_before(connection: Connection, since: float) -> int:
     return last_before(connection, events.c.number, events.c.at, since - DISORDER_S) if since else 0
 
 
-def _asked(
-    job: str | None, kinds: Collection[EventKind], after: int, since: float
-) -> list[tuple[ColumnElement[bool], ...]]:
+def _asked(job: str | None, kinds: Collection[EventKind], after: int, since: float) -> list[_Conditions]:
     """Return conditions that together let through what is asked for, and of which each reads an index in the order of
     numbers. One condition for several jobs or kinds would not: the database would sort all that match or, if it
     expects many, look for them in the whole log."""
     common = (events.c.number > after, *((events.c.at >= since,) if since else ()))
-    of_jobs = [()] if job is None else [(events.c.job == one,) for one in dict.fromkeys((job, ""))]
-    of_kinds = [(events.c.kind == kind.value,) for kind in sorted(set(kinds))] or [()]
+    of_jobs: list[_Conditions] = [()] if job is None else [(events.c.job == one,) for one in dict.fromkeys((job, ""))]
+    of_kinds: list[_Conditions] = [(events.c.kind == kind.value,) for kind in sorted(set(kinds))] or [()]
     return [(*common, *of_job, *of_kind) for of_job in of_jobs for of_kind in of_kinds]
 
 
-def _page(asked: Sequence[tuple[ColumnElement[bool], ...]], limit: int, *, newest: bool) -> Select[tuple[int, str]]:
+def _page(asked: Sequence[_Conditions], limit: int, *, newest: bool) -> Select[tuple[int, str]]:
     """Return the query for the first or the newest events that fulfill one of several conditions."""
     order = events.c.number.desc() if newest else events.c.number.asc()
     whole = select(events.c.number, events.c.document)

@@ -148,7 +148,7 @@ hosts = _table(
     Column("copies_of", String(MAX_COPIES_OF), nullable=False, server_default=UNKNOWN_JOBS),  # the jobs of `copies`
     # For looks at all hosts: with their copies ten thousand rows are sixty megabytes.
     Index("ix_hosts_in_short", "failure_domain", "host_id", "state", "left_at", "preempt_deadline_at", "copies_of"),
-    Index(None, "state", "host_id"),
+    Index(None, "state", "host_id", "left_at"),
 )
 
 host_reports = _table(

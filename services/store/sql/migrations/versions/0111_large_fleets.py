@@ -9,7 +9,7 @@ down_revision = "0110"
 IN_SHORT = ("failure_domain", "host_id", "state", "left_at", "preempt_deadline_at", "copies_of")
 NEW = (
     ("ix_hosts_in_short", "hosts", IN_SHORT),
-    ("ix_hosts_state_host_id", "hosts", ("state", "host_id")),
+    ("ix_hosts_state_host_id_left_at", "hosts", ("state", "host_id", "left_at")),
     ("ix_events_kind", "events", ("kind",)),
     ("ix_events_kind_job", "events", ("kind", "job")),
 )
