@@ -46,7 +46,7 @@ class Calibration(msgspec.Struct, frozen=True):
 
 class _DemoFault(msgspec.Struct):
     fault: str
-    detected_s: float | None = None
+    decided_s: float | None = None  # when the controller had the report; below 0: never
 
 
 class _DemoRepair(msgspec.Struct):
@@ -73,9 +73,9 @@ def from_demo(demo: Mapping[str, Any], source: str) -> Calibration:
     kills = []
     for number, row in enumerate(found.faults):
         if row.fault == "kill":
-            if row.detected_s is None:
-                raise UsageError(f"{source}: faults[{number}] is a kill without detected_s.", hint=_AGAIN)
-            kills.append(row.detected_s)
+            if row.decided_s is None:
+                raise UsageError(f"{source}: faults[{number}] is a kill without decided_s.", hint=_AGAIN)
+            kills += [row.decided_s] if row.decided_s >= 0.0 else []
     medians = {name: (part.median_s, part.count) for name, part in found.repair.items()}
     return _calibration(source, medians, kills, None, "the demo's small model says nothing about saves of a large one")
 

@@ -22,7 +22,11 @@ def _part(mean_s: float | None, count: int = 4) -> dict[str, Any]:
 
 
 DEMO = {
-    "faults": [{"fault": "kill", "detected_s": 0.02}, {"fault": "hang", "detected_s": 6.0}],
+    "faults": [  # a daemon has seen the kill long before the controller hears of it
+        {"fault": "kill", "detected_s": 0.005, "decided_s": 0.02},
+        {"fault": "kill", "detected_s": 0.005, "decided_s": -1.0},
+        {"fault": "hang", "decided_s": 6.0},
+    ],
     "repair": {
         "stop": _part(0.4),
         "restart": _part(2.0),
@@ -63,8 +67,8 @@ def test_a_result_without_times_is_refused() -> None:
 @pytest.mark.parametrize(
     ("demo", "named"),
     [
-        ({"faults": [{"fault": "kill"}], "repair": {}}, "faults[0] is a kill without detected_s"),
-        ({"faults": [{"fault": "kill", "detected_s": "x"}], "repair": {}}, "$.faults[0].detected_s"),
+        ({"faults": [{"fault": "kill"}], "repair": {}}, "faults[0] is a kill without decided_s"),
+        ({"faults": [{"fault": "kill", "decided_s": "x"}], "repair": {}}, "$.faults[0].decided_s"),
         ({"faults": [], "repair": {"stop": 3}}, "$.repair"),
     ],
 )
