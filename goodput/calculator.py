@@ -240,7 +240,7 @@ def _notes(history: History, line: Timeline, executed: Sequence[Executed], optio
     notes = []
     if not history.submitted:
         notes.append("The log does not say when the job was submitted: its time counts from the first event.")
-    if not history.outcome:
+    if not history.outcome and not history.logs_some_steps:  # a simulation ends before its job
         notes.append("The job runs, or its end is not in the log: its time counts up to now, or to the last event.")
     if not line.executed:
         notes.append("The log has no completed step: the job's running time is unknown.")

@@ -91,7 +91,7 @@ def look(state: object) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return "0.41 s", "12.3 s", "4 min 5 s" or "3 h 20 min"."""
+    """Return "0.41 s", "12.3 s", "4 min 5 s", "3 h 20 min" or "54 d 2 h"."""
     if seconds is None:
         return NOTHING
     if seconds < 10:
@@ -102,7 +102,7 @@ def duration(seconds: float | None) -> str:
     if minutes < 120:
         return f"{minutes} min {rest_s} s"
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min"
+    return f"{hours} h {minutes} min" if hours < 72 else f"{hours // 24} d {hours % 24} h"
 
 
 def size(size_bytes: float) -> str:

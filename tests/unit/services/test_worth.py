@@ -14,7 +14,7 @@ from goodput.calculator import analyse
 from goodput.comparison import compare
 from goodput.show.report import to_json
 from services.dashboard import worth
-from services.dashboard.rendering import points
+from services.dashboard.rendering import duration, points
 
 ANALYSIS = analyse(interrupted_run())
 LINE = ANALYSIS.timeline
@@ -99,3 +99,10 @@ def test_two_runs_side_by_side() -> None:
     assert float(useful["b_width"][:-1]) == pytest.approx(100.0 * useful["b_share"] / useful["a_share"], abs=0.001)
     assert worth.side_by_side([]) == []
     assert (points(0.031), points(-0.0042), points(-0.000001)) == ("+3.10", "\N{MINUS SIGN}0.42", "0.00")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(5.0, "5.00 s"), (245.0, "4 min 5 s"), (12_000.0, "3 h 20 min"), (54.1 * 86_400, "54 d 2 h")]
+)
+def test_a_duration_is_shown_in_the_units_that_a_person_takes(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown
