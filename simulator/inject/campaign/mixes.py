@@ -49,7 +49,11 @@ MIXES: Mapping[str, tuple[MixedFault, ...]] = {
     "llama3": LLAMA3,
     "workers": WORKERS,
     "hosts": HOSTS,
-    "all": (*WORKERS, *HOSTS, *_equally("slow", "slow-steps", "cpu-limit", "corrupt-shard", "engine-slow", "flip-bit")),
+    "all": (
+        *WORKERS,
+        *HOSTS,
+        *_equally("slow", "slow-steps", "cpu-limit", "corrupt-shard", "engine-slow", "disk-slow", "flip-bit"),
+    ),
 }
 
 
