@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     **command_help(
-        "Inject a real fault into a running job on this machine. docs/reference/faults.md says what each one touches.",
+        "Inject a real fault into a running job on this machine. docs/reference/inject.md says what each one touches.",
         "flyball inject kill --job llama --rank 1",
         "flyball inject preempt --host host-b --deadline 30",
     ),

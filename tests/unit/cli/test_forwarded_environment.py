@@ -45,9 +45,8 @@ def test_named_variables_are_added() -> None:
 
 
 def test_the_page_has_the_whole_list() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "reference" / "cli.md").read_text()
-    section = page.partition("### The environment of the workers")[2].partition("###")[0]
-    named = set(re.findall(r"[A-Z_]+", section))
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "worker-environment.md").read_text()
+    named = set(re.findall(r"[A-Z_]+", page))
     assert {name.upper() for name in ALLOWED} | set(ALLOWED_PREFIXES) <= named
 
 
