@@ -19,6 +19,7 @@ from trust_bench.race import FAULTS, RaceRun, Recovery, moment_of
 from trust_bench.track import Track
 
 from flyball.contracts.errors import UsageError
+from services.settings import Settings
 
 
 class Ranks:
@@ -180,3 +181,9 @@ def test_the_table_of_a_launcher_says_what_it_survived_and_what_not() -> None:
     assert found["exception"] == "3.00 s, 0.00 steps lost, 1 of 2: no step"
     assert (found["host"], found["goodput"]) == ("-: not reached", "50.00 ± 0.00 %")
     assert trust.figures([], runs) == {"measured": "no"}
+
+
+def test_the_hours_limit_of_actions_does_not_end_a_campaign(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in stack.LIMITS.items():
+        monkeypatch.setenv(name, value)
+    assert Settings().policy_settings.max_actions_per_hour == 100_000
