@@ -18,7 +18,7 @@ from typing import Self
 
 # Each script has a keeper, which tells its process id and then its exit code.
 _SERVER = """
-import json, os, signal, socket, sys
+import atexit, json, os, signal, socket, sys, threading
 import torch, torch._dynamo, torch.distributed.fsdp
 import flyball, flyball.sdk.trainer
 from flyball.contracts import fault_points
@@ -55,6 +55,13 @@ os.chdir(request["cwd"])
 fault_points.rearm()
 sys.argv = ["-c", *request["arguments"]]
 exec(compile(request["script"], "<string>", "exec"), {"__name__": "__main__"})
+# To take the modules apart would copy every page of them that this process shares with the others, for longer than most
+# scripts run. All else of an orderly end is done; after an exception, that too.
+threading._shutdown()
+atexit._run_exitfuncs()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)
 """
 START_TIMEOUT_S = END_TIMEOUT_S = 300.0
 
