@@ -131,6 +131,9 @@ def _dlrover_master(course: Course, python: str) -> list[str]:
     return [python, "-P", "-u", "-m", "dlrover.python.master.main", *words]
 
 
+TORCHFT_CANNOT = {  # tried: no step within 120 s
+    "hang": "the manager of a rank that stands still sends heartbeats, so the lighthouse has no quorum without it",
+}
 PEERS = {
     peer.name: peer
     for peer in (
@@ -140,7 +143,7 @@ PEERS = {
         # each of NVRx waited for the 30 s in which its rendezvous takes more nodes.
         Peer("torchrun", _torchrun, 2, True, {}, "torch"),
         Peer("nvrx", _nvrx, 2, True, {}, "nvidia_resiliency_ext"),
-        Peer("torchft", _torchft, 2, True, {}, "torchft", server=_lighthouse),
+        Peer("torchft", _torchft, 2, True, {}, "torchft", TORCHFT_CANNOT, _lighthouse),
         Peer("dlrover", _dlrover, 2, True, {}, "dlrover", server=_dlrover_master),
     )
 }
