@@ -72,7 +72,7 @@ def newest_step(connection: Connection, job: str, generation: int, given: Mappin
     for host_id, part in _reported(connection, sorted(given)):
         if (part.job, part.generation) == (job, generation):
             mine = given[host_id]
-            newest = max(newest, max((rank.step for rank in part.ranks if rank.rank in mine), default=-1))
+            newest = max(newest, max([rank.step for rank in part.ranks if rank.rank in mine], default=-1))
     ended = [one.exited.last_step for one in recorded_ranks(connection, [job], only_ended=True) if one.exited]
     return max([newest, *ended])
 
