@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -119,6 +119,9 @@ class _Processes(Generic[A, R]):
 def _do_pieces(parent: Connection, work: Work[A, R]) -> None:
     """What a process does until its parent closes the connection, or ends."""
     end_with_parent()
+    origin = parent_process()
+    if origin is None or not origin.is_alive():  # it died before the line above
+        return
     while True:
         try:
             piece = wire.decoder_of(work.given).decode(parent.recv_bytes())
