@@ -248,6 +248,7 @@ def shootout(options: argparse.Namespace, interruption: Interruption, before: di
                     hang_timeout_s=options.hang_timeout_s,
                     save_every=options.save_every,
                     say=log,
+                    interruption=interruption,
                 )
             )
         except RaceFailed as error:
@@ -259,6 +260,8 @@ def shootout(options: argparse.Namespace, interruption: Interruption, before: di
         if options.record is not None:
             with options.record.open("ab") as record:
                 record.write(msgspec.json.encode(runs[-1]) + b"\n")
+        if interruption.is_asked:  # while that run was cleaned up
+            break
     found = {name: figures([run for run in runs if run.peer == name], runs) for name in options.peers}
     if options.json:
         shown = {"schema": SCHEMA, "part": "shootout", "machine": before, "figures": found, "failed": failed}

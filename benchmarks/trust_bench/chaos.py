@@ -150,7 +150,7 @@ def run_chaos(
     interruption: Interruption,
 ) -> ChaosResult:
     """Raises StackError, and FlyballError if the job cannot be started."""
-    with TrustStack(HOSTS) as stack:
+    with TrustStack(HOSTS, interruption) as stack:
         announce(
             f"a stack of {len(HOSTS)} hosts in {stack.root}" + (f"; {stack.no_network}" if stack.no_network else "")
         )
@@ -168,6 +168,7 @@ def run_chaos(
         try:
             journal = Journal(stack.root / "injections")
             with (
+                interruption.shielded(),  # until all is undone; the campaign itself can be interrupted
                 FaultInjector(stack.api, clock=clock, journal=journal, supervisor_dir=stack.supervisor_dir) as injector,
                 interruption.in_order(),
             ):

@@ -24,7 +24,7 @@ def why_not() -> str:
     except subprocess.CalledProcessError as error:
         return f"network namespaces are not permitted here: {error.stderr.strip()}"
     finally:
-        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=60)
+        _delete("netns", name)
     return ""
 
 
@@ -49,8 +49,8 @@ class Network:
 
     def end(self) -> None:
         for name in (*map(self._name, self.address), self._router):
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=60)
-        subprocess.run(["ip", "link", "del", self._own], check=False, capture_output=True, timeout=60)
+            _delete("netns", name)
+        _delete("link", self._own)
 
     def _name(self, host_id: str) -> str:
         return f"{self._own}-{host_id}"
@@ -74,6 +74,12 @@ class Network:
             _ip("-n", self._router, "link", "set", host_id, "up")
             _ip("-n", name, "route", "add", "default", "via", gate)
         _ip("route", "add", f"{subnet}.0/24", "via", f"{subnet}.2")
+
+
+def _delete(what: str, name: str) -> None:
+    """In a session of its own: a terminal sends Ctrl-C to whatever runs in this one."""
+    command = ["ip", what, "del", name]
+    subprocess.run(command, check=False, capture_output=True, timeout=60, start_new_session=True)
 
 
 def _ip(*words: str) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 
 import msgspec
 
@@ -53,10 +51,10 @@ class Quiet(msgspec.Struct, frozen=True):
 
 def run_quiet(*, duration_s: float, announce: Callable[[str], None], interruption: Interruption) -> Quiet:
     """Raises StackError, and FlyballError if the job cannot be started."""
-    with TrustStack(HOSTS) as stack, ExitStack() as noises, tempfile.TemporaryDirectory(prefix="fbt-noise-") as folder:
+    with TrustStack(HOSTS, interruption) as stack, ExitStack() as noises:
         stack.submit(nnodes=NNODES, pace_s=PACE_S, checkpoint={**CHECKPOINT, "persistent_every_steps": 0})
         noise = {f"processor {number}": [PROCESSOR] for number in range(len(os.sched_getaffinity(0)))}
-        noise |= {"disk": [DISK, str(Path(folder) / "noise")], "network": [NETWORK]}
+        noise |= {"disk": [DISK, str(stack.root / "noise")], "network": [NETWORK]}
         for words in noise.values():
             process = subprocess.Popen([sys.executable, "-c", *words], env={**os.environ, MARK: str(stack.root)})
             noises.callback(process.wait, 60.0)

@@ -24,7 +24,8 @@ from goodput_bench.faults import HANG, RAISE
 
 from flyball.contracts.on_host.segments import SHM_DIR_VARIABLE
 from simulator.inject.processes import environment_of, look_at
-from trust_bench.own import clean_environment, end_marked, newest_lines
+from trust_bench.interruption import Interruption
+from trust_bench.own import clean_environment, end_marked, marked, newest_lines
 from trust_bench.peers import ENVIRONMENT, Course, Peer
 from trust_bench.track import Track
 
@@ -34,16 +35,18 @@ START_DEADLINE_S = 300.0
 RECOVERY_DEADLINE_S = 120.0
 STORE_DEADLINE_S = 120.0
 LOOK_S = 0.005
+HOST_LOOK_S = 0.5  # all processes of the machine are read each time
 CALM_S = 6.0  # of training before each fault: standbys are warm again, and a save is complete
-NOTICE_S = 30.0  # from the notice until the host's processes are killed, as most batch systems have it
+NOTICE_S = 30.0  # from the notice until what is left of the host is killed, as most batch systems have it
 FAULTS = ("kill", "exception", "hang", "host", "notice")
 _SIGNALS = {"kill": signal.SIGKILL, "exception": RAISE, "hang": HANG}
 
 
 class Recovery(msgspec.Struct, frozen=True):
     """One fault. `next_step_s`: from it to the next step of all ranks, and for a notice, during which ranks may train
-    on, from the last step before the move; None: there was none in time, or the peer cannot do it. `alone_s`: from it
-    until the rank that was not struck had made two more steps by itself; None: it waited for the other."""
+    on, from the last step before the move; None: there was none in time, there was nothing left to strike, or the peer
+    cannot do it, as `why` says. `alone_s`: from it until the rank that was not struck had made two more steps by
+    itself; None: it waited for the other."""
 
     fault: str
     next_step_s: float | None
@@ -83,7 +86,14 @@ def moment_of(fault: str, repetition: int, save_every: int) -> Moment:
 
 
 def race(
-    peer: Peer, python: str, *, repetition: int, hang_timeout_s: float, save_every: int, say: Callable[[str], None]
+    peer: Peer,
+    python: str,
+    *,
+    repetition: int,
+    hang_timeout_s: float,
+    save_every: int,
+    say: Callable[[str], None],
+    interruption: Interruption,
 ) -> RaceRun:
     """Raises RaceFailed if no step was made at all."""
     load = os.getloadavg()[0]
@@ -120,9 +130,10 @@ def race(
             load_average_1m=round(load, 2),
         )
     finally:
-        end_marked(MARK, str(folder))
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(shm, ignore_errors=True)
+        with interruption.shielded():
+            end_marked(MARK, str(folder))
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(shm, ignore_errors=True)
 
 
 class _Run:
@@ -163,52 +174,78 @@ class _Run:
     def strike(self, fault: str, moment: Moment) -> Recovery:
         """Inject a fault after some calm seconds of training, and watch what follows."""
         track = self.track
-        self._wait_for(moment)
-        host, hit = self._victim()
+        if not self._wait_for(moment):
+            return self._not_struck(fault, f"the step to strike at was not made within {RECOVERY_DEADLINE_S:.0f} s")
+        victim = self._victim()
+        if victim is None:
+            return self._not_struck(fault, "no live rank on another host than the first")
+        host, hit = victim
         before, known = track.newest, set(track.pids.values())
-        struck_s = time.monotonic()
+        struck_s = gone_s = time.monotonic()
         if fault == "host":
-            end_marked(HOST, self._host_mark(f"host-{host}"))
+            end_marked(HOST, self._host_mark(host))
         elif fault == "notice":
             _signal(self._launchers[host], signal.SIGTERM)
         else:
             _signal(hit, _SIGNALS[fault])
         if fault in ("host", "notice") and self._peer.late_spare:
             self._start_host()
-
-        def is_back() -> bool:
-            return bool(track.done) and track.done[-1].at_s > struck_s and hit not in track.done[-1].pids
-
         if fault == "notice":
-            self.until(is_back, NOTICE_S)
-            end_marked(HOST, self._host_mark(f"host-{host}"))  # what is still there of it is taken away
-        if not self.until(is_back, RECOVERY_DEADLINE_S):
-            why = f"no step of all ranks within {RECOVERY_DEADLINE_S:.0f} s: {self.output()[-600:]}"
-            return Recovery(fault, None, None, why, self._alone_s(struck_s, before, known - {hit}))
-        back = next(one for one in track.done if one.at_s > struck_s and hit not in one.pids)
+            self._see_off(host, struck_s + NOTICE_S)
+            gone_s = time.monotonic()
+
+        def trains() -> bool:
+            return bool(track.done) and track.done[-1].at_s > gone_s and hit not in track.done[-1].pids
+
+        is_back = self.until(trains, RECOVERY_DEADLINE_S)
+        # The first one: after a notice many more may have been made before the host was gone.
+        back = next((one for one in track.done if one.at_s > struck_s and hit not in one.pids), None)
+        back_s = back.at_s if back is not None else time.monotonic()
         # What the ranks completed after the moment of the fault was done all the same.
-        old = [one for one in track.done if one.at_s < back.at_s and set(one.pids) & known]
+        old = [one for one in track.done if one.at_s < back_s and set(one.pids) & known]
         newest = max([before, *(one.step for one in old)])
         stood_since_s = max([struck_s, *(one.at_s for one in old)]) if fault == "notice" else struck_s
-        lost = max(0, newest + 1 - back.step)
-        return Recovery(
-            fault, round(back.at_s - stood_since_s, 3), lost, "", self._alone_s(struck_s, before, known - {hit})
-        )
+        alone = [x.at_s for x in track.lines if x.pid in known - {hit} and x.step >= newest + 2 and x.at_s <= back_s]
+        # A step that was under way is no sign that the others train on: two are.
+        alone_s = round(max(0.0, min(alone) - stood_since_s), 3) if alone else None
+        if back is None or not is_back:
+            why = f"no step of all ranks within {RECOVERY_DEADLINE_S:.0f} s: {self.output()[-600:]}"
+            return Recovery(fault, None, None, why, alone_s)
+        return Recovery(fault, round(back_s - stood_since_s, 3), max(0, newest + 1 - back.step), "", alone_s)
 
-    def _alone_s(self, struck_s: float, before: int, others: set[int]) -> float | None:
-        """A step that was under way is no sign that the others train on: two are."""
-        first_s = min((x.at_s for x in self.track.lines if x.pid in others and x.step >= before + 2), default=None)
-        return None if first_s is None else round(max(0.0, first_s - struck_s), 3)
+    def _not_struck(self, fault: str, why: str) -> Recovery:
+        return Recovery(fault, None, None, f"{why}: {self.output()[-600:]}")
 
-    def _wait_for(self, moment: Moment) -> None:
+    def _see_off(self, host: int, until_s: float) -> None:
+        """Leave the host to itself until then, or until all of it has ended; then kill what is left."""
+        mark, look_s = self._host_mark(host), 0.0
+
+        def has_ended() -> bool:
+            nonlocal look_s
+            if look_at(self._launchers[host]) is not None or time.monotonic() < look_s:
+                return False
+            look_s = time.monotonic() + HOST_LOOK_S
+            return not marked(HOST, mark)
+
+        self.until(has_ended, until_s - time.monotonic())
+        end_marked(HOST, mark)
+
+    def _wait_for(self, moment: Moment) -> bool:
+        """False: the ranks stand, or are too slow."""
         track, every = self.track, self._course.save_every
-        until_s = time.monotonic() + CALM_S
-        self.until(lambda: time.monotonic() > until_s, CALM_S + 1.0)
-        self.until(lambda: (track.newest + 1) % every == moment.steps_after_save, RECOVERY_DEADLINE_S)
+        calm_s = time.monotonic() + CALM_S
+        self.until(lambda: time.monotonic() > calm_s, CALM_S + 1.0)
+
+        def is_at_step() -> bool:
+            return track.done[-1].at_s > calm_s and (track.newest + 1) % every == moment.steps_after_save
+
+        if not self.until(is_at_step, RECOVERY_DEADLINE_S):
+            return False
         time.sleep(moment.share_of_step * self._course.step_floor_s)
         track.pull()
+        return True
 
-    def _victim(self) -> tuple[int, int]:
+    def _victim(self) -> tuple[int, int] | None:
         """The host that is struck, and the pid of its rank: never the one with the store, or the supervisor."""
         for rank in sorted(self.track.pids, reverse=True):
             pid = self.track.pids[rank]
@@ -216,10 +253,10 @@ class _Run:
             name = environment_of(process).get(HOST, "").rpartition("/host-")[2] if process is not None else ""
             if name and int(name) != 0:
                 return int(name), pid
-        raise RaceFailed(f"{self._peer.name} has no live rank on another host than the first:\n{self.output()}")
+        return None
 
-    def _host_mark(self, name: str) -> str:
-        return f"{self._course.folder}/{name}"
+    def _host_mark(self, host: int) -> str:
+        return f"{self._course.folder}/host-{host}"
 
     def _start_host(self) -> None:
         host, self._next_host = self._next_host, self._next_host + 1
@@ -227,7 +264,8 @@ class _Run:
 
     def _start(self, name: str, command: list[str]) -> int:
         environment = clean_environment() | {**ENVIRONMENT, **self._peer.environment, SHM_DIR_VARIABLE: str(self._shm)}
-        environment |= {MARK: str(self._course.folder), HOST: self._host_mark(name), "TMPDIR": str(self._course.folder)}
+        folder = str(self._course.folder)
+        environment |= {MARK: folder, HOST: f"{folder}/{name}", "TMPDIR": folder}
         with (self._course.folder / f"{name}.out").open("ab") as out:
             process = subprocess.Popen(
                 command,

@@ -25,6 +25,7 @@ from flyball.cli.reach.client import ApiClient
 from flyball.contracts.cluster import JobSpec
 from flyball.contracts.on_host.segments import SHM_DIR_VARIABLE
 from simulator.inject.processes import LiveProcess
+from trust_bench.interruption import Interruption
 from trust_bench.network import INTERFACE, Network, why_not
 from trust_bench.own import clean_environment, end_marked, marked, newest_lines
 
@@ -54,12 +55,13 @@ class StackError(Exception):
 class TrustStack:
     """A context manager: the stack runs inside, and no process, namespace or segment of it is left afterwards."""
 
-    def __init__(self, host_ids: Sequence[str]) -> None:
+    def __init__(self, host_ids: Sequence[str], interruption: Interruption) -> None:
         """Raises StackError if a server is not installed."""
         if missing := [command for command in SERVERS if shutil.which(command) is None]:
             packages = " ".join(sorted({SERVERS[command] for command in missing}))
             raise StackError(f"Not installed: {', '.join(missing)}. On Debian: apt-get install {packages}")
         self.host_ids = tuple(host_ids)
+        self._interruption = interruption
         self.root = Path(tempfile.mkdtemp(prefix="fbt-"))  # short: a Unix socket's path is limited
         self.shm_dir = Path(tempfile.mkdtemp(prefix="fbt-", dir="/dev/shm"))
         self.losses_dir = self.root / "job" / "losses"
@@ -163,12 +165,13 @@ class TrustStack:
         end_marked(MARK, str(self.root))
 
     def end(self) -> None:
-        """End all processes, and remove the stack's files, segments and namespaces."""
-        self.kill()
-        if self._network is not None:
-            self._network.end()
-        shutil.rmtree(self.shm_dir, ignore_errors=True)
-        shutil.rmtree(self.root, ignore_errors=True)
+        """End all processes, and remove the stack's files, segments and namespaces. A signal does not interrupt it."""
+        with self._interruption.shielded():
+            self.kill()
+            if self._network is not None:
+                self._network.end()
+            shutil.rmtree(self.shm_dir, ignore_errors=True)
+            shutil.rmtree(self.root, ignore_errors=True)
 
     def _start(self) -> None:
         if not self.no_network:

@@ -1,11 +1,8 @@
-"""What benchmarks/trust.py reads from the ranks' lines, what it refuses, and how it ends."""
+"""What benchmarks/trust.py reads from the ranks' lines, and what it refuses."""
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,6 @@ import pytest
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 import trust
 from trust_bench import stack
-from trust_bench.interruption import STOP_SIGNALS, Interruption
 from trust_bench.peers import PEERS, python_of
 from trust_bench.race import FAULTS, RaceRun, Recovery, moment_of
 from trust_bench.track import Track
@@ -125,46 +121,6 @@ def test_bad_input_is_refused_at_once(
     with pytest.raises(SystemExit) as ended:
         trust.parse()
     assert ended.value.code == 2 and said in capsys.readouterr().err
-
-
-def test_a_server_that_is_missing_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/no/such")
-    with pytest.raises(
-        stack.StackError, match=r"redis-server\. On Debian: apt-get install mariadb-server redis-server"
-    ):
-        stack.TrustStack(("host-a",))
-
-
-@pytest.fixture
-def interruption() -> Iterator[tuple[Interruption, list[str]]]:
-    said: list[str] = []
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    found = Interruption(said.append)
-    found.listen()
-    yield found, said
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def test_ctrl_c_ends_at_once_and_what_is_cleaned_up_then_is_left_alone(
-    interruption: tuple[Interruption, list[str]],
-) -> None:
-    found, _ = interruption
-    with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
-    os.kill(os.getpid(), signal.SIGINT)
-    assert found.is_asked
-
-
-def test_within_a_campaign_the_first_ctrl_c_asks_and_the_second_ends_it(
-    interruption: tuple[Interruption, list[str]],
-) -> None:
-    found, said = interruption
-    with found.in_order():
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert found.is_asked and "a second Ctrl-C" in said[0]
-    with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_the_table_of_a_launcher_says_what_it_survived_and_what_not() -> None:
