@@ -45,7 +45,7 @@ class GpuUse:
 
     def busy(self, pids: Iterable[int]) -> bool | None:
         """Whether a GPU that one of these processes holds open is busy; None if unknown."""
-        minors = {minor for pid in pids for minor in _held(pid)}
+        minors = {minor for pid in pids for minor in held_gpus(pid)}
         if not minors:
             return False
         handles = self._open()
@@ -80,7 +80,7 @@ class GpuUse:
             return None
 
 
-def _held(pid: int) -> set[int]:
+def held_gpus(pid: int) -> set[int]:
     """The minor numbers of the GPUs that a process holds open."""
     found = set()
     with contextlib.suppress(OSError):

@@ -210,8 +210,8 @@ def remove_host(files: HostFiles, prefix: Path) -> int:
     return len(found)
 
 
-def write_notice(path: Path, deadline_s: float) -> None:
-    notice = msgspec.json.encode({"deadline_s": deadline_s, "source": "flyball inject"})
+def write_notice(path: Path, deadline_s: float, source: str = "flyball inject") -> None:
+    notice = msgspec.json.encode({"deadline_s": deadline_s, "source": source})
     try:
         write_private(path, notice, durable=False)
     except OSError as error:

@@ -84,9 +84,17 @@ class HostFiles:
 
     def processes(self) -> list[LiveProcess]:
         """All running processes: the daemon, then engine, spawners, workers and the processes that workers started."""
-        sessions = {w.pid for w in self.workers() if self.process_of(w) is not None}
+        sessions = self._sessions()
         found = [p for p in own_processes() if p.pid != os.getpid() and (p.session in sessions or self._serves(p))]
         return sorted(found, key=lambda p: (_DAEMON not in p.argv, p.session in sessions, p.pid))
+
+    def worker_processes(self) -> list[LiveProcess]:
+        """Running workers, and the processes that they started."""
+        sessions = self._sessions()
+        return [p for p in own_processes() if p.session in sessions]
+
+    def _sessions(self) -> set[int]:
+        return {w.pid for w in self.workers() if self.process_of(w) is not None}
 
     def daemon(self) -> LiveProcess | None:
         return next((p for p in self.processes() if _DAEMON in p.argv), None)

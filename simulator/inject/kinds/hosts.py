@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
@@ -139,9 +140,11 @@ class Preempt(RealFault):
     def plan(self, site: FaultSite) -> Plan:
         if not site.number("deadline_s") > 0:
             raise UsageError("deadline_s must be greater than 0.", hint="for example deadline_s=30")
-        phase = site.text("phase")
+        phase, path = site.text("phase"), site.host.root / PREEMPTION_NOTICE
+        _check_no_notice(path)
         return {
-            "path": str(site.host.root / PREEMPTION_NOTICE),
+            "path": str(path),
+            "source": f"flyball inject {site.injection_id}",
             "deadline_s": site.number("deadline_s"),
             "prefix": str(site.host.segment_prefix()),
             "phase": None if phase == "any" else int(phase_of(phase)),
@@ -151,11 +154,21 @@ class Preempt(RealFault):
         path = Path(plan["path"])
         if plan["phase"] is not None:
             wait_for_phase(HostFiles(path.parent), plan["prefix"], Phase(plan["phase"]))
-        write_notice(path, float(plan["deadline_s"]))
+        _check_no_notice(path)  # of meanwhile
+        write_notice(path, float(plan["deadline_s"]), plan["source"])
         return path.stat().st_mtime
 
     def undo(self, plan: Plan) -> None:
-        Path(plan["path"]).unlink(missing_ok=True)
+        """Unless somebody else's notice is there."""
+        path = Path(plan["path"])
+        with suppress(FileNotFoundError):
+            if f'"{plan["source"]}"'.encode() in path.read_bytes():
+                path.unlink(missing_ok=True)
+
+
+def _check_no_notice(path: Path) -> None:
+    if path.exists():
+        raise NotFound(f"There is a notice in {path} already: nothing was done.", hint="if it is an old one, remove it")
 
 
 class Condition(RealFault):

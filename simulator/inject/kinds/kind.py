@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -103,7 +104,9 @@ class RealFault(ABC):
                 names = ", ".join(known) or "none"
                 raise UsageError(f"The fault {self.name} has no option {name!r}.", hint=f"its options: {names}")
             try:
-                values[name] = type(known[name])(text)
+                values[name] = value = type(known[name])(text)
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise ValueError("not finite")
             except ValueError as error:
                 raise UsageError(
                     f"{name}={text} is not valid for the fault {self.name}.",

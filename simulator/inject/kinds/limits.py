@@ -18,6 +18,15 @@ BLOCK_DEVICES = Path("/sys/dev/block")
 PERIOD_US = 100_000
 MB = 1_000_000
 MOVE_ROUNDS = 10  # a process may fork while the others are moved
+GROUP_PREFIX = "flyball-inject-"
+LEAST_SHARE = 0.01  # the kernel allows no less than a millisecond of each period
+NO_LIMIT = {  # by the name of the file
+    "cpu.cfs_quota_us": "-1",
+    "cpu.max": f"max {PERIOD_US}",
+    "blkio.throttle.read_bps_device": "{disk} 0",
+    "blkio.throttle.write_bps_device": "{disk} 0",
+    "io.max": "{disk} rbps=max wbps=max",
+}
 
 
 class _InGroup(RealFault):
@@ -40,23 +49,28 @@ class _InGroup(RealFault):
         return v1 if (v1 / "cgroup.procs").exists() else None
 
     def in_group(self, site: FaultSite, members: Sequence[LiveProcess], v1: Plan, v2: Plan) -> Plan:
-        """`v1`, `v2`: the limits by the names of their files. Raises NotFound if a process has ended."""
+        """`v1`, `v2`: the limits by the names of their files. Raises NotFound if a process has ended, or is in the
+        group of another fault: that fault's end would remove the group to which this one's end moves it back."""
         root = self._root()
         assert root is not None, "lacks() was asked before"
-        is_v2 = root == CGROUP
+        groups = [self._group_of(p, root) for p in members]
+        if any(part.startswith(GROUP_PREFIX) for group in groups for part in group.parts):
+            where = f"Rank {site.rank} on {site.host_id}" if self.target is FaultTarget.RANK else site.host_id
+            raise NotFound(f"{where} is limited already.", hint="wait until the earlier fault is over")
         return {
-            "group": str(root / f"flyball-inject-{site.injection_id}"),
-            "limits": v2 if is_v2 else v1,
+            "group": str(root / f"{GROUP_PREFIX}{site.injection_id}"),
+            "limits": v2 if root == CGROUP else v1,
             "members": [
-                {"pid": p.pid, "start_ticks": p.start_ticks, "before": self._group_of(p, root)} for p in members
+                {"pid": p.pid, "start_ticks": p.start_ticks, "before": str(group)}
+                for p, group in zip(members, groups, strict=True)
             ],
         }
 
-    def _group_of(self, process: LiveProcess, root: Path) -> str:
+    def _group_of(self, process: LiveProcess, root: Path) -> Path:
         entries = [line.split(":", 2) for line in groups_of(process.pid).splitlines()]  # number, controllers, path
         wanted = "" if root == CGROUP else self.controller_v1
         own = next(path for _, names, path in entries if wanted in names.split(","))
-        return str(root / own.lstrip("/"))
+        return root / own.lstrip("/")
 
     def inject(self, plan: Plan) -> None:
         group = Path(plan["group"])
@@ -73,6 +87,9 @@ class _InGroup(RealFault):
         group = Path(plan["group"])
         if not group.exists():
             return
+        for name, limit in plan["limits"].items():
+            with suppress(OSError):  # it may never have been set; the group is removed below, or that fails
+                (group / name).write_text(NO_LIMIT[name].format(disk=limit.split()[0]))
         before = {member["pid"]: member["before"] for member in plan["members"]}
         others = plan["members"][0]["before"]  # of what was started meanwhile
         for _ in range(MOVE_ROUNDS):
@@ -80,7 +97,7 @@ class _InGroup(RealFault):
             if not pids:
                 break
             for pid in pids:
-                _move(pid, Path(before.get(pid, others)))
+                _move_back(pid, Path(before.get(pid, others)), group.parent)
         group.rmdir()
 
 
@@ -93,9 +110,15 @@ class CpuLimit(_InGroup):
     controller_v1 = controller_v2 = "cpu"
 
     def plan(self, site: FaultSite) -> Plan:
+        share, processors = site.number("share"), os.cpu_count() or 1
+        if not LEAST_SHARE <= share <= processors:
+            raise UsageError(
+                f"share must be from {LEAST_SHARE} to {processors}, the processors of this machine.",
+                hint="for example share=0.2",
+            )
         _, process = running_worker(site.host, site.job, site.rank, site.host_id)
         members = [p for p in own_processes() if p.session == process.session]
-        quota_us = int(site.number("share") * PERIOD_US)
+        quota_us = int(share * PERIOD_US)
         v1, v2 = {"cpu.cfs_quota_us": str(quota_us)}, {"cpu.max": f"{quota_us} {PERIOD_US}"}
         return self.in_group(site, members, v1, v2)
 
@@ -152,3 +175,15 @@ def _same(member: Plan) -> LiveProcess | None:
 def _move(pid: int, group: Path) -> None:
     with suppress(ProcessLookupError):
         (group / "cgroup.procs").write_text(str(pid))
+
+
+def _move_back(pid: int, before: Path, root: Path) -> None:
+    """To where it was; else as near above as a group is there, and takes processes. Raises OSError if none does."""
+    for group in (before, *before.parents):
+        try:
+            _move(pid, group)
+        except OSError:
+            if group == root:
+                raise
+        else:
+            return

@@ -103,7 +103,7 @@ def test_a_clock_that_somebody_set_since_is_left_alone(clocked: Clocked, daemon:
 
 
 def test_what_cannot_be_done_is_said(tmp_path: Path, daemon: LiveProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    for seconds in ("0", "1e12", "nan"):
+    for seconds in ("0", "1e12"):
         with pytest.raises(UsageError, match="seconds must not be 0"):
             KIND.plan(site(seconds=seconds))
     monkeypatch.setattr(clocks.ClockJump, "process", lambda *_: look_at(os.getpid()))

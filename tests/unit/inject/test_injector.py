@@ -156,6 +156,25 @@ def test_leaving_undoes_everything(injector: FaultInjector, host: Path, journal:
     assert not journal.entries()
 
 
+def test_a_notice_of_somebody_else_is_neither_replaced_nor_removed(injector: FaultInjector, host: Path) -> None:
+    notice, asked = host / "preemption-notice.json", FaultRequest("preempt", host_id="host-a", lasts_s=600.0)
+    kind = KINDS["preempt"]
+    plan = kind.plan(injector._site(kind, asked))
+    notice.write_text('{"deadline_s": 30.0, "source": "a cloud"}')
+    with pytest.raises(NotFound, match=r"a notice in .* already: nothing was done"):
+        injector.inject(asked)
+    with pytest.raises(NotFound, match="already"):
+        kind.inject(plan)  # it came between the two
+    kind.undo(plan)
+    assert "a cloud" in notice.read_text()
+    notice.unlink()
+    done = injector.inject(asked)
+    assert done.injection_id in notice.read_text()
+    notice.write_text('{"deadline_s": 20.0, "source": "a cloud"}')
+    injector.undo(done.injection_id)
+    assert "a cloud" in notice.read_text()
+
+
 def test_whoever_undoes_waits_for_one_who_is_at_it(
     injector: FaultInjector, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +281,16 @@ def test_a_job_that_is_not_marked_is_left_alone(host: Path, journal: Journal, re
         (FaultRequest("kill", job="gpt", rank=7), NotFound, "no rank 7"),
         (FaultRequest("kill", job="gpt", rank=0), NotFound, "does not run"),
         (FaultRequest("exit", job="gpt", rank=0, options={"code": "x"}), UsageError, "code=x is not valid"),
+        (
+            FaultRequest("disk-full", host_id="host-a", options={"max_gib": "inf"}),
+            UsageError,
+            "max_gib=inf is not valid",
+        ),
+        (
+            FaultRequest("net-loss", host_id="host-a", options={"percent": "nan"}),
+            UsageError,
+            "percent=nan is not valid",
+        ),
         (FaultRequest("exit", job="gpt", rank=0, options={"speed": "1"}), UsageError, "no option 'speed'"),
         (FaultRequest("condition", host_id="host-a", options={"severity": "bad"}), UsageError, "no such severity"),
         (FaultRequest("disk-full", host_id="host-a"), Forbidden, "that others use"),
