@@ -109,9 +109,9 @@ class _Users(NamedTuple):
 def _users(host: HostFiles) -> _Users:
     workers = host.worker_processes()
     own = frozenset(minor for worker in workers for minor in held_gpus(worker.pid))
-    folders = {state_dir_of(process) for process in own_processes() if is_daemon(process)} - {None, host.root}
+    folders = {folder for p in own_processes() if is_daemon(p) and (folder := state_dir_of(p)) is not None}
     others: dict[int, str] = {}
-    for folder in folders:
+    for folder in folders - {host.root}:
         with suppress(NotFound):  # it is no state folder any more
             for worker in HostFiles(folder).worker_processes():
                 others |= dict.fromkeys(held_gpus(worker.pid), str(folder))
