@@ -57,7 +57,8 @@ class EndSignals:
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Inside, a signal raises Interrupted at once: for a long wait that can be broken off anywhere."""
+        """Inside, the first signal raises Interrupted at once: for a long wait that can be broken off anywhere. Later
+        ones are counted only, so that they do not break off what is put in order after it."""
         self._raises = True
         try:
             self.check()
@@ -69,4 +70,5 @@ class EndSignals:
         self.count += 1
         self.first = self.first or signal.Signals(number)
         if self._raises:
+            self._raises = False
             raise Interrupted(self.exit_code)

@@ -26,6 +26,7 @@ from simulator.inject.kinds.catalog import KINDS, kind_of
 from simulator.inject.kinds.kind import FaultSite, FaultTarget, Plan, RealFault
 
 JOIN_TIMEOUT_S = 10.0
+ACTING_TIMEOUT_S = 90.0  # a fault waits for its step or phase for 60 s
 UNDO_ERRORS = (FlyballError, OSError, ValueError, subprocess.SubprocessError)  # of files, records and commands
 
 
@@ -72,7 +73,7 @@ class _Active:
         self.plan = plan
         self.over = threading.Event()
         self.thread: threading.Thread | None = None
-        self.undoing = threading.Lock()  # whoever undoes it; the others wait
+        self.acting = threading.Lock()  # whoever makes or undoes it; the others wait
         self.failed = False  # at its end it could not be undone
 
 
@@ -109,7 +110,7 @@ class FaultInjector:
         """Take no more injections, wait for those that are being made, and undo all. Raises what `undo_all` does."""
         with self._changed:
             self._is_closed = True
-            self._changed.wait_for(lambda: not self._acting)
+            self._changed.wait_for(lambda: not self._acting, ACTING_TIMEOUT_S)
         self.undo_all()
 
     def offers(self, *, host_id: str = "", job: str = "", rank: int = -1) -> list[FaultOffer]:
@@ -154,17 +155,23 @@ class FaultInjector:
         plan = kind.plan(site)
         target = f"rank {site.rank} on {site.host_id}" if kind.target is FaultTarget.RANK else _target(kind, site)
         self._journal.note(site.injection_id, kind.name, target, plan)
+        active = _Active(kind, plan)
+        with self._changed:
+            self._active[site.injection_id] = active  # before the act: wherever it is broken off, `undo_all` knows it
         at = self._clock.wall_s()
         try:
-            at = kind.inject(plan) or at
+            with active.acting:
+                at = kind.inject(plan) or at
         except BaseException:
-            kind.undo(plan)
-            self._journal.forget(site.injection_id)
+            try:
+                self.undo(site.injection_id)
+            except UNDO_ERRORS:
+                active.failed = True
             raise
         if kind.lasts_s:
-            self._keep(site.injection_id, kind, plan, lasts_s)
+            self._keep(site.injection_id, active, lasts_s)
         else:
-            self._journal.forget(site.injection_id)
+            self._forget(site.injection_id)
             lasts_s = 0.0
         generation = int(plan.get("generation", -1))
         not_recorded = ""
@@ -186,13 +193,23 @@ class FaultInjector:
         active.over.set()
         if active.thread is not None and active.thread is not threading.current_thread():
             active.thread.join(JOIN_TIMEOUT_S)
-        with active.undoing:
+        if not active.acting.acquire(timeout=ACTING_TIMEOUT_S):
+            raise ConfigurationError(
+                f"The fault {active.kind.name} is still being made or undone.",
+                hint="end its injector, then run `flyball inject undo`",
+            )
+        try:
             if injection_id not in self._active:
                 return  # somebody else has undone it meanwhile
             active.kind.undo(active.plan)
-            self._journal.forget(injection_id)
-            with self._changed:
-                del self._active[injection_id]
+            self._forget(injection_id)
+        finally:
+            active.acting.release()
+
+    def _forget(self, injection_id: str) -> None:
+        self._journal.forget(injection_id)
+        with self._changed:
+            self._active.pop(injection_id, None)
 
     def undo_all(self) -> None:
         """Undo each one, whatever becomes of the others. Raises ConfigurationError if some could not be undone."""
@@ -219,8 +236,9 @@ class FaultInjector:
         """The active injections that could not be undone when their time was over."""
         return tuple(name for name, active in list(self._active.items()) if active.failed)
 
-    def _keep(self, injection_id: str, kind: RealFault, plan: Plan, lasts_s: float) -> None:
-        active = _Active(kind, plan)
+    def _keep(self, injection_id: str, active: _Active, lasts_s: float) -> None:
+        if active.over.is_set():
+            return  # it was undone meanwhile
         timer = threading.Timer(lasts_s, active.over.set)
         timer.daemon = True
 
@@ -228,16 +246,14 @@ class FaultInjector:
             timer.start()
             try:
                 try:
-                    kind.hold(plan, active.over)
+                    active.kind.hold(active.plan, active.over)
                 finally:
                     timer.cancel()
                     self.undo(injection_id)
             except UNDO_ERRORS:
                 active.failed = True  # `undo_all` tries again, and says why
 
-        active.thread = threading.Thread(target=hold, name=f"inject-{kind.name}", daemon=True)
-        with self._changed:
-            self._active[injection_id] = active
+        active.thread = threading.Thread(target=hold, name=f"inject-{active.kind.name}", daemon=True)
         active.thread.start()
 
     def _site(self, kind: RealFault, request: FaultRequest) -> FaultSite:

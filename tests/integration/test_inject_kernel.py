@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from flyball.contracts.clock import SystemClock
-from flyball.contracts.errors import ConfigurationError, UsageError
+from flyball.contracts.errors import ConfigurationError, NotFound, UsageError
 from host_daemon.store.database import HostDatabase
 from simulator.inject.host_files import HostFiles
 from simulator.inject.kinds.catalog import KINDS
@@ -211,7 +211,13 @@ def test_a_process_starts_again_in_its_network_although_nothing_is_left_in_it(ca
     assert log.read_text() == f"{plan['namespace']}\n"
     with held_open(plan["namespace"]) as namespace:
         assert namespace is None, "it is gone"
-        start_again(plan, log, namespace)
+        with pytest.raises(NotFound, match="namespace is gone: it was not started again"):
+            start_again(plan, log, namespace)
+    state = tmp_path / "host-b"
+    state.mkdir()
+    with pytest.raises(NotFound, match="namespace is gone: nothing was done"):
+        KINDS["host-reboot"].inject(plan | {"state_dir": str(state), "prefix": str(tmp_path / "fb"), "token": {}})
+    assert state.exists()
 
 
 WRITE = """

@@ -188,7 +188,8 @@ def undo(*, output: OutputOption = Format.TABLE) -> int:
 def clock(*, folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="where to build it")]) -> None:
     from simulator.inject.kinds.clocks import make_clock
 
-    typer.echo(" ".join(f"{name}={value}" for name, value in make_clock(folder).items()))
+    made = make_clock(folder, os.environ.get("LD_PRELOAD", ""))
+    typer.echo(" ".join(f"{name}={value}" for name, value in made.items()))
 
 
 def _setting(text: str) -> tuple[str, str]:

@@ -4,6 +4,7 @@ by the nanoseconds in a file. Linux has one wall clock for the whole machine, al
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -22,32 +23,46 @@ LIBRARY = "wall_clock.so"
 OFFSET = struct.Struct("=q")
 NS = 1_000_000_000
 BUILD_TIMEOUT_S = 60.0
+SEPARATORS = re.compile(r"[\s:]")  # of LD_PRELOAD
 LARGEST_S = 10 * 365 * 86_400.0
 SECONDS = Option("seconds", 3_600.0, "by which the clock jumps; less than 0: back")
 
 
-def make_clock(folder: Path) -> dict[str, str]:
+def make_clock(folder: Path, preload: str = "") -> dict[str, str]:
     """Build a wall clock in a folder; returns the environment of processes that are to have it. What is there already
-    stays as it is. Raises ConfigurationError."""
+    stays as it is, unless the source is newer. `preload`: the LD_PRELOAD that they have without it, which is kept.
+    Raises ConfigurationError, and UsageError for a folder that LD_PRELOAD cannot name."""
     folder = folder.resolve()
+    if SEPARATORS.search(str(folder)):
+        raise UsageError(f"The folder {folder} has a blank or colon in its path.", hint="choose another folder")
     library, offset = folder / LIBRARY, folder / "wall_clock.offset"
     with clear_errors(offset):
         make_folder(folder)
         if not offset.exists():
             offset.write_bytes(OFFSET.pack(0))
+    if not library.exists() or library.stat().st_mtime < SOURCE.stat().st_mtime:
+        _build(library)
+    others = [name for name in SEPARATORS.split(preload) if name and Path(name).name != LIBRARY]
+    return {"LD_PRELOAD": ":".join([str(library), *others]), WALL_CLOCK: str(offset)}
+
+
+def _build(library: Path) -> None:
     compiler = shutil.which("cc")
     if compiler is None:
         raise ConfigurationError("There is no C compiler (cc).", hint="install one, for example Debian's gcc")
-    if not library.exists():
-        new = library.with_suffix(".new")
-        command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(new), str(SOURCE), "-ldl"]
+    new = library.with_suffix(".new")
+    command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(new), str(SOURCE), "-ldl"]
+    try:
         built = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
-        if built.returncode:
-            raise ConfigurationError(
-                f"The clock could not be built: {built.stderr.strip()[-500:]}.", hint="see that cc can build for glibc"
-            )
-        new.rename(library)
-    return {"LD_PRELOAD": str(library), WALL_CLOCK: str(offset)}
+    except subprocess.TimeoutExpired as error:
+        raise ConfigurationError(
+            f"The clock was not built within {BUILD_TIMEOUT_S:.0f} s.", hint="try again when the machine is less busy"
+        ) from error
+    if built.returncode:
+        raise ConfigurationError(
+            f"The clock could not be built: {built.stderr.strip()[-500:]}.", hint="see that cc can build for glibc"
+        )
+    new.rename(library)
 
 
 class _ClockJump(RealFault):
@@ -106,7 +121,8 @@ class ServiceClockJump(_ClockJump):
 def _clock_of(process: LiveProcess) -> str:
     """The file of a process's clock, '' if it has none."""
     environment = environment_of(process)
-    has_one = Path(environment.get("LD_PRELOAD", "")).name == LIBRARY
+    preloaded = SEPARATORS.split(environment.get("LD_PRELOAD", ""))
+    has_one = any(Path(name).name == LIBRARY for name in preloaded)
     return environment.get(WALL_CLOCK, "") if has_one else ""
 
 

@@ -67,6 +67,8 @@ class HostReboot(HostDown):
 
     def inject(self, plan: Plan) -> None:
         with held_open(plan["namespace"]) as namespace:  # it may end with the host's last process
+            if namespace is None:
+                raise _namespace_is_gone("nothing was done")
             super().inject(plan)
             self._start(plan, namespace)
 
@@ -104,9 +106,9 @@ def start_plan(process: LiveProcess, module: str) -> Plan:
 
 def start_again(plan: Plan, log_path: Path, namespace: int | None) -> None:
     """Start a process as it was started, in a session of its own and in its network namespace, of which this is a
-    descriptor; not if that is gone."""
+    descriptor. Raises NotFound if that is gone (None)."""
     if namespace is None:
-        return
+        raise _namespace_is_gone("it was not started again")
     inside = ("nsenter", f"--net=/proc/self/fd/{namespace}") if is_apart(plan["namespace"]) else ()
     with log_path.open("ab") as log:
         subprocess.Popen(
@@ -119,6 +121,13 @@ def start_again(plan: Plan, log_path: Path, namespace: int | None) -> None:
             stderr=log,
             start_new_session=True,
         )
+
+
+def _namespace_is_gone(outcome: str) -> NotFound:
+    return NotFound(
+        f"The network namespace is gone: {outcome}.",
+        hint="make it again and start the process by hand; then run `flyball inject undo`",
+    )
 
 
 def _own_token(argv: tuple[str, ...], folder: Path) -> dict[str, str]:

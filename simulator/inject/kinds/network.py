@@ -163,15 +163,19 @@ class NetDelay(_Network):
         self._queues[plan["queue"]].serve(plan["delay_ms"] / 1000, over)
 
     def undo(self, plan: Plan) -> None:
-        """Once the queue is closed nothing is delayed: the kernel lets packets pass whose queue nobody reads."""
-        queue = self._queues.pop(plan["queue"], None)
-        if queue is not None:
-            queue.close()
-        if entry_of(plan["namespace"]) is None:
-            return  # it is gone, and the rules with it
-        for command in plan["commands"]:
-            if f"--queue-num {plan['queue']} " in _run(plan, *_rules(command), "-S", "PREROUTING"):
-                _run(plan, *_rules(command), "-D", *_to_queue(plan))
+        """The rules first, so that nothing more comes into the queue; what is in it is lost if it is closed too early.
+        Once it is closed nothing is delayed, whatever became of the rules: the kernel lets packets pass whose queue
+        nobody reads."""
+        try:
+            if entry_of(plan["namespace"]) is None:
+                return  # it is gone, and the rules with it
+            for command in plan["commands"]:
+                if f"--queue-num {plan['queue']} " in _run(plan, *_rules(command), "-S", "PREROUTING"):
+                    _run(plan, *_rules(command), "-D", *_to_queue(plan))
+        finally:
+            queue = self._queues.pop(plan["queue"], None)
+            if queue is not None:
+                queue.close()
 
 
 def _rules(command: str) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ LOOK_INTERVAL_S = 0.05  # for the end of the fault
 
 
 class DelayedPackets:
-    """One queue of a network namespace. What is in it goes on at the end."""
+    """One queue of a network namespace. What is in it goes on at the end, if by then nothing more is sent there."""
 
     def __init__(self, namespace: Path, number: int) -> None:
         """`namespace`: a file that stands for it, as /proc/PID/ns/net. `number`: of the queue; the rules that send
@@ -78,23 +78,28 @@ class DelayedPackets:
         """May be repeated."""
         if self._socket.fileno() < 0:
             return
-        self._take(0.0)
-        self._let_go(float("inf"))
+        for _ in range(1 + MOST_PACKETS // READ_AT_ONCE):
+            is_more = self._take(0.0)
+            self._let_go(float("inf"))
+            if not is_more:
+                break
         self._socket.close()
 
-    def _take(self, due_s: float) -> None:
-        """The numbers of the packets that came. All at once they could be too many: then the next turn takes more."""
+    def _take(self, due_s: float) -> bool:
+        """The numbers of the packets that came. All at once they could be too many: then the next turn takes more;
+        whether there may be."""
         for _ in range(READ_AT_ONCE):
             try:
                 message = self._socket.recv(MESSAGE_BYTES)
             except BlockingIOError:
-                return
+                return False
             except OSError as error:
                 if error.errno != errno.ENOBUFS:  # some were not told, and passed at once
                     raise
                 continue
             if struct.unpack_from("=H", message, 4)[0] == PACKET:
                 self._held.append((due_s, _packet_number(message)))
+        return True
 
     def _let_go(self, now_s: float) -> None:
         number = -1

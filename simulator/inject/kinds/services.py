@@ -8,17 +8,20 @@ from pathlib import Path
 
 import psutil
 
-from flyball.contracts.errors import NotFound, UsageError
+from flyball.contracts.clock import SystemClock
+from flyball.contracts.errors import ConfigurationError, FlyballError, NotFound, UsageError
+from flyball.state_folder import clear_errors
 from simulator.inject.kinds.hosts import TIED, command_of, start_again, start_plan
 from simulator.inject.kinds.kind import FaultSite, FaultTarget, Option, Plan, RealFault
 from simulator.inject.kinds.namespaces import held_open
 from simulator.inject.kinds.processes import of_process, send_to, signal_planned
-from simulator.inject.processes import LiveProcess, holds_open, look_at, own_processes
+from simulator.inject.processes import LiveProcess, holds_open, look_at, own_processes, wait_ended
 
 SERVICES = ("sensor", "controller", "actuator", "api")
 SERVERS = {"redis": (6379, ("redis", "valkey")), "database": (3306, ("maria", "mysql", "postgres"))}
 SERVICE = Option("service", "controller", f"{', '.join(SERVICES)}; with `flyball up` all are one process")
 SERVER = Option("server", "redis", " or ".join(SERVERS))
+END_TIMEOUT_S = 60.0  # a database writes what it holds
 PORT = Option("port", 0, "where it listens on this machine; 0: its usual port")
 
 
@@ -104,9 +107,27 @@ class _Killed(RealFault):
         return of_process(process) | start_plan(process, "services.main") | {"log": log}
 
     def inject(self, plan: Plan) -> None:
-        signal_planned(plan, self.number)
+        log = Path(plan["log"])
+        with clear_errors(log):
+            log.touch()  # the mark that it was signalled
+        try:
+            signal_planned(plan, self.number)
+        except FlyballError:
+            log.unlink(missing_ok=True)
+            raise
 
     def undo(self, plan: Plan) -> None:
+        """Waits until the process has ended: one that is still ending has the same command line as a new one. Raises
+        ConfigurationError at the deadline."""
+        if not Path(plan["log"]).exists():
+            return
+        process = look_at(int(plan["pid"]))
+        ending = [process] if process is not None and process.start_ticks == plan["start_ticks"] else []
+        if wait_ended(ending, timeout_s=END_TIMEOUT_S, clock=SystemClock()):
+            raise ConfigurationError(
+                f"The process {plan['pid']} was told to end and still runs, so it was not started again.",
+                hint="wait until it ends, or kill it; then run `flyball inject undo`",
+            )
         running = (found for found in map(look_at, psutil.pids()) if found is not None)
         if not any(command_of(found.argv, "services.main") == plan["argv"] for found in running):
             with held_open(plan["namespace"]) as namespace:

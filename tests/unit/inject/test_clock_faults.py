@@ -114,3 +114,37 @@ def test_what_cannot_be_done_is_said(tmp_path: Path, daemon: LiveProcess, monkey
     monkeypatch.setattr(clocks.shutil, "which", lambda _: None)
     with pytest.raises(ConfigurationError, match="no C compiler"):
         clocks.make_clock(tmp_path / "other")
+    for name in ("a folder", "a:folder"):
+        with pytest.raises(UsageError, match="blank or colon"):
+            clocks.make_clock(tmp_path / name)
+
+
+def test_a_clock_is_built_when_it_has_to_be_and_keeps_what_is_loaded_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, library = [], tmp_path / clocks.LIBRARY
+    monkeypatch.setattr(clocks, "_build", lambda path: built.append(path) or path.touch())
+    preload = f"/lib/one.so /old/{clocks.LIBRARY}:/lib/two.so"
+    loaded = clocks.make_clock(tmp_path, preload)["LD_PRELOAD"]
+    assert loaded == f"{library}:/lib/one.so:/lib/two.so" and built == [library]
+    process = LiveProcess(pid=1, start_ticks=1, session=1, argv=())
+    environment = {"LD_PRELOAD": f"/lib/one.so:{library}", clocks.WALL_CLOCK: "file"}
+    monkeypatch.setattr(clocks, "environment_of", lambda _: environment)
+    assert clocks._clock_of(process) == "file"
+    clocks.make_clock(tmp_path)
+    assert built == [library]
+    os.utime(library, (1.0, 1.0))
+    clocks.make_clock(tmp_path)
+    assert built == [library, library]
+
+
+def test_a_compiler_that_does_not_end_is_an_error_with_a_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\nexec sleep 60\n")
+    compiler.chmod(0o700)
+    monkeypatch.setattr(clocks.shutil, "which", lambda _: str(compiler))
+    monkeypatch.setattr(clocks, "BUILD_TIMEOUT_S", 0.01)
+    with pytest.raises(ConfigurationError, match="not built within"):
+        clocks.make_clock(tmp_path / "clock")

@@ -148,6 +148,54 @@ def test_a_signal_breaks_off_an_injection_that_waits(
         assert signals.count == 2
 
 
+def test_a_second_signal_does_not_break_off_the_undoing(
+    injector: FaultInjector, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undone = []
+
+    def inject(_kind: RealFault, _plan: Plan) -> None:
+        assert injector.active
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(60.0)
+
+    def undo(_kind: RealFault, _plan: Plan) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        undone.append(True)
+
+    monkeypatch.setattr(type(KINDS["condition"]), "inject", inject)
+    monkeypatch.setattr(type(KINDS["condition"]), "undo", undo)
+    with EndSignals(("SIGTERM",)) as signals:
+        with pytest.raises(Interrupted), signals.raised():
+            injector.inject(CONDITION)
+        assert signals.count == 2 and undone and not injector.active and not journal.entries()
+
+
+def test_a_signal_that_breaks_off_the_undoing_leaves_it_to_the_end(
+    injector: FaultInjector, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def undo(_kind: RealFault, _plan: Plan) -> None:
+        calls.append(True)
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(60.0)
+
+    def inject(_kind: RealFault, _plan: Plan) -> None:
+        raise NotFound("It has ended.", hint="try again")
+
+    monkeypatch.setattr(type(KINDS["condition"]), "inject", inject)
+    monkeypatch.setattr(type(KINDS["condition"]), "undo", undo)
+    monkeypatch.setattr(injector_module, "ACTING_TIMEOUT_S", 0.01)
+    with EndSignals(("SIGTERM",)) as signals:
+        with pytest.raises(Interrupted), signals.raised():
+            injector.inject(CONDITION)
+        assert injector.active and journal.entries()
+        injector._acting = 1  # as if the signal had come while it was counted down
+        injector.__exit__(None, None, None)
+    assert len(calls) == 2 and not injector.active and not journal.entries()
+
+
 def test_leaving_undoes_everything(injector: FaultInjector, host: Path, journal: Journal) -> None:
     injector.inject(CONDITION)
     injector.inject(FaultRequest("preempt", host_id="host-a"))
