@@ -62,6 +62,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, help="number of requests of each list (200)")
     parser.add_argument("--limit-ms", type=float, default=100.0, help="the p99 that is good enough (100)")
     wanted = parser.parse_args()
+    if wanted.keep and not wanted.database:
+        parser.error("--keep needs --database: without it the database is in a temporary folder")
     for name, quick, whole in (("hosts", 500, 10_000), ("signals", 20_000, 1_000_000), ("requests", 20, 200)):
         if getattr(wanted, name) is None:
             setattr(wanted, name, quick if wanted.quick else whole)

@@ -159,6 +159,15 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - began_s
 
 
+def remove_segments(name: str) -> None:
+    try:
+        segments = RankSegments.open(name)
+    except FileNotFoundError:  # it failed before the first save
+        return
+    segments.unlink()
+    segments.close()
+
+
 def measure(size_bytes: int, repeats: int) -> dict[str, object]:
     prefix = f"/dev/shm/flyball-gpu-benchmark-{uuid.uuid4().hex[:12]}"
     spec = CheckpointSpec(save_timeout_s=WAIT_S, restore_timeout_s=WAIT_S, capture=CaptureMode.LAZY)
@@ -170,9 +179,7 @@ def measure(size_bytes: int, repeats: int) -> dict[str, object]:
             measurement.repeat()
         measurement.restore(repeats)
     finally:
-        segments = RankSegments.open(rank_segment(prefix, "benchmark", 0))
-        segments.unlink()
-        segments.close()
+        remove_segments(rank_segment(prefix, "benchmark", 0))
     return {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -207,7 +214,12 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(2, f"torch {torch.__version__} sees no GPU\n")
-    result = measure(int(options.size * GIB), options.repeats)
+    if options.repeats < 1 or options.size <= 0.0:
+        parser.error("--repeats and --size must be above 0")
+    try:
+        result = measure(int(options.size * GIB), options.repeats)
+    except torch.OutOfMemoryError as error:
+        parser.exit(2, f"{error}\nThe GPU is too small for this state: give a smaller --size.\n")
     show(result)
     if options.json:
         options.json.write_text(json.dumps(result, indent=2))

@@ -20,12 +20,13 @@ import structlog
 from flyball.contracts.cluster import HostState, JobState
 from goodput.calculator import calculate
 from services.controller.replay import StoredRound
+from services.sensor.detector.patience import StallSettings
 from simulator.checks import history_checks, record_checks
 from simulator.checks.history import CoreFault, Fact, fingerprint
 from simulator.checks.record import Record
 from simulator.checks.record_checks import Violation
 from simulator.cluster import JOB, Cluster, Scenario, draw_scenario
-from simulator.faults.faults import Fault, draw
+from simulator.faults.faults import Fault, FaultKind, draw
 from simulator.faults.injection import Injector
 from simulator.fleet.arrivals import stream
 from simulator.ports.memory import record_of
@@ -34,6 +35,8 @@ from simulator.world.events import BEGAN_AT
 
 FIRST_FAULT_AFTER_S = 15.0
 RECOVER_WITHIN_S = 400.0  # after the last fault ended; several actions may have to time out first
+# A rank may hang just before the database is lost. What a step usually takes was in it, so the hang is seen late.
+RELEARN_WITHIN_S = StallSettings().first_step.unknown_s
 LOOK_EVERY_S = 1.0
 STEPS_TO_SEE = 3
 SAME_S = 1e-3
@@ -75,7 +78,8 @@ def run(seed: int, *, scenario: Scenario | None = None, faults: tuple[Fault, ...
             injector.plan(fault)
         ended_early, is_back = None, False
         try:
-            is_back = _simulate(cluster, injector)
+            forgets = any(fault.kind is FaultKind.DATABASE_LOST for fault in faults)
+            is_back = _simulate(cluster, injector, RECOVER_WITHIN_S + (RELEARN_WITHIN_S if forgets else 0.0))
         except Livelock as error:
             ended_early = Violation("livelock", str(error))
         except Exception as error:  # noqa: BLE001 - whatever the core raises is the seed's result
@@ -125,14 +129,14 @@ def _intervals(cluster: Cluster) -> Iterator[Violation]:
         yield Violation("account_is_lost", what)
 
 
-def _simulate(cluster: Cluster, injector: Injector) -> bool:
-    """Run until all faults are over and training has advanced for a while, or time is up. Returns whether it
-    advanced."""
+def _simulate(cluster: Cluster, injector: Injector, within_s: float) -> bool:
+    """Run until all faults are over and training has advanced for a while, or `within_s` more have passed. Returns
+    whether it advanced."""
     timeline, truth = cluster.timeline, cluster.world.truth
     while injector.running:
         timeline.run_until(timeline.now + LOOK_EVERY_S)
     over_at, seen = timeline.now, -1
-    while timeline.now < over_at + RECOVER_WITHIN_S:
+    while timeline.now < over_at + within_s:
         timeline.run_until(timeline.now + LOOK_EVERY_S)
         if not _is_well(cluster):
             seen = -1

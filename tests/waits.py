@@ -20,7 +20,14 @@ def until(look: Callable[[], T], what: str = "", timeout_s: float = DEADLINE_S) 
     deadline_s = time.monotonic() + timeout_s
     pauses, pause_s = threading.Event(), FIRST_PAUSE_S
     while not (found := look()):
-        assert time.monotonic() < deadline_s, f"not within {timeout_s:.0f} s: {what or inspect.getsource(look).strip()}"
+        assert time.monotonic() < deadline_s, f"not within {timeout_s:.0f} s: {what or _source_of(look)}"
         pauses.wait(pause_s)
         pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
     return found
+
+
+def _source_of(look: Callable[[], object]) -> str:
+    try:
+        return inspect.getsource(look).strip()
+    except (TypeError, OSError):  # a partial, a builtin, or made by exec
+        return repr(look)

@@ -28,10 +28,14 @@ def prepare(db: Database, hosts: int, signals: int, *, keeps: bool) -> None:
         is_empty = not inspect(connection).get_table_names()
     wanted = f"{hosts} hosts, {signals} signals"
     if is_empty:
-        migrate(db)
-        _fill(db, hosts, signals)
-        with db.write() as connection:
-            connection.execute(insert(tables.cursors).values(name=MARK, stream=wanted, position=0))
+        try:
+            migrate(db)
+            _fill(db, hosts, signals)
+            with db.write() as connection:
+                connection.execute(insert(tables.cursors).values(name=MARK, stream=wanted, position=0))
+        except BaseException:  # Ctrl-C, or a full disk: nobody would take a half filled one for ours
+            drop(db)
+            raise
         return
     found = _filled(db)
     if found != wanted or not keeps:
@@ -46,7 +50,7 @@ def drop(db: Database) -> None:
     """Drop the tables."""
     with db.migration() as connection:
         tables.metadata.drop_all(connection)
-        connection.execute(text("DROP TABLE alembic_version"))
+        connection.execute(text("DROP TABLE IF EXISTS alembic_version"))
 
 
 def _filled(db: Database) -> str | None:

@@ -41,6 +41,7 @@ class Unreachables(NamedTuple):
 
     hosts_lost_at: Sequence[float]
     shards_damaged_at: Sequence[float]
+    hosts_cut: Sequence[tuple[float, float]] = ()  # from, to: its copies are listed, but nobody reaches them
 
 
 class Audit(msgspec.Struct, frozen=True):
@@ -136,6 +137,8 @@ def _recoverable(at: float, samples: Sequence[Sample], unreachables: Unreachable
         return -1
     window_s = 10.0  # a damaged slot is listed until it is overwritten, two saves later
     if any(at - window_s <= damaged <= at for damaged in unreachables.shards_damaged_at):
+        return -1
+    if any(begin <= at <= end for begin, end in unreachables.hosts_cut):
         return -1
     if after and any(before[-1].at - 1.0 <= lost <= at + 1.0 for lost in unreachables.hosts_lost_at):
         return min(before[-1].step, after[0].step)

@@ -22,6 +22,7 @@ from simulator.inject.campaign.outcome import FaultOutcome
 from simulator.inject.campaign.run import Campaign
 from simulator.inject.injector import FaultInjector
 from simulator.inject.journal import Journal
+from simulator.inject.kinds.network import NetCut
 from trust_bench.audit import Audit, Generation, Sample, Unreachables, audit, doubled_actions, read_executions
 from trust_bench.interruption import Interruption
 from trust_bench.own import clean_environment
@@ -35,6 +36,7 @@ HANG_TIMEOUT_S = 20.0
 REPAIR_S = 10.0  # until a lost host is back, and a cordoned one is given work again
 END_DEADLINE_S = 120.0
 LOOK_S = 1.0
+CUT_IS_SEEN_S = 5.0  # until a host that is back reports its copies
 LOAD_EVERY_S = 60.0
 REFERENCE_DEADLINE_S = 1800.0
 CHECKPOINT = {
@@ -214,6 +216,7 @@ def run_chaos(
             unreachables=Unreachables(
                 [o.at for o in outcomes if o.fault in ("host-down", "host-reboot") and o.at],
                 [o.at for o in outcomes if o.fault == "corrupt-shard" and o.at],
+                [(o.at, o.at + NetCut.lasts_s + CUT_IS_SEEN_S) for o in outcomes if o.fault == NetCut.name and o.at],
             ),
             doubled=doubled,
         ),

@@ -274,6 +274,7 @@ class CheckHost(msgspec.Struct, frozen=True, tag="check_host"):
     master_address: str  # of the group's first host
     master_port: int
     timeout_s: float
+    env: Mapping[str, str] = {}  # of the job: how its ranks reach each other
 
 
 class EndJob(msgspec.Struct, frozen=True, tag="end_job"):

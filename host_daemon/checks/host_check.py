@@ -52,7 +52,7 @@ class HostChecker:
             log_path.unlink(missing_ok=True)
             write(order_path, self._order(body))
             argv = [sys.executable, "-P", "-m", "host_daemon.checks.check_process", str(order_path)]
-            pid = launch(argv, environment=os.environ, log_path=log_path)
+            pid = launch(argv, environment={**os.environ, **body.env}, log_path=log_path)
         ended = self._reaper.watch(pid)
         _log.info("host_check", check=body.check_id, group=list(body.group), pid=pid)
         try:

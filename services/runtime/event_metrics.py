@@ -19,11 +19,12 @@ COUNTED = (EventKind.DECISION, EventKind.INCIDENT_OPENED, EventKind.INCIDENT_CLO
 
 
 class EventMetrics:
-    """Counts from the beginning of the event log: every process that serves these metrics shows the same numbers, and
-    they survive restarts.
+    """Counts from the beginning of the event log: every process that serves these metrics shows the same numbers, also
+    after a restart, less what retention has removed by then.
 
     Alerts read them with `increase()`, which takes a number that goes down for a restart from 0, and misses the first
-    value of a series. So they are served only once the log has been read to its end, and begin at 0.
+    value of a series. So they are served only once the log has been read to its end, and begin at 0; and alerts look
+    away for a while from a number that went down.
     """
 
     def __init__(self, log: EventLogReader, registry: CollectorRegistry, clock: Clock, causes: Iterable[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -280,7 +281,7 @@ def validated(content: Mapping[str, Any], name: str, settings: Sequence[str] = (
 
 
 def settings_between(base: FleetScenario, other: FleetScenario) -> list[str]:
-    """The `key=value` settings that make `other` of `base`. Both have the same causes."""
+    """The `key=value` settings that make `other` of `base`, as `load` takes them. Both have the same causes."""
 
     def fields(section: BaseModel) -> Iterator[tuple[str, object]]:
         for name, value in section:
@@ -292,8 +293,12 @@ def settings_between(base: FleetScenario, other: FleetScenario) -> list[str]:
             if not inner:
                 yield name, value
 
+    def in_toml(value: object) -> str:
+        return str(value) if isinstance(value, float) else json.dumps(value)  # JSON has no inf
+
     before = dict(fields(base))
-    return [f"{name}={value}" for name, value in fields(other) if before.get(name) != value]
+    changed = ((name, value) for name, value in fields(other) if before.get(name) != value)
+    return [f"{name}={in_toml(value)}" for name, value in changed if value is not None]
 
 
 def _keep_what_was_observed(content: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import NamedTuple
@@ -57,7 +58,9 @@ def _failed(run: PlannedRun, failure: NoResult) -> FlyballError:
         settings = scenario.settings_between(scenario.load(run.name), run.scenario)
     except FlyballError:  # made in a program, not of a file
         settings = []
-    alone = " ".join([f"flyball simulate run {run.name} --seed {run.seed}", *(f"--set {one}" for one in settings)])
+    alone = " ".join(
+        [f"flyball simulate run {run.name} --seed {run.seed}", *(f"--set {shlex.quote(one)}" for one in settings)]
+    )
     return FlyballError(
         f"The run of {run.name} with seed {run.seed} failed: {failure.why}.", hint=f"see it alone: {alone}"
     )

@@ -22,9 +22,10 @@ def try_seeds(seeds: Sequence[int], *, jobs: int, kept: Sequence[int] | None = N
     with closing(found):
         for number, result in found:
             if isinstance(result, NoResult):
+                faults = "" if kept is None else f" --faults {','.join(map(str, kept)) or 'none'}"
                 raise FlyballError(
                     f"Seed {seeds[number]} could not be tried: {result.why}.",
-                    hint=f"try it alone: flyball simulate swarm --seeds 1 --from-seed {seeds[number]}",
+                    hint=f"try it alone: flyball simulate swarm --seeds 1 --from-seed {seeds[number]}{faults}",
                 )
             yield result
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from run_folders import environment_of
+from waits import until
 
 from flyball.contracts.cluster import Activity
 from flyball.contracts.decisions import CheckHost, CommandResult
@@ -61,22 +62,21 @@ SPINS = (
 )
 
 
-def activity_of(pid: int) -> Activity:
-    """What the process does, once it is known."""
+def becomes(pid: int, activity: Activity) -> None:
+    """Wait until the process is seen to do this. It is watched for WINDOW_S before it counts as idle."""
     watch, worker = ActivityWatch(GpuUse().busy), StalledWorker(("job", 1, 0), pid)
-    until_s = time.monotonic() + 2 * WINDOW_S
-    seen = Activity.UNKNOWN
-    while time.monotonic() < until_s:
-        seen = watch.look([worker], time.monotonic())[worker.key].activity
-        time.sleep(0.2)  # it watches for WINDOW_S before it says that a process is idle
-    return seen
+
+    def is_seen() -> bool:
+        return watch.look([worker], time.monotonic())[worker.key].activity is activity
+
+    until(is_seen, f"that it is {activity.value}", timeout_s=4 * WINDOW_S)
 
 
 def test_a_process_whose_gpu_computes_is_active_and_one_that_only_holds_a_gpu_is_idle() -> None:
     with process(HOLDS) as idle:
-        assert activity_of(idle.pid) is Activity.IDLE
+        becomes(idle.pid, Activity.IDLE)
     with process(SPINS) as spinning:
-        assert activity_of(spinning.pid) is Activity.ACTIVE
+        becomes(spinning.pid, Activity.ACTIVE)
 
 
 def test_the_check_of_a_host_multiplies_and_adds_up_on_its_gpus(tmp_path: Path) -> None:

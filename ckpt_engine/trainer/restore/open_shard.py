@@ -130,12 +130,12 @@ def fill(
 ) -> None:
     """As `OpenShard.fill`; `prefix` has the shard's first chunks, if they are verified already."""
     scatter = Scatter(places)
+    for device in scatter.gpus:  # what is queued on any of its streams may still write to the tensors
+        torch.cuda.synchronize(device)
     scatter.write(0, prefix)
     verified = -(-len(prefix) // manifest.chunk_bytes)
     chunks = [index for index in scatter.chunks(manifest.chunk_bytes) if index >= verified]
-    for device in scatter.devices:  # what is queued on any of its streams may still write to the tensors
-        torch.cuda.synchronize(device)
-    if scatter.devices:
+    if scatter.gpus:
         threads = max(THREADS, min(DEVICE_THREADS, len(os.sched_getaffinity(0)) // 2))
         read_verified(
             source,
@@ -164,9 +164,9 @@ class Scatter:
         self._lock = threading.Lock()
 
     @property
-    def devices(self) -> list[torch.device]:
-        """The GPUs that get any of the bytes."""
-        return list({memory.device: None for _, _, memory in self._placed if memory.mapped is None})
+    def gpus(self) -> list[torch.device]:
+        """The CUDA devices that get any of the bytes."""
+        return list({memory.device: None for _, _, memory in self._placed if memory.device.type == "cuda"})
 
     @contextmanager
     def pinned_memory(self, size_bytes: int) -> Iterator[memoryview]:
@@ -175,7 +175,7 @@ class Scatter:
         mapping = mmap.mmap(-1, size_bytes)
         room = memoryview(mapping)
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        device = self.devices[0]
+        device = self.gpus[0]
         is_pinned = pin_memory(device, address, size_bytes)
         try:
             with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]

@@ -12,6 +12,8 @@ from services.rules import preflight
 from services.rules.incident_states import ACTION, ActionEvent
 
 CHECK = preflight.PHASE
+# Which network the ranks of a job use: without these, a check may take another one, and fail on good hosts.
+_NETWORK_PREFIXES = ("NCCL_", "GLOO_", "UCX_", "FI_")
 _FINAL = (UpdateState.SUCCEEDED, UpdateState.FAILED, UpdateState.REFUSED)
 
 
@@ -76,9 +78,17 @@ def _asking(
             master_address=first.address,
             master_port=_port(progress, first),
             timeout_s=plan.timeout_s,
+            env=_network_of(progress),
         )
         bodies += [(host, body) for host in group]
     return tuple(drafts(progress, CHECK, bodies, now))
+
+
+def _network_of(progress: ActionProgress) -> dict[str, str]:
+    if not progress.plan.job:
+        return {}
+    spec = progress.plan.spec
+    return {name: value for name, value in {**spec.user_env, **spec.env}.items() if name.startswith(_NETWORK_PREFIXES)}
 
 
 def _port(progress: ActionProgress, host: HostToCheck) -> int:

@@ -172,6 +172,8 @@ def test_installed_into_a_home_it_works_at_the_first_tab_of_a_zsh(
         shell.until(b"ready> ")
         shell.type(b"flyball stop l\t")
         shell.until(b"lama")
+        shell.type(b"\x15exit\n")  # Ctrl-U empties the line
+        shell.end()
     finally:
         shell.close()
 

@@ -367,6 +367,18 @@ def test_pairs_are_regrouped_with_hosts_that_passed_and_get_the_newest_port() ->
     assert (ended.state, ended.message) == (ActionState.SUCCEEDED, "b failed; a, c, d passed")
 
 
+@pytest.mark.parametrize("job", ["job", ""])
+def test_a_check_for_a_job_takes_the_network_of_its_ranks(job: str) -> None:
+    spec = msgspec.structs.replace(
+        SPEC, env={"GLOO_SOCKET_IFNAME": "ib0", "SECRET": "x"}, user_env={"NCCL_IB_HCA": "mlx5", "LANG": "C"}
+    )
+    played = Played("ab")
+    plan = msgspec.structs.replace(played.progress.plan, job=job, spec=spec)
+    played.progress = msgspec.structs.replace(played.progress, plan=plan)
+    envs = [draft.body.env for draft in played.step().commands if isinstance(draft.body, CheckHost)]
+    assert envs == 2 * [{"GLOO_SOCKET_IFNAME": "ib0", "NCCL_IB_HCA": "mlx5"} if job else {}]
+
+
 def test_the_group_of_a_host_that_failed_by_itself_is_given_up_at_once() -> None:
     played = Played("ab", "c")
     played.step()

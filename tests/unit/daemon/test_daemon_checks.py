@@ -71,6 +71,15 @@ def test_two_hosts_measure_together_and_one_alone(tmp_path: Path) -> None:
     run(scenario, tmp_path)
 
 
+def test_the_variables_of_the_job_say_which_network_is_checked(tmp_path: Path) -> None:
+    async def scenario(make: Callable[[str], HostChecker], port: int) -> None:
+        body = msgspec.structs.replace(order("a", port=port), env={"GLOO_SOCKET_IFNAME": "no-such-network"})
+        found = measure(await make("a").check(body, resumed=False))
+        assert found.failed is CheckStage.GROUP and "no-such-network" in found.message
+
+    run(scenario, tmp_path)
+
+
 def test_each_way_to_fail_is_told_apart(tmp_path: Path) -> None:
     async def scenario(make: Callable[[str], HostChecker], port: int) -> None:
         killed = asyncio.create_task(make("killed").check(order("killed", port=port), resumed=False))

@@ -78,6 +78,8 @@ def test_a_copy_that_went_with_its_host_was_not_lost_by_the_restart() -> None:
     assert wrong(audited(RIGHT, samples=samples)) == {"committed_steps_lost": 1}
     assert not wrong(audited(RIGHT, samples=samples, unreachables=Unreachables([9.5], [])))
     assert not wrong(audited(RIGHT, samples=[Sample(9.0, 9)], unreachables=Unreachables([], [5.0])))
+    assert not wrong(audited(RIGHT, samples=[Sample(9.0, 9)], unreachables=Unreachables([], [], [(8.0, 20.0)])))
+    assert wrong(audited(RIGHT, samples=[Sample(9.0, 9)], unreachables=Unreachables([], [], [(1.0, 8.0)])))
 
 
 def test_what_followed_a_nan_is_wrong_on_purpose() -> None:
