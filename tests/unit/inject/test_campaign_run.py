@@ -307,7 +307,7 @@ def test_with_overlap_equal_errors_of_the_script_are_apart(fault: str, judged_be
         job="gpt",
         clock=SystemClock(),
         announce=lambda _: None,
-        patience_s=30.0,
+        patience_s=5.0,
         overlap=True,
         judged=judged.append,
     )
