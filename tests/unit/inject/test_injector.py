@@ -193,6 +193,7 @@ def test_a_signal_that_breaks_off_the_undoing_leaves_it_to_the_end(
         assert injector.active and journal.entries()
         injector._acting = 1  # as if the signal had come while it was counted down
         injector.__exit__(None, None, None)
+        injector._acting = 0
     assert len(calls) == 2 and not injector.active and not journal.entries()
 
 
