@@ -94,9 +94,14 @@ def _no_older_rank_beside_a_newer(facts: Sequence[Fact]) -> Iterator[Violation]:
 
 
 def _restored_whole_steps(facts: Iterable[Fact], record: Record) -> Iterator[Violation]:
-    """A restored step was saved by all ranks, belongs to the lineage, and is no older than necessary."""
+    """A restored step was saved by all ranks, belongs to the lineage, and is no older than necessary.
+
+    A generation that saved no step leaves the newer steps before it alive, but for those that its decision left out.
+    """
     saved: set[tuple[int, int]] = set()
     upto: dict[int, float] = {}  # the lineage, tracked without any of the core's code
+    uncut: dict[int, float] = {}  # the same, if the newest generation branches nothing off
+    let_in = _let_in(record)
     stored: dict[int, int] = {}  # by generation: the newest step in the store that was known when it was granted
     has_failed_restore = False
     for fact in facts:
@@ -109,6 +114,9 @@ def _restored_whole_steps(facts: Iterable[Fact], record: Record) -> Iterator[Vio
                 stored[fact.generation] = fact.stored_step
             case Restored():
                 name = f"generation {fact.generation} restored step {fact.step} of {fact.source_generation}"
+                newest = max(upto, default=0)
+                if newest in let_in and not any(generation == newest for generation, _ in saved):
+                    upto = uncut
                 if fact.generation <= max(upto, default=0):
                     yield Violation("generation_went_back", f"{name} after generation {max(upto)}")
                 if not fact.is_one_step:
@@ -117,15 +125,32 @@ def _restored_whole_steps(facts: Iterable[Fact], record: Record) -> Iterator[Vio
                     yield Violation("restored_torn_step", f"{name}, which not all ranks had saved")
                 if fact.step > upto.get(fact.source_generation, -1):
                     yield Violation("restored_dead_branch", f"{name}, beyond the branch of its history")
-                if fact.step < fact.held_step and not has_failed_restore:
-                    yield Violation("lost_steps", f"{name}, where step {fact.held_step} was there")
-                if fact.step < stored.get(fact.generation, -1) and not has_failed_restore:
-                    yield Violation("lost_steps", f"{name}, where step {stored[fact.generation]} was in the store")
-                upto = {g: min(step, fact.step) for g, step in upto.items() if g <= fact.source_generation}
-                upto[fact.generation] = float("inf")
+                if not has_failed_restore:
+                    yield from _lost_steps(fact, stored.get(fact.generation, -1), name)
+                planned = let_in.get(fact.generation, {})
+                own = {fact.generation: float("inf")}
+                uncut = {g: min(step, planned.get(g, -1.0)) for g, step in upto.items()} | own
+                upto = {g: min(step, fact.step) for g, step in upto.items() if g <= fact.source_generation} | own
                 has_failed_restore = False
             case _:
                 pass
+
+
+def _lost_steps(fact: Restored, stored_step: int, name: str) -> Iterator[Violation]:
+    for newer, where in ((fact.held_step, "there"), (stored_step, "in the store")):
+        if fact.step < newer:
+            yield Violation("lost_steps", f"{name}, where step {newer} was {where}")
+
+
+def _let_in(record: Record) -> dict[int, dict[int, float]]:
+    """By recorded generation: the newest step of each earlier one that its decision let it go on from."""
+    return {
+        found.plan.generation: {
+            entry.generation: float("inf") if entry.upto_step is None else entry.upto_step
+            for entry in found.plan.parent_lineage
+        }
+        for found in record.generations
+    }
 
 
 def _rollbacks_are_explained(facts: Iterable[Fact], record: Record) -> Iterator[Violation]:
@@ -143,7 +168,11 @@ def _rollbacks_are_explained(facts: Iterable[Fact], record: Record) -> Iterator[
     facts = list(facts)
     step_s = _usual_step_s([fact for fact in facts if isinstance(fact, Saved)])
     has_saved = False
+    # Of a number that was granted twice, the decision of the first grant was lost with the database.
+    last_granted_at = {fact.generation: fact.at for fact in facts if isinstance(fact, Granted)}
     for fact in facts:
+        if isinstance(fact, Granted | Restored) and fact.at < last_granted_at.get(fact.generation, fact.at):
+            continue
         if isinstance(fact, Saved):
             has_saved = True
         elif isinstance(fact, Granted) and fact.known_step > fact.reachable_step and fact.generation in granted_by:

@@ -16,6 +16,7 @@ from flyball.contracts.errors import RestoreFailed
 from flyball.contracts.reports.signals import SavesFailing, SavesRecovered
 from simulator.checks.history import NO_SOURCE, Parked, Restored, Saved
 from simulator.world.events import Happening
+from simulator.world.store import STORE
 from simulator.world.storing import Storing
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ SHARD_SIZE_BYTES = 1000
 FAILING_AFTER_S = 60.0  # as in the engine
 STANDS_AFTER_S = 2.5  # longer than any step
 RESUME_LOOK_S = 0.25
-STORE_PATIENCE_S, STORE_LOOK_S = 30.0, 1.0  # of a restore
+STORE_PATIENCE_S, STORE_LOOK_S = 60.0, 1.0  # of a restore, as in the engine
 
 
 class ProcessEnd(NamedTuple):
@@ -178,7 +179,9 @@ class SimulatedGeneration:
         return all(self.world.network.are_joined(one, other) for i, one in enumerate(names) for other in names[i + 1 :])
 
     def _check_rendezvous(self) -> None:
-        if not self._has_restored and not self._put_off(self.workers.values(), self._check_rendezvous):
+        if self._waits_for_store_since is not None and self._is_whole():  # they have met
+            self.world.after(RENDEZVOUS_TIMEOUT_S, self._check_rendezvous)
+        elif not self._has_restored and not self._put_off(self.workers.values(), self._check_rendezvous):
             for worker in list(self.workers.values()):
                 self._fail_soon(worker, "timed out waiting for the other ranks")
 
@@ -194,7 +197,7 @@ class SimulatedGeneration:
             is_resharded = restores_another_world(self.placement)  # then it needs a part of every shard
             for sources in plan.sources.values() if is_resharded else [plan.sources.get(str(worker.rank), ())]:
                 found = [source for source in sources if self.world.can_fetch(worker, self.job, source, plan.step)]
-                if not found and self._waits_for_store(sources, plan.step):
+                if not found and self._waits_for_store(worker, sources):
                     self.world.after(STORE_LOOK_S, self._restore)
                     return
                 if not found:
@@ -217,10 +220,10 @@ class SimulatedGeneration:
             self.storing = Storing(self, self.world.store, step)
         self._begin_step()
 
-    def _waits_for_store(self, sources: Sequence[ShardSource], step: int) -> bool:
-        """Whether the store has the shard, but does not answer: its engine asks again for a while."""
-        store = self.world.store
-        if store is None or not any(one.tier is Tier.PERSISTENT and store.has(one, step) for one in sources):
+    def _waits_for_store(self, worker: SimulatedWorker, sources: Sequence[ShardSource]) -> bool:
+        """Whether a store that does not answer may have the shard: the rank's engine asks again for a while."""
+        is_away = not self.world.network.are_joined(worker.host_id, STORE)
+        if not is_away or not any(source.tier is Tier.PERSISTENT for source in sources):
             return False
         if self._waits_for_store_since is None:
             self._waits_for_store_since = self.world.now

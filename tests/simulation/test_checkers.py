@@ -158,6 +158,8 @@ def test_unexplained_rollbacks_are_found(good: Run) -> None:
     assert found([*saved, too_little_to_wait_for]) == {"rollback_unsaid"}
     assert found([*saved, Granted(50.0, "job", 2, known_step=39, reachable_step=39)]) == set()
     assert found(anew) == {"rollback_unsaid"}
+    again = Granted(60.0, "job", 2, known_step=39, reachable_step=39)  # the database had forgotten the first
+    assert found([*went_back, again]) == set()
     at = next(place for place, d in enumerate(good.record.decisions) if d.number == good.record.generations[1].decision)
     restart = good.record.decisions[at].decision
     explained = msgspec.structs.replace(restart, evidence={"steps_given_up": 30})
@@ -174,10 +176,21 @@ def test_a_step_beyond_the_branch_of_its_history_is_dead(good: Run) -> None:
     steps: list[Fact] = [Saved(2.0, "job", 1, 4), Saved(3.0, "job", 1, 9)]
     back: list[Fact] = [Restored(4.0, "job", 2, 4, 1, 4, 9, True)]
     fine = Restored(5.0, "job", 3, 4, 1, 4, 4, True)
-    dead = Restored(5.0, "job", 3, 9, 1, 4, 4, True)
-    assert check_history([*began, *steps, *back, fine], good.record) == []
-    (violation,) = check_history([*began, *steps, *back, dead], good.record)
-    assert violation.invariant == "restored_dead_branch"
+    newer = Restored(5.0, "job", 3, 9, 1, 4, 4, True)
+    own: list[Fact] = [Saved(4.5, "job", 2, 5)]
+
+    def found(facts: list[Fact], record: Record = good.record) -> list[str]:
+        return [violation.invariant for violation in check_history([*began, *steps, *back, *facts], record)]
+
+    assert found([fine]) == []
+    assert found([*own, newer]) == ["restored_dead_branch"]
+    # Without a step of its own, a generation cuts off only what its decision left out.
+    assert found([newer]) == []
+    first, second, third = good.record.generations
+    plan = msgspec.structs.replace(second.plan, parent_lineage=(LineageEntry(1, 4),))
+    cut = but(good.record, generations=(first, msgspec.structs.replace(second, plan=plan), third))
+    assert found([newer], cut) == ["restored_dead_branch"]
+    assert found([newer], but(good.record, generations=(first, third))) == ["restored_dead_branch"]
 
 
 def test_a_replay_that_decides_otherwise_is_found(good: Run) -> None:

@@ -207,6 +207,35 @@ def test_without_an_older_step_of_all_ranks_it_is_tried_once_more(held: tuple[Sh
     assert restart_from_an_older_recovery_point(case(copies=held)) is None
 
 
+def stored(*steps: int) -> tuple[ShardCopy, ...]:
+    return tuple(msgspec.structs.replace(copy, tier=Tier.PERSISTENT, host_id="") for copy in copies(*steps))
+
+
+def after_cut(upto_step: int | None) -> JobView:
+    """Generations 3 and 4 could not restore; 4 was to go on from steps up to this one."""
+    history = (LineageEntry(2, upto_step), LineageEntry(3, upto_step))
+    generation = msgspec.structs.replace(GENERATION, parent_lineage=history)
+    return msgspec.structs.replace(failed(3, 4), generation=generation)
+
+
+@pytest.mark.parametrize(
+    ("held", "job", "is_left_out"),
+    [
+        (stored(38, 40), failed(4), False),
+        (stored(38, 40), failed(4, 4), False),  # two ranks of one attempt
+        (stored(38, 40), after_cut(41), False),  # generation 3 was to restore step 42
+        (stored(38, 40), after_cut(None), True),
+        (stored(38, 40) + copies(38), failed(4), True),  # the older step is in memory
+        (stored(38, 40) + copies(40), failed(4), True),  # not for the store's sake
+    ],
+)
+def test_a_step_in_the_store_is_tried_twice_before_an_older_one_there(
+    held: tuple[ShardCopy, ...], job: JobView, is_left_out: bool
+) -> None:
+    """A host cut off from the store could restore none of its steps, and the job gave up one after the other."""
+    assert (restart_from_an_older_recovery_point(case(copies=held, job=job)) is not None) is is_left_out
+
+
 @pytest.mark.parametrize(
     ("job", "gives_up"),
     [

@@ -237,7 +237,8 @@ def test_a_step_that_cannot_be_restored_is_left_out_by_ranks_that_move_too() -> 
     body = msgspec.structs.replace(exited(exit_code=23), error=WorkerError("RestoreFailed", "no source"))
     copies = [ShardCopy("job", 1, step, n, Tier.PERSISTENT, "", 10, "d") for step in (39, 40) for n in range(2)]
     leaves = (HOSTS[0], host("b", job="job", state=HostState.CORDONED), HOSTS[2])
-    decision = decided(decide(view(hosts=leaves, copies=copies), [say(body)], SETTINGS, NOW))
+    job = msgspec.structs.replace(JOB, failures=(PastFailure(1, "restore_failed", "", "", -1),))
+    decision = decided(decide(view(job=job, hosts=leaves, copies=copies), [say(body)], SETTINGS, NOW))
     assert (decision.kind, decision.rule) == (
         DecisionKind.MIGRATE_TO_SPARE,
         "restart_from_an_older_recovery_point",
