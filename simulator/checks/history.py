@@ -76,7 +76,7 @@ class Granted(msgspec.Struct, frozen=True, tag=True):
 
     `known_step`: the newest complete step of its history among all copies that the database knew.
     `reachable_step`: among the copies on the hosts being stopped, and in the store. `stored_step`: among those in the
-    store alone. -1: none.
+    store alone. -1: none. `heard_of`: the newest generation of which the database knew a step; 0: none.
     """
 
     at: float
@@ -85,6 +85,7 @@ class Granted(msgspec.Struct, frozen=True, tag=True):
     known_step: int
     reachable_step: int
     stored_step: int = -1
+    heard_of: int = 0
 
 
 class Restored(msgspec.Struct, frozen=True, tag=True):

@@ -96,13 +96,15 @@ def _no_older_rank_beside_a_newer(facts: Sequence[Fact]) -> Iterator[Violation]:
 def _restored_whole_steps(facts: Iterable[Fact], record: Record) -> Iterator[Violation]:
     """A restored step was saved by all ranks, belongs to the lineage, and is no older than necessary.
 
-    A generation that saved no step leaves the newer steps before it alive, but for those that its decision left out.
+    If nobody had heard of a step of a generation when the next one was granted, the newer steps before it are still
+    alive, but for those that its decision left out.
     """
     saved: set[tuple[int, int]] = set()
     upto: dict[int, float] = {}  # the lineage, tracked without any of the core's code
-    uncut: dict[int, float] = {}  # the same, if the newest generation branches nothing off
+    uncut: dict[int, float] = {}  # the same, if nobody hears of a step of the newest generation
     let_in = _let_in(record)
     stored: dict[int, int] = {}  # by generation: the newest step in the store that was known when it was granted
+    heard_of: dict[int, int] = {}  # by generation: the newest one of which a step was known then
     has_failed_restore = False
     for fact in facts:
         match fact:
@@ -112,10 +114,11 @@ def _restored_whole_steps(facts: Iterable[Fact], record: Record) -> Iterator[Vio
                 has_failed_restore = True
             case Granted():
                 stored[fact.generation] = fact.stored_step
+                heard_of[fact.generation] = fact.heard_of
             case Restored():
                 name = f"generation {fact.generation} restored step {fact.step} of {fact.source_generation}"
                 newest = max(upto, default=0)
-                if newest in let_in and not any(generation == newest for generation, _ in saved):
+                if newest in let_in and heard_of.get(fact.generation, newest) < newest:
                     upto = uncut
                 if fact.generation <= max(upto, default=0):
                     yield Violation("generation_went_back", f"{name} after generation {max(upto)}")

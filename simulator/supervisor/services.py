@@ -6,7 +6,7 @@ A process's memory is lost with it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from flyball.contracts.cluster import HostState
@@ -124,14 +124,25 @@ class Controller(SimulatedProcess):
         """Record which steps were known when a generation was granted."""
         assert plan.next is not None
         known = [copy for row in self._memory.hosts.values() for copy in row.copies]
+        in_store = self._memory.persistent_copies.values()
+        heard_of = [0, *(copy.generation for copy in (*known, *in_store)), *self._generations_that_stepped()]
         reachable = [copy for copy in known if copy.host_id in plan.stop_hosts]
         history = plan.next.parent_lineage
         stored = wanted_copies(self._memory, plan.spec, history)
         known, reachable = [*known, *stored], [*reachable, *stored]
         found = (newest_step(copies, history, plan.spec.world_size) for copies in (known, reachable, stored))
-        steps = [-1 if step is None else step for step in found]
-        self.world.granted_at[plan.next.generation] = self.world.now
-        self.world.note(Granted(self.world.now, plan.job, plan.next.generation, *steps))
+        known_step, reachable_step, stored_step = (-1 if step is None else step for step in found)
+        self.world.granted_at[plan.next.generation] = now = self.world.now
+        steps = known_step, reachable_step, stored_step, max(heard_of)
+        self.world.note(Granted(now, plan.job, plan.next.generation, *steps))
+
+    def _generations_that_stepped(self) -> Iterator[int]:
+        """Those of which a rank reported a step of its own."""
+        for key, ranks in self._memory.ranks.items():
+            row = self._memory.generations.get(key)
+            restored = -1 if row is None or row.restore_step is None else row.restore_step
+            if any(rank.step > restored for rank in ranks.values()):
+                yield key[1]
 
     def cordoned_hosts(self) -> frozenset[str]:
         """The hosts that the policy took out of work within the last hour; not those that were taken from it by a drain

@@ -177,20 +177,21 @@ def test_a_step_beyond_the_branch_of_its_history_is_dead(good: Run) -> None:
     back: list[Fact] = [Restored(4.0, "job", 2, 4, 1, 4, 9, True)]
     fine = Restored(5.0, "job", 3, 4, 1, 4, 4, True)
     newer = Restored(5.0, "job", 3, 9, 1, 4, 4, True)
-    own: list[Fact] = [Saved(4.5, "job", 2, 5)]
+    heard: list[Fact] = [Saved(4.5, "job", 2, 5), Granted(4.8, "job", 3, 5, 5, heard_of=2)]
+    unheard: list[Fact] = [Saved(4.5, "job", 2, 5), Granted(4.8, "job", 3, 9, 9, heard_of=1)]
 
     def found(facts: list[Fact], record: Record = good.record) -> list[str]:
         return [violation.invariant for violation in check_history([*began, *steps, *back, *facts], record)]
 
-    assert found([fine]) == []
-    assert found([*own, newer]) == ["restored_dead_branch"]
-    # Without a step of its own, a generation cuts off only what its decision left out.
-    assert found([newer]) == []
+    assert found([*heard, fine]) == []
+    assert found([*heard, newer]) == ["restored_dead_branch"]
+    # Until somebody hears of a step of it, a generation cuts off only what its decision left out.
+    assert found([*unheard, newer]) == []
     first, second, third = good.record.generations
     plan = msgspec.structs.replace(second.plan, parent_lineage=(LineageEntry(1, 4),))
     cut = but(good.record, generations=(first, msgspec.structs.replace(second, plan=plan), third))
-    assert found([newer], cut) == ["restored_dead_branch"]
-    assert found([newer], but(good.record, generations=(first, third))) == ["restored_dead_branch"]
+    assert found([*unheard, newer], cut) == ["restored_dead_branch"]
+    assert found([*unheard, newer], but(good.record, generations=(first, third))) == ["restored_dead_branch"]
 
 
 def test_a_replay_that_decides_otherwise_is_found(good: Run) -> None:
