@@ -16,7 +16,7 @@ from flyball.contracts.errors import Conflict
 from services.store.sql.database import Database
 from services.store.sql.schema_upgrade import migrate
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 from api_bench.database import prepare
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "api.py"
