@@ -1,7 +1,7 @@
 """How the shoot-out of benchmarks/trust.py strikes a launcher, and what it makes of one that breaks.
 
-Each launcher here is two shell scripts, one a host. That of the first host writes the lines of rank 0, and when the
-second host hands rank 1 over, or is gone, its lines too.
+Each launcher here is two shell scripts, one a host, that make their steps together. That of the first host writes the
+lines of rank 0, and when the second host hands rank 1 over, or is gone, its lines too.
 """
 
 from __future__ import annotations
@@ -17,19 +17,26 @@ from trust_bench.interruption import Interruption
 from trust_bench.peers import Course, Peer
 from trust_bench.race import FAULTS, RaceRun, race
 
-PACE = "sleep 0.02; n=$((n+1)); done"
-FIRST_HOST = f"""
+FIRST_HOST = """
 mkdir -p losses; n=0
 while :; do
   echo "$n 0x0 $$" >> losses/rank0.txt
-  if [ -e handed ] || {{ [ -e second ] && ! kill -0 "$(cat second)" 2>/dev/null; }}; then
-    echo "$n 0x0 $$" >> losses/rank1.txt
-  fi
-  {PACE}
+  until [ "$(tail -n 1 losses/rank1.txt 2>/dev/null | cut -d ' ' -f 1)" = "$n" ]; do
+    if [ -e handed ] || { [ -e second ] && ! kill -0 "$(cat second)" 2>/dev/null; }; then
+      echo "$n 0x0 $$" >> losses/rank1.txt
+    fi
+    sleep 0.01
+  done
+  n=$((n+1)); sleep 0.02
+done
 """
-RANK_1 = f"""
-echo $$ > second.new; mv second.new second; n=0
-while [ ! -e handed ]; do [ "$n" -ge "$STAND_AT" ] || echo "$n 0x0 $$" >> losses/rank1.txt; {PACE}
+RANK_1 = """
+echo $$ > second.new; mv second.new second; last=
+while [ ! -e handed ]; do
+  n=$(tail -n 1 losses/rank0.txt 2>/dev/null | cut -d ' ' -f 1)
+  if [ "$n" != "$last" ] && [ "$n" -lt "$STAND_AT" ]; then echo "$n 0x0 $$" >> losses/rank1.txt; last=$n; fi
+  sleep 0.01
+done
 """
 
 
