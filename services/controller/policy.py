@@ -91,7 +91,7 @@ FAILURE_RULES: tuple[Rule, ...] = (
     health_rules.leave_the_host_of_a_bad_device,
     health_rules.restart_before_the_harm,
     health_rules.leave_a_recovery_point_that_fails,
-    recovery_rules.restart_from_an_older_recovery_point,
+    rollback_rules.restart_from_an_older_recovery_point,
     memory_rules.retry_on_a_larger_host,
     recovery_rules.migrate_to_spare,
     recovery_rules.take_a_drained_host_back,

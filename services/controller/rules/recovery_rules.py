@@ -7,18 +7,17 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from flyball.contracts.checkpoints import Lineage, Tier
+from flyball.contracts.checkpoints import Lineage
 from flyball.contracts.cluster import HostRanks, HostState, JobState
 from flyball.contracts.decisions import ActionState, DecisionKind
 from flyball.contracts.error_classes import gpu_memory_in_use
 from services.controller.round import diagnosis, fewer_hosts, guardrails, hang_findings, plans
 from services.controller.round.choices import spare_choice
-from services.controller.round.diagnosis import DRAIN_REQUESTED, RESTORE_FAILED, WORKER_EXCEPTION
+from services.controller.round.diagnosis import DRAIN_REQUESTED, WORKER_EXCEPTION
 from services.controller.round.round import Case
 from services.controller.round.verdict import Evidence, Verdict
 from services.controller.round.view import ActionView, GenerationView, HostView, PastFailure
 from services.controller.round.wording import NAMED, kept, listed, ranks_of
-from services.rules import recovery_point
 
 _ASK_AGAIN_S = 1.0
 _LEAVING = (HostState.CORDONED, HostState.IN_REPAIR, HostState.DEGRADED)
@@ -108,56 +107,6 @@ def fail_when_restarts_are_used_up(case: Case) -> Verdict | None:
         case _:
             why = f"All {limit} restarts that --max-restarts allows are used up, without progress in between."
     return fail(case, f"{incident.message} {why}", {})
-
-
-def restart_from_an_older_recovery_point(case: Case) -> Verdict | None:
-    """Skip a step that cannot be restored: at once if there is an older recovery point, otherwise after a second failed
-    attempt. So too if both are in the store alone: if it does not answer, it has no older one either."""
-    incident, generation = case.this_incident, case.this_generation
-    step = generation.restore_step
-    if incident.cause != RESTORE_FAILED or step is None or incident.generation != generation.generation:
-        return None
-    older = recovery_point.before(generation.lineage, step)
-    copies = [copy for copy in case.round.view.copies if copy.job == case.job.spec.job]
-    newest = recovery_point.newest_step(copies, older, case.job.spec.world_size)
-    failed_before = sum(
-        1 for f in case.job.failures if f.cause == RESTORE_FAILED and f.generation >= generation.generation - 1
-    )
-    if newest is None and failed_before < 2:
-        return None
-    if (
-        newest is not None
-        and not _is_second_attempt(case)
-        and all(
-            _is_in_store_alone(case, recovery_point.before(generation.lineage, at + 1), at) for at in (step, newest)
-        )
-    ):
-        return None
-    reach = plans.known_step(case, older, [name for name in case.round.hosts if not case.round.is_silent(name)])
-    nowhere = "is complete" if newest is None else "is complete on hosts in reach"
-    goal = f"step {reach}" if reach >= 0 else f"the beginning, since no older step {nowhere}"
-    return restart(
-        case, f"Step {step} is left out: generation {generation.generation + 1} goes back to {goal}.", lineage=older
-    )
-
-
-def _is_second_attempt(case: Case) -> bool:
-    """Whether the generation before failed to restore the same step. If it had been left out, its history were cut."""
-    generation = case.this_generation
-    number = generation.generation - 1
-    is_cut = any(e.generation == number and e.upto_step is not None for e in generation.parent_lineage)
-    return not is_cut and any((f.cause, f.generation) == (RESTORE_FAILED, number) for f in case.job.failures)
-
-
-def _is_in_store_alone(case: Case, lineage: Lineage, step: int) -> bool:
-    """Whether all ranks can have this newest step of the history now, but not without the persistent tier."""
-    reached = {host_id for host_id in case.round.hosts if not case.round.is_silent(host_id)}
-    copies = [copy for copy in case.round.view.copies if copy.job == case.job.spec.job]
-    on_hosts = [copy for copy in copies if copy.tier is not Tier.PERSISTENT and copy.host_id in reached]
-    stored = [copy for copy in copies if copy.tier is Tier.PERSISTENT]
-    size = case.job.spec.world_size
-    newest = recovery_point.newest_step(on_hosts, lineage, size)
-    return newest != step and recovery_point.newest_step((*on_hosts, *stored), lineage, size) == step
 
 
 def migrate_to_spare(case: Case) -> Verdict | None:

@@ -1,4 +1,5 @@
-"""Rules for a restart that would go further back than the newest recovery point that hosts reported.
+"""Rules for a restart that would go further back than the newest recovery point that hosts reported, or that has to,
+since that point cannot be restored.
 
 If only unreachable hosts hold newer steps, wait for these hosts first, for as long as it would take to recompute
 the steps. Waiting and recomputing cost the same, so the loss is at most twice the minimum, whether the hosts come back
@@ -9,15 +10,17 @@ from __future__ import annotations
 
 import msgspec
 
-from flyball.contracts.checkpoints import Tier, newest_point
+from flyball.contracts.checkpoints import Lineage, Tier, newest_point
 from flyball.contracts.decisions import ActionPlan, DecisionKind, Harm
 from flyball.contracts.recovery import complete_points
 from services.controller.round import expected_cost, plans
+from services.controller.round.diagnosis import RESTORE_FAILED
 from services.controller.round.round import Case
 from services.controller.round.verdict import Verdict
 from services.controller.round.view import JobView
 from services.controller.round.wording import kept, listed
-from services.controller.rules import health_rules
+from services.controller.rules import health_rules, recovery_rules
+from services.rules import recovery_point
 
 _ASK_AGAIN_S = 1.0
 _TIERS = (Tier.MEMORY, Tier.DISK, Tier.PERSISTENT)
@@ -66,6 +69,37 @@ class Rollback(msgspec.Struct, frozen=True):
         """When the wait has cost as much as redoing the steps. It starts when both are known: that the job must
         restart, and that the holders are away."""
         return max(since, self.away_since) + min(self.redo_s, longest_s)
+
+
+def restart_from_an_older_recovery_point(case: Case) -> Verdict | None:
+    """Skip a step that cannot be restored: at once if there is an older recovery point, otherwise after a second failed
+    attempt. If both are in the store alone, also after the second: a store that does not answer has no older one."""
+    incident, generation = case.this_incident, case.this_generation
+    step = generation.restore_step
+    if incident.cause != RESTORE_FAILED or step is None or incident.generation != generation.generation:
+        return None
+    older = recovery_point.before(generation.lineage, step)
+    copies = [copy for copy in case.round.view.copies if copy.job == case.job.spec.job]
+    newest = recovery_point.newest_step(copies, older, case.job.spec.world_size)
+    failed_before = sum(
+        1 for f in case.job.failures if f.cause == RESTORE_FAILED and f.generation >= generation.generation - 1
+    )
+    if newest is None and failed_before < 2:
+        return None
+    if (
+        newest is not None
+        and not _is_second_attempt(case)
+        and all(
+            _is_in_store_alone(case, recovery_point.before(generation.lineage, at + 1), at) for at in (step, newest)
+        )
+    ):
+        return None
+    reach = plans.known_step(case, older, [name for name in case.round.hosts if not case.round.is_silent(name)])
+    nowhere = "is complete" if newest is None else "is complete on hosts in reach"
+    goal = f"step {reach}" if reach >= 0 else f"the beginning, since no older step {nowhere}"
+    return recovery_rules.restart(
+        case, f"Step {step} is left out: generation {generation.generation + 1} goes back to {goal}.", lineage=older
+    )
 
 
 def never_from_scratch(case: Case, wanted: Verdict) -> Verdict | None:
@@ -156,6 +190,25 @@ def rollback_of(case: Case, plan: ActionPlan | None) -> Rollback | None:
         step_s=expected_cost.step_duration_s(case, reported[0]),
         ranks=plan.spec.world_size,
     )
+
+
+def _is_second_attempt(case: Case) -> bool:
+    """Whether the generation before failed to restore the same step. If it had been left out, its history were cut."""
+    generation = case.this_generation
+    number = generation.generation - 1
+    is_cut = any(e.generation == number and e.upto_step is not None for e in generation.parent_lineage)
+    return not is_cut and any((f.cause, f.generation) == (RESTORE_FAILED, number) for f in case.job.failures)
+
+
+def _is_in_store_alone(case: Case, lineage: Lineage, step: int) -> bool:
+    """Whether all ranks can have this newest step of the history now, but not without the persistent tier."""
+    reached = {host_id for host_id in case.round.hosts if not case.round.is_silent(host_id)}
+    copies = [copy for copy in case.round.view.copies if copy.job == case.job.spec.job]
+    on_hosts = [copy for copy in copies if copy.tier is not Tier.PERSISTENT and copy.host_id in reached]
+    stored = [copy for copy in copies if copy.tier is Tier.PERSISTENT]
+    size = case.job.spec.world_size
+    newest = recovery_point.newest_step(on_hosts, lineage, size)
+    return newest != step and recovery_point.newest_step((*on_hosts, *stored), lineage, size) == step
 
 
 def _harm_left_behind(case: Case, wanted: Verdict) -> Harm | None:

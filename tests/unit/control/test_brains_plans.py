@@ -21,7 +21,7 @@ from services.controller.round.view import (
     RankView,
     View,
 )
-from services.controller.rules.recovery_rules import restart_from_an_older_recovery_point
+from services.controller.rules.rollback_rules import restart_from_an_older_recovery_point
 
 NOW = 10_000.0
 SETTINGS = PolicySettings()
