@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from described_replies import DescribedReplies
+from waits import until
 
 from flyball.cli.main import run_cli
 from flyball.contracts.clock import SystemClock
@@ -49,9 +49,8 @@ def client(supervisor: Supervisor) -> Iterator[httpx.Client]:
         for host_id in ("host-a", "host-b"):
             daemon = {"Authorization": f"Bearer {host_credential(supervisor.token, host_id).token}"}
             assert client.post("/v1/reports", content=encode(report(host_id)), headers=daemon).status_code == 200
-            until_s = time.monotonic() + PATIENCE_S
-            while client.get(f"/v1/hosts/{host_id}").status_code == 404:  # the sensor stores it behind the reply
-                assert time.monotonic() < until_s
+            path = f"/v1/hosts/{host_id}"
+            until(lambda path=path: client.get(path).status_code != 404, f"the sensor stores {host_id}")
         yield client
 
 
@@ -215,10 +214,8 @@ def test_the_page_of_runs_shows_the_chosen_ones_and_tells_them_apart(
 
 def test_a_check_of_hosts_leads_to_a_page(client: httpx.Client) -> None:
     assert client.post("/v1/checks", json={"hosts": ["host-b"]}).status_code == 202
-    until_s = time.monotonic() + PATIENCE_S
     query = {"kind": "check_hosts"}
-    while not (found := client.get("/v1/decisions", params=query).json()["items"]):
-        assert time.monotonic() < until_s
+    found = until(lambda: client.get("/v1/decisions", params=query).json()["items"], "the decision")
     assert (found[0]["job"], found[0]["incident_id"]) == ("", "")
     led = client.get(f"/decisions/{found[0]['decision_id']}")
     assert led.status_code == 303

@@ -8,12 +8,12 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waits import until
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import ConfigurationError, NotFound, UsageError
@@ -205,9 +205,7 @@ def test_a_process_starts_again_in_its_network_although_nothing_is_left_in_it(ca
         cable.processes[-1].kill()
         cable.processes[-1].wait(60.0)
         start_again(plan, log, namespace)
-        deadline_s = time.monotonic() + 60.0
-        while not log.read_text().endswith("\n"):
-            assert time.monotonic() < deadline_s
+        until(lambda: log.read_text().endswith("\n"), "what the process says")
     assert log.read_text() == f"{plan['namespace']}\n"
     with held_open(plan["namespace"]) as namespace:
         assert namespace is None, "it is gone"

@@ -7,7 +7,6 @@ import re
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from waits import until
 
 from services.main import Supervisor
 from services.settings import load_settings
@@ -54,13 +54,12 @@ def supervisor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]
 @pytest.fixture(scope="module")
 def scrape(supervisor: Supervisor) -> str:
     """What it serves, once it has counted its event log."""
-    deadline = time.monotonic() + 60.0
-    while "flyball_incidents_open" not in (
-        text := httpx.get(f"{supervisor.url}/metrics", timeout=60.0).raise_for_status().text
-    ):
-        assert time.monotonic() < deadline, text
-        time.sleep(0.05)
-    return text
+
+    def counted() -> str:
+        text = httpx.get(f"{supervisor.url}/metrics", timeout=60.0).raise_for_status().text
+        return text if "flyball_incidents_open" in text else ""
+
+    return until(counted, "the metrics of the event log", 60.0)
 
 
 @pytest.fixture
@@ -87,10 +86,7 @@ def prometheus(supervisor: Supervisor, tmp_path: Path) -> Iterator[httpx.Client]
         with httpx.Client(
             base_url=f"http://{address}", timeout=30.0, transport=httpx.HTTPTransport(retries=8)
         ) as client:
-            deadline = time.monotonic() + 60.0
-            while client.get("/-/ready").status_code != 200:
-                assert time.monotonic() < deadline, "Prometheus does not start"
-                time.sleep(0.05)
+            until(lambda: client.get("/-/ready").status_code == 200, "Prometheus is ready", 60.0)
             yield client
     finally:
         process.terminate()
@@ -173,10 +169,9 @@ def test_a_real_prometheus_evaluates_the_rules_and_every_panel(prometheus: httpx
     def empty_panels() -> list[str]:
         return [panel for panel in PANELS if not asked("query", query=panel)["result"]]
 
-    deadline = time.monotonic() + 60.0
-    while {rule["health"] for rule in rules()} != {"ok"} or not all(
-        any(name in panel for name in LATER) for panel in empty_panels()
-    ):
-        assert time.monotonic() < deadline, (rules(), empty_panels())
-        time.sleep(0.1)
+    def is_complete() -> bool:
+        is_well = {rule["health"] for rule in rules()} == {"ok"}
+        return is_well and all(any(name in panel for name in LATER) for panel in empty_panels())
+
+    until(is_complete, "all rules are well, and panels have series but for those that come later", 60.0)
     assert [rule["name"] for rule in rules()] == [rule["alert"] for rule in RULES]

@@ -69,8 +69,9 @@ class Cluster:
         raise AssertionError(f"{path}: the injector records faults, not the campaign: {body}")
 
 
-def campaign(cluster: Cluster, lines: list[str]) -> Campaign:
-    return Campaign(cluster, cluster, job="gpt", clock=SystemClock(), announce=lines.append, patience_s=30.0)
+def campaign(cluster: Cluster, lines: list[str] | None = None, **settings: Any) -> Campaign:  # noqa: ANN401 - of it
+    usual = {"clock": SystemClock(), "announce": [].append if lines is None else lines.append, "patience_s": 30.0}
+    return Campaign(cluster, cluster, job="gpt", **(usual | settings))
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +104,7 @@ def test_what_cannot_be_injected_is_in_the_report() -> None:
 
 def test_a_supervisor_that_stays_away_ends_the_campaign_and_leaves_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster()
-    running = Campaign(cluster, cluster, job="gpt", clock=SystemClock(), announce=lambda _: None, patience_s=0.0)
+    running = campaign(cluster, patience_s=0.0)
     answer = cluster.get
 
     def get(path: str, **query: str | int | None) -> Any:  # noqa: ANN401 - JSON
@@ -119,14 +120,7 @@ def test_a_supervisor_that_stays_away_ends_the_campaign_and_leaves_the_report(mo
 
 def test_an_interrupted_campaign_reports_what_there_is() -> None:
     cluster = Cluster()
-    running = Campaign(
-        cluster,
-        cluster,
-        job="gpt",
-        clock=SystemClock(),
-        announce=lambda _: None,
-        is_over=lambda: bool(cluster.requests),
-    )
+    running = campaign(cluster, is_over=lambda: bool(cluster.requests))
     later = Draw(1e9, KILL.fault, 0.0)
     outcomes, early = running.run([KILL, later])
     assert early == "it was interrupted" and len(outcomes) <= 1
@@ -144,9 +138,7 @@ class SlowCluster(Cluster):
 
 def test_with_overlap_a_fault_strikes_while_another_has_no_verdict() -> None:
     cluster, lines = SlowCluster(), []
-    running = Campaign(
-        cluster, cluster, job="gpt", clock=SystemClock(), announce=lines.append, patience_s=30.0, overlap=True
-    )
+    running = campaign(cluster, lines, overlap=True)
     outcomes, early = running.run([KILL, KILL])
     assert early == "" and [o.number for o in outcomes] == [1, 2]
     assert [o.verdict for o in outcomes] == [FaultVerdict.RECOVERED] * 2, "one incident was both"
@@ -155,9 +147,7 @@ def test_with_overlap_a_fault_strikes_while_another_has_no_verdict() -> None:
 
 def test_with_overlap_a_job_that_fails_ends_the_campaign() -> None:
     cluster = Cluster(fails=True)
-    running = Campaign(
-        cluster, cluster, job="gpt", clock=SystemClock(), announce=lambda _: None, patience_s=30.0, overlap=True
-    )
+    running = campaign(cluster, overlap=True)
     outcomes, early = running.run([KILL] * 5)
     assert "the job has ended" in early and len(cluster.requests) < 5
     assert all(o.verdict is FaultVerdict.WRONG for o in outcomes)
@@ -179,9 +169,7 @@ class StruckAgain(Cluster):
 
 def test_with_overlap_an_incident_that_opens_after_the_recovery_is_the_next_faults() -> None:
     cluster = StruckAgain()
-    running = Campaign(
-        cluster, cluster, job="gpt", clock=SystemClock(), announce=lambda _: None, patience_s=5.0, overlap=True
-    )
+    running = campaign(cluster, patience_s=5.0, overlap=True)
     [outcome], _ = running.run([KILL])
     assert (outcome.verdict, outcome.incident_ids) == (FaultVerdict.RECOVERED, ("inc-1",))
 
@@ -229,9 +217,7 @@ def test_with_overlap_an_incident_that_only_ends_after_a_fault_is_not_waited_for
         cluster.first = {"state": "resolved", "timeline": [{"at": 201.0, "state": "resolved", "cause": ""}]}
 
     cluster.until_injected = open_no_longer
-    running = Campaign(
-        cluster, cluster, job="gpt", clock=SystemClock(), announce=lambda _: None, patience_s=30.0, overlap=True
-    )
+    running = campaign(cluster, overlap=True)
     outcomes, _ = running.run([KILL, KILL])
     assert [(o.verdict, o.incident_ids) for o in outcomes][1] == (FaultVerdict.RECOVERED, ("inc-2",))
 
@@ -243,15 +229,7 @@ def test_with_overlap_an_incident_that_stays_open_is_held_against_one_fault_only
     def judged(_: FaultOutcome) -> None:
         clock.jumped_s = 1e6
 
-    running = Campaign(
-        *(cluster, cluster),
-        job="gpt",
-        clock=clock,
-        announce=lambda _: None,
-        patience_s=0.05,
-        overlap=True,
-        judged=judged,
-    )
+    running = campaign(cluster, clock=clock, patience_s=0.05, overlap=True, judged=judged)
     outcomes, _ = running.run([KILL, Draw(1e5, KILL.fault, 0.9)])
     assert [o.verdict for o in outcomes] == [FaultVerdict.WRONG, FaultVerdict.RECOVERED], outcomes
     assert outcomes[1].incident_ids == ("inc-2",)
@@ -259,9 +237,7 @@ def test_with_overlap_an_incident_that_stays_open_is_held_against_one_fault_only
 
 def test_with_overlap_a_fault_that_is_judged_while_the_next_is_injected_is_beside_it() -> None:
     cluster = TwoFaults(state="open")
-    running = Campaign(
-        cluster, cluster, job="gpt", clock=SystemClock(), announce=lambda _: None, patience_s=30.0, overlap=True
-    )
+    running = campaign(cluster, overlap=True)
 
     def until_the_first_is_judged() -> None:
         cluster.first = {"state": "resolved"}
@@ -274,9 +250,7 @@ def test_with_overlap_a_fault_that_is_judged_while_the_next_is_injected_is_besid
 
 def test_with_overlap_a_harm_that_the_restart_of_another_brought_back_is_waited_for() -> None:
     cluster = TwoFaults(state="open")
-    running = Campaign(
-        cluster, cluster, job="gpt", clock=SystemClock(), announce=lambda _: None, patience_s=30.0, overlap=True
-    )
+    running = campaign(cluster, overlap=True)
 
     def until_the_first_is_judged() -> None:
         restart = {"at": 200.2, "state": "acting", "cause": "worker_killed"}  # it restored what the NaN had spoilt
@@ -302,15 +276,7 @@ class OpenForLong(Cluster):
 def test_with_overlap_equal_errors_of_the_script_are_apart(fault: str, judged_before: int) -> None:
     """Two at one step are a bug of the script to the supervisor, which rightly ends the job."""
     cluster, judged = OpenForLong(), []
-    running = Campaign(
-        *(cluster, cluster),
-        job="gpt",
-        clock=SystemClock(),
-        announce=lambda _: None,
-        patience_s=5.0,
-        overlap=True,
-        judged=judged.append,
-    )
+    running = campaign(cluster, patience_s=5.0, overlap=True, judged=judged.append)
     inject, before = cluster.inject, []
 
     def injected(request: FaultRequest) -> InjectedFault:
@@ -346,9 +312,7 @@ class CutOff(Cluster):
 
 def test_what_the_return_of_a_host_brings_is_of_the_fault_that_cut_it_off() -> None:
     cluster = CutOff()
-    running = Campaign(
-        cluster, cluster, job="gpt", clock=SystemClock(), announce=lambda _: None, patience_s=30.0, overlap=True
-    )
+    running = campaign(cluster, overlap=True)
     [outcome], _ = running.run([KILL])
     assert (outcome.verdict, outcome.incident_ids) == (FaultVerdict.RECOVERED, ("inc-1", "inc-2"))
 
@@ -364,15 +328,7 @@ def test_with_overlap_an_incident_held_against_another_fault_that_takes_up_this_
         cluster.first = {"state": "resolved", "cause": "loss_diverged", "timeline": [restart]}
         cluster.looks_since = -1000  # no other incident comes
 
-    running = Campaign(
-        *(cluster, cluster),
-        job="gpt",
-        clock=clock,
-        announce=lambda _: None,
-        patience_s=0.05,
-        overlap=True,
-        judged=judged,
-    )
+    running = campaign(cluster, clock=clock, patience_s=0.05, overlap=True, judged=judged)
     outcomes, _ = running.run([KILL, Draw(1e5, KILL.fault, 0.9)])
     assert [(o.verdict, o.incident_ids) for o in outcomes] == [
         (FaultVerdict.WRONG, ("inc-1",)),

@@ -240,6 +240,6 @@ def test_a_step_recorded_into_a_graph_waits_for_the_copy_without_asking_the_devi
     step()  # as the stand-in does not record, it writes at once
     assert ended == [("", False)]
     assert set(streams.calls[len(calls) :]) == {"wait"}
-    background.join()
+    background.join(60.0)
     found = load_with_the_library(bytes(payload))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
