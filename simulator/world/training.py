@@ -216,6 +216,8 @@ class SimulatedGeneration:
             worker.phase, worker.moved_at = Phase.STEP, self.world.now
             worker.step = step
             self.beacons[worker.host_id][worker.rank] = worker.step
+        # As in the engine, older steps' slots are free from now on. Else two of them may keep both, and none is saved.
+        self._committed = self._replicated = step
         if self.world.store is not None:
             self.storing = Storing(self, self.world.store, step)
         self._begin_step()
