@@ -86,7 +86,7 @@ def _job(memory: Memory, row: JobRow, *, is_troubled: bool) -> JobView:
         message=row.message,
         ended_at=row.ended_at,
         recoveries=_recoveries(memory, row.spec.job) if is_troubled else (),
-        acted_at=_acted_at(memory, row.spec.job) if is_troubled else (),
+        acted_at=_acted_at(memory, row.spec.job),
     )
 
 

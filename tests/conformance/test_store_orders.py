@@ -110,12 +110,17 @@ def test_an_approval_names_an_incident_that_waits_for_one(stores, orders, make) 
     assert standing(stores) == (order,)
 
 
-def test_what_was_acted_on_lately_is_known_while_an_incident_is_open(stores, make) -> None:
+def test_what_was_acted_on_lately_is_known_in_the_round_that_opens_an_incident(stores, make) -> None:
+    """That round decides its first action already."""
     stores.run_job()
-    stores.begin_restart()
     (job,) = stores.decisions.load_view().jobs
-    (other,) = stores.other_decisions().load_view().jobs
-    assert job.acted_at == other.acted_at == (make.T,), "the job's start is no action about an incident"
+    assert job.acted_at == (), "the job's start is no action about an incident"
+    stores.begin_restart()
+    for state in ("acting", "resolved"):
+        stores.commit(incidents=(make.incident(1, state, action_id="act-2"),))
+        (job,) = stores.decisions.load_view().jobs
+        (other,) = stores.other_decisions().load_view().jobs
+        assert job.acted_at == other.acted_at == (make.T,)
 
 
 def test_when_hosts_failed_is_known_to_every_controller(stores, make, clock) -> None:

@@ -303,6 +303,8 @@ class Round:
                 action_id=action_id or case.incident.action_id,
                 decisions_made=case.incident.decisions_made + (1 if action_id and not verdict.is_patient else 0),
             )
+        if verdict.notes is not None:
+            self.change_job(case.job.spec.job, case.job.state, case.job.message, verdict.notes)
         for host_id in verdict.cordons:
             cordoned = self.hosts.get(host_id)
             if cordoned is not None and cordoned.state not in (HostState.CORDONED, HostState.SILENT):

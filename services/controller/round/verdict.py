@@ -26,6 +26,7 @@ class Verdict(msgspec.Struct, frozen=True):
     job_state: JobState | None = None  # the job's new state
     gives_up: bool = False  # the incident escalates
     settles: PastFailure | None = None  # nothing is to be done: the incident is over, and the job's record says why
+    notes: PastFailure | None = None  # an entry for the job's record
     cordons: tuple[str, ...] = ()  # hosts that get no work until an operator releases them
     is_patient: bool = False  # does not count against the incident's limit of decisions
     refuses_drain_of: str = ""  # a host whose drain is refused

@@ -222,7 +222,7 @@ class JobView(msgspec.Struct, frozen=True):
     ended_at: float = 0.0  # 0.0: it has not ended
     stored_run: str = ""
     recoveries: tuple[PastRecovery, ...] = ()  # of a job with an open incident: the newest ones
-    acted_at: tuple[float, ...] = ()  # of such a job: when its actions of the last hour were decided
+    acted_at: tuple[float, ...] = ()  # when its actions about incidents of the last hour were decided
     before: GenerationView | None = None  # the last generation before the job was submitted again
 
     @property

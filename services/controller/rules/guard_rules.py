@@ -7,7 +7,7 @@ import msgspec
 from flyball.contracts.cluster import HostState
 from flyball.contracts.decisions import DecisionKind
 from flyball.contracts.orders import AWAITS_APPROVAL, OrderKind
-from services.controller.round import blast_radius
+from services.controller.round import blast_radius, given_up
 from services.controller.round.diagnosis import CHECKPOINT_REQUESTED, DEPARTURES, ROOM_TO_GROW
 from services.controller.round.round import Case
 from services.controller.round.verdict import Verdict
@@ -65,14 +65,16 @@ def wait_for_the_end_of_maintenance(case: Case, wanted: Verdict) -> Verdict | No
 
 
 def cordon_no_more_hosts(case: Case, wanted: Verdict) -> Verdict | None:
-    """Leave hosts, but do not cordon them, once too many were cordoned within an hour."""
+    """Leave hosts, but do not cordon them, once too many were cordoned within an hour. A host that is given up is not
+    tried again all the same."""
     if not wanted.cordons:
         return None
     why = blast_radius.too_many(case.round, wanted.cordons)
     if not why:
         return None
     reason = f"{wanted.reason} {listed(wanted.cordons)} is not cordoned: {why}."
-    return msgspec.structs.replace(wanted, cordons=(), reason=reason)
+    notes = given_up.note_of(case) if wanted.gives_up and case.incident is not None else None
+    return msgspec.structs.replace(wanted, cordons=(), reason=reason, notes=notes)
 
 
 def act_no_more_often(case: Case, wanted: Verdict) -> Verdict | None:

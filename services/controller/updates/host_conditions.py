@@ -9,6 +9,7 @@ from flyball.contracts.decisions import IncidentState
 from flyball.contracts.orders import OrderKind
 from flyball.contracts.reports.conditions import MAX_CONDITIONS, HostCondition, Severity
 from flyball.contracts.reports.signals import ConditionBegan, ConditionEnded, Signal
+from services.controller.round import given_up
 from services.controller.round.diagnosis import BESIDE_FAILURES, DEPARTURES, HOST_CONDITION, newest_common_step
 from services.controller.round.round import Round
 from services.controller.round.view import GenerationView, HostView, JobView
@@ -96,6 +97,8 @@ def find(round_: Round, job: JobView, generation: GenerationView) -> None:
             continue
         if host.state in (HostState.SILENT, HostState.CORDONED):
             continue  # already lost, or given up by an earlier incident
+        if given_up.is_given_up(job, generation, host, HOST_CONDITION):
+            continue
         round_.open_incident(
             job=job.spec.job,
             host_id=host.host_id,

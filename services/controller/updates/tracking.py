@@ -8,7 +8,7 @@ from typing import Any
 
 from flyball.contracts.cluster import HostState, JobState, Phase
 from flyball.contracts.decisions import ActionState, DecisionKind, Incident, IncidentState
-from services.controller.round import diagnosis
+from services.controller.round import diagnosis, given_up
 from services.controller.round.diagnosis import (
     CHECKPOINT_REQUESTED,
     DEPARTURES,
@@ -46,6 +46,7 @@ _STALE_AFTER_S = 2.0  # older workers in a report this long after the start are 
 _CLEAN_WITHIN_S = 15.0
 _REPORTED_WITHIN_S = 10.0  # after a successful start; a host that reports no worker by then has none
 _ASK_AGAIN_S = 1.0
+_CARRIED_OUT = (ActionState.SUCCEEDED, ActionState.FAILED, ActionState.TIMED_OUT)  # as far as they will be
 _ENDED_AFTER_S = 20.0  # as `_STALE_AFTER_S`, after a job's end: leaves time for its commands and its workers' grace
 
 
@@ -105,7 +106,11 @@ def find_left_behind(round_: Round, job: JobView) -> None:
 
 def _follow_action(round_: Round, job: JobView, incident: Incident) -> None:
     action = round_.actions.get(incident.action_id)
-    if action is None or action.state in (ActionState.FAILED, ActionState.TIMED_OUT):
+    if action is not None and action.plan.kind is DecisionKind.RESUME and action.state in _CARRIED_OUT:
+        # A host that did not answer may have had no parked ranks, or obeyed: steps show whether the ranks went on.
+        stood_at = max(incident.failed_step, action.plan.emergency_step)
+        round_.advance(incident, IncidentEvent.ACTION_SUCCEEDED, failed_step=stood_at, lost_steps=0)
+    elif action is None or action.state in (ActionState.FAILED, ActionState.TIMED_OUT):
         round_.advance(incident, IncidentEvent.ACTION_FAILED, failed_step=_failed_step(incident, action))
     elif action.state is ActionState.SUPERSEDED:
         round_.advance(incident, IncidentEvent.SUPERSEDED, failed_step=_failed_step(incident, action))
@@ -115,9 +120,6 @@ def _follow_action(round_: Round, job: JobView, incident: Incident) -> None:
         hang_rules.take_in_stands(round_, job, incident, action)
     elif action.state is ActionState.SUCCEEDED and action.plan.kind is DecisionKind.CHECK_HOSTS:
         check_rules.take_in_check(round_, incident, action)
-    elif action.state is ActionState.SUCCEEDED and action.plan.kind is DecisionKind.RESUME:
-        stood_at = max(incident.failed_step, action.plan.emergency_step)
-        round_.advance(incident, IncidentEvent.ACTION_SUCCEEDED, failed_step=stood_at, lost_steps=0)
     elif action.state is ActionState.SUCCEEDED:
         failed = _failed_step(incident, action)
         restored = -1 if action.restore_step is None else action.restore_step
@@ -342,6 +344,8 @@ def _find_notices(round_: Round, job: JobView, generation: GenerationView) -> No
             continue
         if host.state in (HostState.SILENT, HostState.CORDONED):
             continue  # already lost, or given up by an earlier incident
+        if given_up.is_given_up(job, generation, host, PREEMPTION_NOTICE):
+            continue
         round_.open_incident(
             job=job.spec.job,
             host_id=host.host_id,
@@ -385,6 +389,8 @@ def _find_stale_workers(round_: Round, job: JobView, generation: GenerationView)
         if name not in host.stale_jobs or host.host_id in present or host.host_id in known:
             continue
         if host.state in (HostState.SILENT, HostState.CORDONED):
+            continue
+        if given_up.is_given_up(job, generation, host, SUPERSEDED_WORKERS):
             continue
         if host.known_at <= since + (_ENDED_AFTER_S if has_ended else _STALE_AFTER_S):
             continue  # that report may be older than the stop

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 from sqlalchemy import Connection, select
@@ -17,10 +17,11 @@ from services.store.sql.tables import actions, decisions, incidents
 DECISIONS_READ = 64  # per job
 ACTIONS_READ = 1000  # per job
 WINDOW_S = 3600.0
+_NOTHING: frozenset[str | int] = frozenset()
 
 
 class JobPast(msgspec.Struct, frozen=True):
-    recoveries: tuple[PastRecovery, ...] = ()
+    recoveries: tuple[PastRecovery, ...] = ()  # of a job with an open incident
     acted_at: tuple[float, ...] = ()  # wall clock, within WINDOW_S before it was read; newest first
 
 
@@ -29,20 +30,35 @@ class PastActions:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._seen: Mapping[str, frozenset[str | int]] = {}
-        self._known: Mapping[str, JobPast] = {}
+        self._seen: dict[str, frozenset[str | int]] = {}
+        self._known: dict[str, JobPast] = {}
+
+    def forget(self) -> None:
+        """Read all again: another controller may have acted."""
+        self._seen, self._known = {}, {}
 
     def read(
-        self, connection: Connection, open_incidents: Sequence[Incident], actions_seen: Mapping[int, str]
+        self,
+        connection: Connection,
+        open_incidents: Sequence[Incident],
+        actions_seen: Mapping[int, str],
+        *,
+        shown: Collection[str],
+        present: Collection[str],
     ) -> Mapping[str, JobPast]:
-        """Return job -> its past, for jobs with an open incident. `actions_seen`: the number of each open action, and
-        of each incident's newest, with its job."""
+        """Return job -> its past, for the jobs `shown`, and others that are known. `actions_seen`: the number of each
+        open action, and of each incident's newest, with its job. `present`: all jobs that may be shown again."""
         seen = _by_job(open_incidents, actions_seen)
-        since = self._clock.wall_s() - WINDOW_S
-        known = {job: past for job, past in self._known.items() if job in seen and seen[job] == self._seen[job]}
-        for job in sorted(seen.keys() - known.keys()):
-            known[job] = JobPast(_recoveries(connection, job), _acted_at(connection, job, since))
-        self._known, self._seen = known, seen
+        known = {
+            job: past
+            for job, past in self._known.items()
+            if job in present and seen.get(job, _NOTHING) == self._seen[job]
+        }
+        if missing := sorted(set(shown) - known.keys()):
+            acted = _acted_at(connection, missing, self._clock.wall_s() - WINDOW_S)
+            for job in missing:
+                known[job] = JobPast(_recoveries(connection, job) if job in seen else (), tuple(acted[job]))
+        self._known, self._seen = known, {job: seen.get(job, _NOTHING) for job in known}
         return known
 
 
@@ -74,17 +90,20 @@ def _recoveries(connection: Connection, job: str) -> tuple[PastRecovery, ...]:
     return newest_recoveries(rows)
 
 
-def _acted_at(connection: Connection, job: str, since: float) -> tuple[float, ...]:
+def _acted_at(connection: Connection, jobs: Sequence[str], since: float) -> Mapping[str, list[float]]:
     query = (
-        select(actions.c.started_at)
+        select(actions.c.job, actions.c.started_at)
         .join(decisions, decisions.c.number == actions.c.number)
         .where(
-            actions.c.job == job,
+            actions.c.job.in_(jobs),
             actions.c.incident.is_not(None),
             actions.c.started_at > since,
             decisions.c.kind.not_in([DecisionKind.TAKE_STACKS.value, DecisionKind.CHECK_HOSTS.value]),  # they only look
         )
         .order_by(actions.c.number.desc())
-        .limit(ACTIONS_READ)
+        .limit(ACTIONS_READ * len(jobs))
     )
-    return tuple(connection.scalars(query))
+    found: dict[str, list[float]] = {job: [] for job in jobs}
+    for job, started_at in connection.execute(query):
+        found[job].append(started_at)
+    return found

@@ -109,6 +109,7 @@ class ViewLoader:
         self._hosts.expire_all()
         self._checks.expire()
         self._failures.forget()
+        self._past.forget()
 
     def running_jobs(self) -> list[tuple[str, int]]:
         """Return the jobs that have ranks, each with its number of ranks, as of the last view."""
@@ -148,12 +149,14 @@ class ViewLoader:
         shown = list(cached.values())
         self._others.note(cached, self._hosts.changed(), placed, newest)
         signalled = named_hosts(focus.signals) if focus is not None else set()
+        present = {row.job for row in rows}
         if focus is not None:
             named |= focus.jobs | named_jobs(focus.signals)
             named.update(row.job for row in rows if asks(JobState(row.state), stop_requested=bool(row.stop_requested)))
             named.update(placed[name] for name in (*signalled, *noted) if name in cached and name in placed)
             rows = [row for row in rows if row.job in named]
-        job_views = self._jobs(connection, rows, running, cached, self._past.read(connection, unresolved, action_jobs))
+        past = self._past.read(connection, unresolved, action_jobs, shown={row.job for row in rows}, present=present)
+        job_views = self._jobs(connection, rows, running, cached, past)
         if focus is not None:
             involved = {*signalled, *noted, *open_hosts(unresolved, action_views), *placed_hosts(job_views)}
             involved.update(self._others.of(named))

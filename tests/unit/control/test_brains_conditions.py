@@ -111,6 +111,30 @@ def test_a_warning_is_left_at_a_step_that_all_ranks_save() -> None:
     assert "trains on where it is" in verdict.reason
 
 
+def test_a_host_that_is_given_up_but_may_not_be_cordoned_is_not_tried_again_at_once() -> None:
+    """Else all ranks park again and again, for a save that fails. What is worse is another matter, and so is the next
+    generation."""
+    first = look(view(), ConditionBegan(ECC))
+    (undecided,) = (msgspec.structs.replace(one, state=IncidentState.DECIDING) for one in first.incidents)
+    cordoned = host("d", state=HostState.CORDONED, since=NOW - 60)
+    seen = view(hosts=(*on_b(ECC), cordoned), incidents=[undecided], actions=[acted(first, ActionState.FAILED)])
+    outcome = look(seen, now=NOW + 1)
+    assert only(outcome) == (DecisionKind.RESUME, "release_what_could_not_be_saved")
+    assert "b is not cordoned: d is cordoned since less than an hour ago" in outcome.decisions[0].reason
+    assert outcome.incidents[0].state is IncidentState.ESCALATED and not outcome.hosts
+
+    failures = tuple(change.failure for change in outcome.jobs if change.failure is not None)
+    given_up = msgspec.structs.replace(JOB, failures=failures)
+    assert look(view(job=given_up, hosts=(*on_b(ECC), cordoned)), now=NOW + 2).empty
+    assert only(look(view(job=given_up, hosts=on_b(ECC, LOST)))) == (
+        DecisionKind.MIGRATE_TO_SPARE,
+        "leave_a_broken_host",
+    )
+    following = msgspec.structs.replace(GENERATION, generation=3)
+    again = look(view(job=msgspec.structs.replace(given_up, generation=following), hosts=on_b(ECC)))
+    assert only(again) == (DecisionKind.EMERGENCY_CHECKPOINT, "save_before_the_host_is_left")
+
+
 def test_ranks_that_have_parked_for_a_warning_train_on_if_only_a_host_with_one_is_left() -> None:
     first = look(view(), ConditionBegan(ECC))
     parked = {"incidents": first.incidents, "actions": [acted(first, ActionState.SUCCEEDED)]}
