@@ -11,9 +11,9 @@ the database and the hosts' logs for what was done twice. With --record FILE eac
 judged, one JSON object a line: what was found out is there even if the benchmark is killed. docs/explanation/trust.md
 has the figures.
 
-`shootout` runs one training loop under Flyball, torchrun, NVRx's ft_launcher, torchft and DLRover, in turns: two hosts,
-a kill, an exception, a hang, a lost host, a notice. The last three have environments of their own, over this one (the
-docs say how): `--python nvrx=FOLDER/bin/python`. Flyball and torchrun are in this one.
+`shootout` runs one training loop under Flyball, torchrun, NVRx's ft_launcher, torchft, DLRover and LM Resiliency, in
+turns: two hosts, a kill, an exception, a hang, a lost host, a notice. The last four have environments of their own,
+over this one (the docs say how): `--python nvrx=FOLDER/bin/python`. Flyball and torchrun are in this one.
 
 Servers and services are its own. It needs mariadbd, redis-server, and for faults of the network CAP_SYS_ADMIN.
 

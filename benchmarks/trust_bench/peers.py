@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from flyball.contracts.errors import UsageError
 from host_daemon.workers.worker_environment import COPY_PAST_CACHES
+from trust_bench.manager_lmresiliency import PORT_VARIABLE
 
 RACER = Path(__file__).with_name("racer.py")
 MAX_RESTARTS = "1000"
@@ -131,6 +132,34 @@ def _dlrover_master(course: Course, python: str) -> list[str]:
     return [python, "-P", "-u", "-m", "dlrover.python.master.main", *words]
 
 
+LMRESILIENCY_HOSTS = 4
+
+
+def _lmresiliency(course: Course, python: str, host: int) -> list[str]:
+    """The first two that are there train; the others are its standbys."""
+    machine = {"LM_RESILIENCY_MACHINE_ID_PATH": _machine_id(course, host), PORT_VARIABLE: course.port}
+    context = course.folder / f"host-{host}" / "restart-context.json"
+    return [
+        *("env", *(f"{name}={value}" for name, value in machine.items())),
+        *(python, "-P", str(RACER.with_name("agent_lmresiliency.py"))),
+        *("--nnodes", f"2:{LMRESILIENCY_HOSTS}", "--nproc-per-node", "1", "--max-restarts", MAX_RESTARTS),
+        *("--rdzv-backend", "lm_resiliency", "--rdzv-endpoint", f"127.0.0.1:{course.port}", "--rdzv-id", "race"),
+        *("--rdzv-conf", f"store_type=tcp,is_host=false,lm_resiliency_restart_context_path={context}"),
+        *("--local-addr", "127.0.0.1", *course.script("lmresiliency", RACER.with_name("racer_lmresiliency.py"))),
+    ]
+
+
+def _lmresiliency_manager(course: Course, python: str) -> list[str]:
+    machines = (_machine_id(course, host) for host in range(LMRESILIENCY_HOSTS))
+    script = str(RACER.with_name("manager_lmresiliency.py"))
+    return [python, "-P", "-u", script, "--port", str(course.port), "--machine-ids", *machines]
+
+
+def _machine_id(course: Course, host: int) -> str:
+    """The file by which its agents on one machine are told apart. The manager writes it."""
+    return str(course.folder / f"machine-id-{host}")
+
+
 TORCHFT_CANNOT = {  # tried: no step within 120 s
     "hang": "the manager of a rank that stands still sends heartbeats, so the lighthouse has no quorum without it",
 }
@@ -145,6 +174,8 @@ PEERS = {
         Peer("nvrx", _nvrx, 2, True, {}, "nvidia_resiliency_ext"),
         Peer("torchft", _torchft, 2, True, {}, "torchft", TORCHFT_CANNOT, _lighthouse),
         Peer("dlrover", _dlrover, 2, True, {}, "dlrover", server=_dlrover_master),
+        # Its standbys have to be there from the beginning, and cost its restarts nothing.
+        Peer("lmresiliency", _lmresiliency, LMRESILIENCY_HOSTS, False, {}, "lm_resiliency", {}, _lmresiliency_manager),
     )
 }
 
