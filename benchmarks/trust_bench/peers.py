@@ -174,7 +174,7 @@ PEERS = {
         Peer("nvrx", _nvrx, 2, True, {}, "nvidia_resiliency_ext"),
         Peer("torchft", _torchft, 2, True, {}, "torchft", TORCHFT_CANNOT, _lighthouse),
         Peer("dlrover", _dlrover, 2, True, {}, "dlrover", server=_dlrover_master),
-        # Its standbys have to be there from the beginning, and cost its restarts nothing.
+        # Its standbys have to be there from the beginning.
         Peer("lmresiliency", _lmresiliency, LMRESILIENCY_HOSTS, False, {}, "lm_resiliency", {}, _lmresiliency_manager),
     )
 }
