@@ -155,6 +155,7 @@ class DurableTiers:
                     counters=counters,
                     in_touch=contact.in_touch,
                     stored_points=contact.stored_points,
+                    monotonic_s=clock.monotonic_s,
                     on_spared=self._on_spared(rank, tier),
                 ),
                 together=self._together[tier],

@@ -258,7 +258,8 @@ class Engine:
             flushed = job.flush_durably(request.timeout_s)
         else:
             job.flush(request.timeout_s)
-        return self._reply(copies=tuple(job.copies()), flushed=flushed)
+        lineage = request.history.lineage if request.history is not None else None
+        return self._reply(copies=tuple(job.copies(lineage)), flushed=flushed)
 
     def _arm(self, request: Arm | Disarm) -> EngineReply:
         job = self._job(request.job)

@@ -22,7 +22,7 @@ from ckpt_engine.slots.rank_segments import SegmentOptions
 from ckpt_engine.tiers.memory import JobSlots
 from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.world.coordination import Coordination
-from flyball.contracts.checkpoints import RestoreReport, ShardCopy, Tier
+from flyball.contracts.checkpoints import Lineage, RestoreReport, ShardCopy, Tier
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import Conflict, StaleCommand
 from flyball.contracts.on_host.engine_wire import Configure
@@ -213,12 +213,14 @@ class EngineJob:
             )
         return running
 
-    def copies(self) -> list[ShardCopy]:
+    def copies(self, lineage: Lineage | None = None) -> list[ShardCopy]:
         """The verified copies here and in the store that a restore may want. Of a disk tier only the newest steps, and
-        the newest that is not suspect."""
+        the newest that is not suspect. `lineage`: of the job, if it may be a later one than that of the generation
+        here."""
         found = self.slots.copies()
         if self.running is not None:
-            lineage, clean_step = self.running.generation.lineage, self._contact.clean_step(self.name)
+            lineage = self.running.generation.lineage if lineage is None else lineage
+            clean_step = self._contact.clean_step(self.name)
             for disk in self.disks.values():
                 found += disk.newest_copies(lineage, REPORTED_STEPS, clean_step=clean_step)
         return found

@@ -225,7 +225,7 @@ class StopWorkers(msgspec.Struct, frozen=True, tag="stop_workers"):
     grace_s: float
     flush_timeout_s: float = 10.0
     durable: bool = False
-    history: JobHistory | None = None  # of a job that had ended, which the engine does not know
+    history: JobHistory | None = None  # of a job that the engine may not know: it had ended, or the host lost its state
 
 
 class StartWorkers(msgspec.Struct, frozen=True, tag="start_workers"):

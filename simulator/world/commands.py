@@ -210,18 +210,19 @@ class Commands:
         if self._running.get(running.command.command_id) is not running:
             return
         if self._host.is_engine_up:
-            self._answer(running.command, UpdateState.SUCCEEDED, result=self._inventory(body.generation))
+            self._answer(running.command, UpdateState.SUCCEEDED, result=self._inventory(body))
         elif self._world.now - running.began_at > ENGINE_RETURN_S:
             self._answer(running.command, UpdateState.FAILED, code="unreachable", message="The engine is away.")
         else:
             self._world.after(0.2, self._host.while_alive(lambda: self._list_copies(running, body)))
 
-    def _inventory(self, generation: int) -> CommandResult:
-        group = self._world.groups.get(generation)
+    def _inventory(self, body: StopWorkers | EndJob) -> CommandResult:
+        group = self._world.groups.get(body.generation)
+        history = body.history.lineage if isinstance(body, StopWorkers) and body.history is not None else None
         beacons = group.beacons.get(self._host.host_id, {}) if group is not None else {}
         return CommandResult(
             positions=tuple(RankPosition(rank, step) for rank, step in sorted(beacons.items())),
-            copies=self._host.reported_copies(),
+            copies=self._host.reported_copies(history),
             free_port=29501,
         )
 

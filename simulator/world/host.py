@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from flyball.contracts.checkpoints import ShardCopy
+from flyball.contracts.checkpoints import Lineage, ShardCopy
 from flyball.contracts.cluster import HostFacts, RankStatus, WorkerError
 from flyball.contracts.decisions import CommandUpdate
 from flyball.contracts.reports.conditions import ConditionKey, HostCondition
@@ -355,12 +355,12 @@ class Host:
         engine_address = f"{self.host_id}:7000" if self.is_engine_up else ""
         return HostFacts(self.host_id, "10.0.0.1", self.domain, engine_address, 29500, "0", 1)
 
-    def reported_copies(self) -> tuple[ShardCopy, ...]:
-        """The copies that the engine reports."""
+    def reported_copies(self, history: Lineage | None = None) -> tuple[ShardCopy, ...]:
+        """The copies that the engine reports; with `history`, also if it does not know the job."""
         if not self.is_engine_up:
             return ()
         is_reached = self.world.network.are_joined(self.host_id, STORE)
-        stored = self.engine.copies(self.world.store, is_reached=is_reached)
+        stored = self.engine.copies(self.world.store, is_reached=is_reached, history=history)
         part = self.engine.part
         if part is not None and part.group.storing is not None:
             part.group.storing.note_reported(stored, self.host_id)

@@ -22,7 +22,7 @@ class SharedStore:
         self.policy = policy
         self.changes = 0
         self._shards: dict[tuple[int, int], dict[int, ShardCopy]] = {}  # by generation and step, and by rank
-        self._worlds: dict[tuple[int, int], int] = {}  # those with a world manifest -> number of ranks
+        self._worlds: dict[tuple[int, int], tuple[ShardCopy, ...]] = {}  # by world manifest, those named
 
     def write(self, copy: ShardCopy) -> None:
         """Store a rank's shard."""
@@ -31,9 +31,10 @@ class SharedStore:
 
     def seal(self, generation: int, step: int, world_size: int) -> bool:
         """Write the world manifest, if the shards of all ranks are there."""
-        if not self._shards.get((generation, step), {}).keys() >= set(range(world_size)):
+        shards = self._shards.get((generation, step), {})
+        if not shards.keys() >= set(range(world_size)):
             return False
-        self._worlds[generation, step] = world_size
+        self._worlds[generation, step] = tuple(shards[rank] for rank in range(world_size))
         self.changes += 1
         return True
 
@@ -41,9 +42,9 @@ class SharedStore:
         """The (step, generation) of a history that can be restored, oldest first."""
         found = [
             (step, generation)
-            for (generation, step), ranks in self._worlds.items()
+            for (generation, step), named in self._worlds.items()
             if is_alive(generation, step, lineage)
-            and self._shards.get((generation, step), {}).keys() >= set(range(ranks))
+            and self._shards.get((generation, step), {}).keys() >= {copy.rank for copy in named}
         ]
         return sorted(found)
 
@@ -53,10 +54,13 @@ class SharedStore:
         return mark in self._worlds and source.rank in self._shards.get(mark, {})
 
     def newest_copies(self, lineage: Lineage, ranks: Collection[int]) -> tuple[ShardCopy, ...]:
-        """What an engine reports of these ranks."""
+        """What an engine reports that looks after these ranks. For others it trusts the world manifests."""
         marks = newest_alive(self._worlds, lineage=lineage, count=REPORTED_STEPS)
         return tuple(
-            copy for mark in sorted(marks) for rank, copy in sorted(self._shards.get(mark, {}).items()) if rank in ranks
+            copy
+            for mark in sorted(marks)
+            for copy in self._worlds[mark]
+            if copy.rank not in ranks or copy.rank in self._shards.get(mark, {})
         )
 
     # --- as the engine's retention uses its store ---------------------------------------------------------------------

@@ -52,9 +52,15 @@ class StoreContact:
         if self.part is not None and self.part.group.generation <= upto_generation:
             self.part.ended.set()
 
-    def copies(self, store: SharedStore | None, *, is_reached: bool) -> tuple[ShardCopy, ...]:
-        """What the engine reports of the store."""
-        if store is not None and self.part is not None and is_reached:
+    def copies(
+        self, store: SharedStore | None, *, is_reached: bool, history: Lineage | None = None
+    ) -> tuple[ShardCopy, ...]:
+        """What the engine reports of the store. `history`: of the job, for an engine that may not know it."""
+        if store is None or not is_reached:
+            return self.listed
+        if history is not None:
+            return store.newest_copies(history, self.part.ranks if self.part is not None else ())
+        if self.part is not None:
             self.listed = store.newest_copies(self.part.lineage, self.part.ranks)
         return self.listed
 
@@ -136,6 +142,7 @@ class Storing:
             counters=Counters(),
             in_touch=lambda: self._world.now < engine.touched_until,
             stored_points=lambda: engine.stored_points,
+            monotonic_s=lambda: self._world.now,
             on_spared=self._schedule.spare if writer.rank == 0 else lambda spared: None,
         )
 

@@ -15,7 +15,7 @@ from ckpt_engine.contracts.peer_wire import TierNaming, TierReport
 from ckpt_engine.counters import Counters
 from ckpt_engine.rules.retention_rules import removable, unconfirmed
 from ckpt_engine.rules.tier_schedule import TierSchedule
-from ckpt_engine.tiers.writing.tier_retention import TierRetention
+from ckpt_engine.tiers.writing.tier_retention import LISTED_S, TierRetention
 from flyball.contracts.checkpoints import (
     CheckpointSpec,
     Lineage,
@@ -28,6 +28,7 @@ from flyball.contracts.checkpoints import (
 )
 
 BEYOND = 16
+EVERY_S = 50.0
 
 
 class Folder:
@@ -64,6 +65,7 @@ class World:
     schedule: TierSchedule = field(default_factory=lambda: TierSchedule(Tier.PERSISTENT, **SCHEDULED))
     folder: Folder = field(default_factory=Folder)
     step: int = -1
+    now_s: float = 0.0
     is_linked: bool = True
     in_touch: bool = False
     known_points: StoredPoints = field(default_factory=dict)  # by the engine, in the newest reply
@@ -92,6 +94,7 @@ class World:
             counters=Counters(),
             in_touch=lambda: self.in_touch,
             stored_points=lambda: self.known_points,
+            monotonic_s=lambda: self.now_s,
             on_spared=self.schedule.spare,
         )
         self.retention.begin()
@@ -99,6 +102,7 @@ class World:
     def write(self, spared: tuple[int, ...] = ()) -> None:
         """Write the next step, and prune; `spared` as in a naming."""
         self.step += 1
+        self.now_s += EVERY_S
         self.folder.steps.add(self.step)
         kept = tuple(sorted(self.folder.steps)[-self.keep_latest :])
         self.retention.prune(TierNaming(Tier.PERSISTENT, self.step, kept, spared))
@@ -177,6 +181,20 @@ def test_a_host_out_of_touch_keeps_what_the_coordinators_host_reports_until_both
         write()
         assert near.reported in near.folder.steps & away.folder.steps
     assert len(away.folder.steps) < 10, "and not all that there ever was"
+
+
+def test_out_of_touch_a_step_stays_for_a_while_after_it_was_the_newest() -> None:
+    """Others may have looked into the store, and be about to restore it."""
+    world = World(1)
+    for event in ["report", "store", "learn", "write", "report", "cut", "touch is over"]:
+        world.do(event)
+    known = world.step
+    for _ in range(20):
+        newest, listed_at_s = world.step, world.now_s
+        while world.now_s + EVERY_S < listed_at_s + LISTED_S:
+            world.write()
+            assert {known, newest} <= world.folder.steps
+    assert len(world.folder.steps) <= 3 + LISTED_S / EVERY_S
 
 
 @given(st.none() | st.integers(0, 99), st.sets(st.integers(0, 99)))

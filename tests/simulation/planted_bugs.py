@@ -11,7 +11,7 @@ import pytest
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.reports.signals import HostSilent, PreemptionNotice, Signal
 from host_daemon.store.command_journal import CommandAdmission
-from services.actuator.rules import playbook
+from services.actuator.rules import restoring
 from services.controller import loop
 from services.controller.round import blast_radius
 from services.controller.round.view import Outcome
@@ -71,8 +71,8 @@ def _forgets_the_branch(patch: Patch) -> None:
             for entry in real(lineage, **given)
         )
 
-    real = playbook.branch
-    patch.setattr(playbook, "branch", branch)
+    real = restoring.branch
+    patch.setattr(restoring, "branch", branch)
 
 
 def _takes_any_copy_for_all(patch: Patch) -> None:
@@ -99,8 +99,8 @@ def _leaves_the_store_out(patch: Patch) -> None:
     def plan_restore(copies: Any, *given: Any) -> Any:  # noqa: ANN401 - as the core's
         return real([copy for copy in copies if copy.tier is not Tier.PERSISTENT], *given)
 
-    real = playbook.plan_restore
-    patch.setattr(playbook, "plan_restore", plan_restore)
+    real = restoring.plan_restore
+    patch.setattr(restoring, "plan_restore", plan_restore)
 
 
 def _never_tells_of_silence(patch: Patch) -> None:

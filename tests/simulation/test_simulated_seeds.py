@@ -202,6 +202,12 @@ STORED = Scenario(nodes=2, ranks_per_node=1, spares=2, racks=2, step_s=1.0, faul
 ALL_LOST = Fault(FaultKind.ALL_HOSTS_LOST, 69.0, 30.0, 0.3, 0.3)
 
 
+def newest_sealed(done: Run) -> list[int]:
+    """The steps that were in the store when the hosts were lost, oldest first."""
+    sealed = (fact for fact in done.facts if isinstance(fact, Sealed) and fact.at - BEGAN_AT < ALL_LOST.after_s)
+    return [fact.step for fact in sealed]
+
+
 def restored(done: Run) -> int:
     """The step from which the second generation went on."""
     return next(fact.step for fact in done.facts if isinstance(fact, Restored) and fact.generation > 1)
@@ -212,23 +218,32 @@ def test_a_job_that_lost_all_of_its_hosts_goes_on_from_the_store(away: tuple[Fau
     """From the newest step that has a world manifest; one that does not answer is waited for."""
     done = run(3, scenario=STORED, faults=(*away, ALL_LOST))
     assert done.violations == []
-    sealed = [fact for fact in done.facts if isinstance(fact, Sealed) and fact.at - BEGAN_AT < ALL_LOST.after_s]
-    assert restored(done) == sealed[-1].step > 20
+    assert restored(done) == newest_sealed(done)[-1] > 20
     without = run(3, scenario=msgspec.structs.replace(STORED, stores_every=0), faults=(ALL_LOST,))
     assert (without.violations, restored(without)) == ([], -1)
 
 
+def test_hosts_that_look_into_the_store_find_what_the_database_has_not_heard_of() -> None:
+    """It is away while newer steps are stored, and then nobody is left to tell it."""
+    away = Fault(FaultKind.DATABASE_AWAY, 40.0, 32.0, 0.3, 0.3)
+    sensors = (Fault(FaultKind.SENSOR_KILLED, 70.0, 0.5, pick, 0.3) for pick in (0.1, 0.9))
+    done = run(3, scenario=STORED, faults=(away, *sensors, ALL_LOST))
+    assert done.violations == []
+    assert restored(done) == newest_sealed(done)[-1]
+
+
 def test_the_store_keeps_the_step_that_the_supervisor_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its database is away while newer steps are stored, and then nobody is left to tell it."""
+    """Its database is away while newer steps are stored, and then nobody is left to tell it, or can look into the
+    store."""
     faults = (
         Fault(FaultKind.DATABASE_AWAY, 40.0, 32.0, 0.3, 0.3),
         *(Fault(FaultKind.SENSOR_KILLED, 70.0, 0.5, pick, 0.3) for pick in (0.1, 0.9)),
+        Fault(FaultKind.STORE_AWAY, 70.0, 40.0, 0.3, 0.3),
         ALL_LOST,
     )
     done = run(3, scenario=STORED, faults=faults)
     assert done.violations == []
-    sealed = [fact for fact in done.facts if isinstance(fact, Sealed) and fact.at - BEGAN_AT < ALL_LOST.after_s]
-    assert 0 < restored(done) < sealed[-3].step, "the newest that the database had"
+    assert 0 < restored(done) < newest_sealed(done)[-3], "the newest that the database had"
     monkeypatch.setattr(tier_retention, "unconfirmed", lambda *_: frozenset())
     found = run(3, scenario=STORED, faults=faults)
     assert "shard_not_there" in {violation.invariant for violation in found.violations}

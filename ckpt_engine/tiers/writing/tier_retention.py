@@ -16,6 +16,8 @@ from flyball.contracts.errors import FlyballError
 
 log = structlog.get_logger()
 
+LISTED_S = 120.0  # from a look into the store to the restore of what was the newest step then
+
 
 class TierRetention:
     """The steps that one rank keeps in one tier during one generation.
@@ -27,7 +29,8 @@ class TierRetention:
     While the supervisor is out of touch, no step is removed that was there before. Kept are the steps that remained
     after the last complete prune in touch, or else were there at the beginning; and those last reported to the
     supervisor. Other hosts may be in touch, and report newer steps of this rank: those that the coordinator's host
-    keeps for this reason stay here too.
+    keeps for this reason stay here too. And hosts that take over the job look into the store themselves: so a step
+    stays for a while after it was the newest.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class TierRetention:
         counters: Counters,
         in_touch: Callable[[], bool],
         stored_points: Callable[[], StoredPoints | None],
+        monotonic_s: Callable[[], float],
         on_spared: Callable[[frozenset[int]], None] = lambda spared: None,
     ) -> None:
         """`in_touch()`: whether the supervisor cannot have given this host up. `stored_points()`: the recovery points
@@ -49,7 +53,9 @@ class TierRetention:
         self._counters = counters
         self._in_touch = in_touch
         self._stored_points = stored_points
+        self._monotonic_s = monotonic_s
         self._on_spared = on_spared
+        self._older_since: dict[int, float] = {}  # out of touch: step -> since when a newer one is complete
         self._stored: int | None = None  # the step of this lineage that the supervisor last reported
         self._begun_with: tuple[int, ...] = ()
         self._keep_every = generation.configure.spec.policy(disk.tier).keep_every
@@ -74,7 +80,7 @@ class TierRetention:
         in_touch = shared and self._in_touch()
         spared: frozenset[int] = frozenset()
         if shared:
-            own = self._unconfirmed() if in_touch else self._reported_in_touch.union(self._kept_in_touch)
+            own = self._unconfirmed() if in_touch else self._known_elsewhere(max(naming.kept, default=-1))
             self._on_spared(own)
             spared = own.union(naming.spared)
         through = False
@@ -97,6 +103,17 @@ class TierRetention:
             there = spared.union(naming.kept) if through else all_there(generation.lineage, or_unread=True)
             self._kept_in_touch = tuple(there)
 
+    def _known_elsewhere(self, newest: int) -> frozenset[int]:
+        """The steps that the supervisor knows, or may learn from others who look into the store."""
+        now_s = self._monotonic_s()
+        older = [step for step in self._held() if step < newest]
+        self._older_since = {step: self._older_since.get(step, now_s) for step in older}
+        listed = [step for step, since_s in self._older_since.items() if now_s - since_s < LISTED_S]
+        return self._reported_in_touch.union(self._kept_in_touch, listed)
+
+    def _held(self) -> tuple[int, ...]:
+        return self._disk.held(self._rank, self._generation.lineage, or_unread=True)
+
     def _unconfirmed(self) -> frozenset[int]:
         """The steps that the supervisor may know as the newest."""
         stored_points, lineage = self._stored_points(), self._generation.lineage
@@ -105,5 +122,4 @@ class TierRetention:
         stored = stored_points.get(self._generation.job)
         if stored is not None and is_alive(stored.generation, stored.step, lineage):  # else it is not in this lineage
             self._stored = stored.step
-        held = self._disk.held(self._rank, lineage, or_unread=True)
-        return unconfirmed(self._stored, held).union(self._begun_with if self._stored is None else ())
+        return unconfirmed(self._stored, self._held()).union(self._begun_with if self._stored is None else ())

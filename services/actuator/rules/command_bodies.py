@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from flyball.contracts.checkpoints import Tier
+from flyball.contracts.checkpoints import JobHistory, Tier
 from flyball.contracts.decisions import (
     ActionPlan,
     CommandResult,
     DecisionKind,
     EndJob,
     FlushState,
+    GenerationPlan,
     SaveEmergency,
     StopWorkers,
     TakeStacks,
@@ -54,6 +55,13 @@ def stop_body(plan: ActionPlan) -> StopWorkers:
     return StopWorkers(
         plan.job, plan.generation, plan.grace_s, flush_timeout_s=timeout_s, durable=durable, history=history
     )
+
+
+def list_body(plan: ActionPlan, following: GenerationPlan) -> StopWorkers:
+    """List the copies of a job that the host's engine may not know. A host that is told to start it has nothing of it
+    to stop."""
+    history = JobHistory(plan.spec.checkpoint, following.parent_lineage, following.run)
+    return StopWorkers(plan.job, plan.generation, plan.grace_s, history=history)
 
 
 def end_body(progress: ActionProgress) -> EndJob:

@@ -12,12 +12,9 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from flyball.contracts.checkpoints import ShardCopy, branch
-from flyball.contracts.cluster import HostRanks, Placement
 from flyball.contracts.decisions import (
     ActionState,
     CommandBody,
-    CommandResult,
     DecisionKind,
     GenerationPlan,
     SaveEmergency,
@@ -31,6 +28,7 @@ from services.actuator.rules.command_bodies import (
     FREEING,
     end_body,
     flush_body,
+    list_body,
     outcome,
     release_body,
     save_body,
@@ -41,10 +39,11 @@ from services.actuator.rules.command_bodies import (
 )
 from services.actuator.rules.host_parts import host_parts
 from services.actuator.rules.moves import drafts, end, failure_message, move, names, number
+from services.actuator.rules.restoring import nobody_knows_the_job, placement_of
 from services.rules.incident_states import ACTION, ActionEvent
-from services.rules.recovery_point import plan_restore
 
 STOP, START, SAVE, FLUSH, RELEASE, END, STACKS = "stop", "start", "save", "flush", "release", "end", "stacks"
+LIST = "list"  # the copies of a job that no stopped host knows; between a stop and a start
 
 PHASES: Mapping[DecisionKind, tuple[str, ...]] = {
     DecisionKind.START_JOB: (START,),
@@ -65,7 +64,7 @@ PHASES: Mapping[DecisionKind, tuple[str, ...]] = {
 # ranks may be enough.
 _BEST_EFFORT = FREEING | {DecisionKind.TAKE_STACKS, DecisionKind.CHECK_HOSTS}
 # A failed start may have begun: only a new generation may try again. A refused command changed nothing.
-_ATTEMPTS = {STOP: 3, START: 1, SAVE: 1, FLUSH: 1, RELEASE: 3, END: 3, STACKS: 1}
+_ATTEMPTS = {STOP: 3, LIST: 1, START: 1, SAVE: 1, FLUSH: 1, RELEASE: 3, END: 3, STACKS: 1}
 _REFUSALS = 3
 _LATE_MARGIN_STEPS = 4  # doubled with each new name
 _MAX_NAMES = 4
@@ -104,10 +103,10 @@ def advance(progress: ActionProgress, now: float) -> PlaybookStep:
 
 def may_start(progress: ActionProgress) -> bool:
     """Whether the next move may start a generation, so that the addresses of engines and the copies are needed."""
-    if progress.plan.next is None or progress.phase not in ("", STOP):
+    if progress.plan.next is None or progress.phase not in ("", STOP, LIST):
         return False
     asked = _asked(progress, STOP)
-    return not progress.phase or all(
+    return progress.phase != STOP or all(
         asked[host] and asked[host][-1].state is UpdateState.SUCCEEDED for host in progress.plan.stop_hosts
     )
 
@@ -134,7 +133,7 @@ def _asked_again(progress: ActionProgress, answers: _Answers, now: float) -> Pla
 
 
 def _given_up(progress: ActionProgress, answers: _Answers, now: float) -> PlaybookStep | None:
-    if progress.plan.kind in _BEST_EFFORT or progress.phase == FLUSH:
+    if progress.plan.kind in _BEST_EFFORT or progress.phase in (FLUSH, LIST):
         return None
     if progress.phase == SAVE and (answers.failed or answers.unanswered):
         return _enter(progress, FLUSH, now)
@@ -191,7 +190,7 @@ def _phases(progress: ActionProgress) -> tuple[str, ...]:
 
 def _following(progress: ActionProgress) -> str:
     """The phase after the current one; '' after the last."""
-    phases = _phases(progress)
+    phases = (LIST, START) if progress.phase == LIST else _phases(progress)
     return (*phases, "")[phases.index(progress.phase) + 1]
 
 
@@ -235,7 +234,9 @@ def _start(progress: ActionProgress, now: float) -> PlaybookStep:
     if following is None:
         return end(progress, ActionEvent.FAILED, "The decision grants no generation to start.")
     results = stopped(progress.commands)
-    placement = _placement(progress, following, results)
+    if progress.phase != LIST and nobody_knows_the_job(progress, following, results):
+        return _list_copies(progress, following, now)
+    placement = placement_of(progress, following, results)
     found = placement.restore.step if placement.restore else -1
     if found < following.known_step:
         return _ask_for_copies(progress, following.known_step, now)
@@ -252,51 +253,27 @@ def _start(progress: ActionProgress, now: float) -> PlaybookStep:
     return msgspec.structs.replace(step, placement=placement, restore=placement.restore)
 
 
+def _list_copies(progress: ActionProgress, following: GenerationPlan, now: float) -> PlaybookStep:
+    """Ask the hosts of the new generation what is in the store and on their disks. Whoever cannot say is passed over:
+    then what the database knows counts."""
+    hosts = [host.host_id for host in following.hosts]
+    body = list_body(progress.plan, following)
+    asking = drafts(progress, LIST, [(host, body) for host in hosts], now) + _warm_ups(progress, now)
+    message = f"no stopped host knows the job: {names(hosts)} list its copies"
+    return move(progress, LIST, _begun(progress), tuple(asking), message=message, now=now)
+
+
 def _ask_for_copies(progress: ActionProgress, known_step: int, now: float) -> PlaybookStep:
     """Ask for the copies again. Step `known_step` was reported complete, but is not in the answers: an engine was away,
     or lists less. To restore an older step would lose progress."""
     hosts = progress.plan.stop_hosts
     asked = _asked(progress, STOP)
     tries = max((len(asked[host]) for host in hosts), default=_ATTEMPTS[STOP])
-    if tries >= _ATTEMPTS[STOP]:
+    if tries >= _ATTEMPTS[STOP] or progress.phase == LIST:
         return end(progress, ActionEvent.FAILED, f"Step {known_step} was complete, but no host lists it any more.")
     again = drafts(progress, STOP, [(host, stop_body(progress.plan)) for host in hosts], now)
     message = f"step {known_step} is not in the inventories: asking {names(hosts)} again"
     return move(progress, STOP, progress.state, tuple(again), message=message, now=now)
-
-
-def _placement(progress: ActionProgress, following: GenerationPlan, results: Mapping[str, CommandResult]) -> Placement:
-    plan = progress.plan
-    hosts = tuple(
-        HostRanks(h.host_id, h.address, progress.engine_addresses.get(h.host_id) or h.engine_address, h.ranks)
-        for h in following.hosts
-    )
-    copies: list[ShardCopy] = [copy for result in results.values() for copy in result.copies if copy.job == plan.job]
-    copies += progress.persistent_copies
-    reachable = {host.host_id: host.engine_address for host in hosts}
-    reachable |= {h: a for h, a in progress.engine_addresses.items() if h in results}
-    restore = plan_restore(copies, following.parent_lineage, plan.spec.world_size, reachable, hosts)
-    master = next(host for host in hosts if 0 in host.ranks)
-    stopped = results.get(master.host_id)
-    return Placement(
-        job=plan.job,
-        generation=following.generation,
-        world_size=plan.spec.world_size,
-        hosts=hosts,
-        master_address=master.address,
-        master_port=(stopped.free_port if stopped else 0) or following.master_port,
-        peers=following.peers,
-        lineage=branch(
-            following.parent_lineage,
-            restored_step=restore.step if restore else None,
-            source=restore.source_generation if restore else None,
-            generation=following.generation,
-            world_size=plan.spec.world_size,
-        ),
-        restore=restore,
-        restart_count=following.restart_count,
-        run=following.run,
-    )
 
 
 def _rename(progress: ActionProgress, answers: _Answers, now: float) -> PlaybookStep:
@@ -356,7 +333,7 @@ def _due(progress: ActionProgress, record: OutboxCommand) -> float:
 
 
 def _targets(progress: ActionProgress) -> tuple[str, ...]:
-    if progress.phase == START and progress.plan.next is not None:
+    if progress.phase in (LIST, START) and progress.plan.next is not None:
         return tuple(host.host_id for host in progress.plan.next.hosts)
     return progress.plan.stop_hosts
 

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckpt_engine.contracts.control_views import RestoreState
-from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, Tier, branch
+from flyball.contracts.checkpoints import CheckpointSpec, JobHistory, LineageEntry, RestorePlan, Tier, branch
+from flyball.contracts.on_host.engine_wire import Flush
 
 if TYPE_CHECKING:
     from tests.integration.engine.conftest import Cluster, Trainer
 
+JOB = "job"  # as in conftest.py
 Until = Callable[..., None]
 RUN = "20251119-080000-000"
 
@@ -72,3 +74,28 @@ def test_a_step_that_is_gone_from_a_store_that_is_there_is_not_waited_for(
     again = trainer(host, 0, 2, lineage)
     assert again.await_restore(2) is RestoreState.FAILED
     assert len(host.logged("restore_source_skipped")) == 1
+
+
+def test_an_engine_that_does_not_know_the_job_lists_what_is_in_the_store_if_it_is_told_where_to_look(
+    cluster: Cluster, trainer: Callable[..., Trainer], until: Until
+) -> None:
+    """All hosts of the job are lost. A spare never heard of it, and one knows a generation that was replaced."""
+    share: Path = cluster.root / "share"
+    spec = CheckpointSpec(persistent_dir=str(share), persistent_every_steps=1, replicas=0)
+    a, b, old, spare = (cluster.host(name) for name in ("a", "b", "old", "spare"))
+    cluster.configure(cluster.placement({"a": (0,), "old": (1,)}, run=RUN), spec)
+    lineage = (LineageEntry(1, upto_step=-1), LineageEntry(2))
+    cluster.configure(cluster.placement({"a": (0,), "b": (1,)}, generation=2, lineage=lineage, run=RUN), spec)
+    workers = [trainer(a, 0, 2, lineage), trainer(b, 1, 2, lineage)]
+    for step in range(3):
+        for worker in workers:
+            worker.save(step)
+        until(lambda step=step: a.holds(Tier.PERSISTENT, step, 0) and b.holds(Tier.PERSISTENT, step, 1))
+    a.lose()
+    b.lose()
+    assert not spare.ask(Flush(JOB, 60.0)).copies
+    request = Flush(JOB, 60.0, history=JobHistory(spec, lineage, RUN))
+    for host in (spare, old):
+        found = {(c.generation, c.step, c.rank) for c in host.ask(request).copies if c.tier is Tier.PERSISTENT}
+        assert {(2, 2, 0), (2, 2, 1)} <= found
+        assert all(generation == 2 for generation, _, _ in found)

@@ -1,0 +1,75 @@
+"""From what a new generation restores: from the copies that the stopped hosts list, and those in the store. Pure.
+
+The database hears of the store from hosts that run the job. A database that was restored from a backup names steps that
+retention has removed since, and lacks the newest. The hosts' lists correct that, unless all of them lost their memory:
+then no engine knows the job, and the hosts that are to start it look into the store first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flyball.contracts.checkpoints import CheckpointSpec, ShardCopy, Tier, branch
+from flyball.contracts.cluster import HostRanks, Placement
+from flyball.contracts.decisions import CommandResult, GenerationPlan, StopWorkers
+from services.actuator.ports import ActionProgress
+from services.rules.recovery_point import plan_restore
+
+
+def nobody_knows_the_job(
+    progress: ActionProgress, following: GenerationPlan, results: Mapping[str, CommandResult]
+) -> bool:
+    """Whether copies may lie where no engine that answered has looked. An engine that knows the job lists some copy,
+    once there is one; one that lists none of the store has not reached it. `results`: of the stopped hosts."""
+    plan = progress.plan
+    if not following.parent_lineage or not _outlives_engines(plan.spec.checkpoint):
+        return False
+    bodies = (record.command.body for record in progress.commands)
+    if any(isinstance(body, StopWorkers) and body.history is not None for body in bodies):
+        return False  # all have looked
+    copies = [copy for result in results.values() for copy in result.copies if copy.job == plan.job]
+    lists_store = any(copy.tier is Tier.PERSISTENT for copy in copies)
+    return not copies or (bool(progress.persistent_copies) and not lists_store)
+
+
+def _outlives_engines(checkpoint: CheckpointSpec) -> bool:
+    """Whether copies may lie where an engine without its state folder does not look by itself."""
+    is_on_own_disk = checkpoint.policy(Tier.DISK).is_on and not checkpoint.disk_is_default
+    return is_on_own_disk or checkpoint.policy(Tier.PERSISTENT).is_on
+
+
+def placement_of(
+    progress: ActionProgress, following: GenerationPlan, results: Mapping[str, CommandResult]
+) -> Placement:
+    """Where the ranks start, and what they restore: the newest step that the stopped hosts list, or the database."""
+    plan = progress.plan
+    hosts = tuple(
+        HostRanks(h.host_id, h.address, progress.engine_addresses.get(h.host_id) or h.engine_address, h.ranks)
+        for h in following.hosts
+    )
+    copies: list[ShardCopy] = [copy for result in results.values() for copy in result.copies if copy.job == plan.job]
+    copies += progress.persistent_copies
+    reachable = {host.host_id: host.engine_address for host in hosts}
+    reachable |= {h: a for h, a in progress.engine_addresses.items() if h in results}
+    restore = plan_restore(copies, following.parent_lineage, plan.spec.world_size, reachable, hosts)
+    master = next(host for host in hosts if 0 in host.ranks)
+    stopped = results.get(master.host_id)
+    return Placement(
+        job=plan.job,
+        generation=following.generation,
+        world_size=plan.spec.world_size,
+        hosts=hosts,
+        master_address=master.address,
+        master_port=(stopped.free_port if stopped else 0) or following.master_port,
+        peers=following.peers,
+        lineage=branch(
+            following.parent_lineage,
+            restored_step=restore.step if restore else None,
+            source=restore.source_generation if restore else None,
+            generation=following.generation,
+            world_size=plan.spec.world_size,
+        ),
+        restore=restore,
+        restart_count=following.restart_count,
+        run=following.run,
+    )

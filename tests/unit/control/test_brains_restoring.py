@@ -1,0 +1,111 @@
+"""What a start restores if no stopped host knows the job: the hosts that are to start it look into the store first."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from flyball.contracts.checkpoints import CheckpointSpec, JobHistory, ShardCopy, Tier
+from flyball.contracts.decisions import (
+    ActionPlan,
+    ActionState,
+    CommandResult,
+    DecisionKind,
+    StopWorkers,
+    UpdateState,
+)
+from services.actuator.ports import ActionProgress
+from services.actuator.rules.playbook import may_start
+from tests.checked_rules import advance
+from tests.played_actions import MIGRATE, NEXT, NOW, SPEC, answer, apply, begun, copy
+
+STORED = msgspec.structs.replace(SPEC, checkpoint=CheckpointSpec(persistent_dir="s3://bucket", persistent_every_s=60.0))
+OWN_DISKS = msgspec.structs.replace(SPEC, checkpoint=CheckpointSpec(disk_dir="/nvme", disk_every_s=60.0))
+DEFAULT_DISK = msgspec.structs.replace(
+    SPEC, checkpoint=CheckpointSpec(disk_dir="/state", disk_every_s=60.0, disk_is_default=True)
+)
+PLAN = msgspec.structs.replace(MIGRATE, spec=STORED, warm_hosts=())
+NOTHING = CommandResult(free_port=31_000)
+
+
+def stored(step: int) -> tuple[ShardCopy, ...]:
+    return tuple(copy(step, rank, "", Tier.PERSISTENT) for rank in (0, 1))
+
+
+def told(plan: ActionPlan, found: CommandResult, *, known: int | None = 16) -> ActionProgress:
+    """The action once its stopped host has answered. `known`: the newest step in the store by the database."""
+    progress = msgspec.structs.replace(begun(plan), persistent_copies=stored(known) if known is not None else ())
+    progress = apply(progress, advance(progress, NOW))
+    return answer(progress, UpdateState.SUCCEEDED, {"a": found})
+
+
+def test_a_store_that_nobody_looked_into_is_listed_before_a_start() -> None:
+    """The database was restored from a backup, and the hosts lost their memory: step 16 is gone, and 40 is there."""
+    progress = told(PLAN, NOTHING)
+    step = advance(progress, NOW + 1)
+    assert (step.phase, step.placement) == ("list", None)
+    assert [d.command_id for d in step.commands] == ["act-9.list.a.1", "act-9.list.c.1"]
+    history = JobHistory(STORED.checkpoint, NEXT.parent_lineage, NEXT.run)
+    assert {d.body for d in step.commands} == {StopWorkers("job", 2, 0.0, history=history)}
+    progress = apply(progress, step, NOW + 1)
+    assert may_start(progress)
+    assert not advance(progress, NOW + 2).commands
+    listed = msgspec.structs.replace(NOTHING, copies=stored(32) + stored(40))
+    step = advance(answer(progress, UpdateState.SUCCEEDED, {"a": NOTHING, "c": listed}), NOW + 2)
+    assert step.phase == "start" and step.restore is not None and step.restore.step == 40
+    assert step.placement is not None and step.placement.master_port == 31_000
+
+
+def test_hosts_that_cannot_look_into_the_store_do_not_hold_up_a_start() -> None:
+    progress = told(PLAN, NOTHING)
+    progress = apply(progress, advance(progress, NOW + 1), NOW + 1)
+    progress = answer(progress, UpdateState.FAILED, {"a": CommandResult()}, code="unreachable")
+    assert not advance(progress, NOW + 2).commands
+    step = advance(progress, NOW + 19)  # c has not answered
+    assert step.phase == "start" and step.restore is not None and step.restore.step == 16
+
+
+def test_of_lost_hosts_the_spares_list_the_store() -> None:
+    plan = msgspec.structs.replace(PLAN, stop_hosts=(), unreachable_hosts=("a", "b"))
+    progress = msgspec.structs.replace(begun(plan), persistent_copies=stored(16))
+    step = advance(progress, NOW)
+    assert (step.phase, step.state) == ("list", ActionState.DISPATCHED)
+    assert [d.command_id for d in step.commands] == ["act-9.list.a.1", "act-9.list.c.1"]
+    progress = apply(progress, step)
+    results = {"a": CommandResult(), "c": CommandResult(copies=stored(40))}
+    step = advance(answer(progress, UpdateState.SUCCEEDED, results), NOW + 1)
+    assert step.phase == "start" and step.restore is not None and step.restore.step == 40
+
+
+@pytest.mark.parametrize(
+    ("plan", "found", "known", "lists"),
+    [
+        (PLAN, NOTHING, None, True),
+        (PLAN, CommandResult(copies=(copy(58, 0, "a"),)), None, False),  # it knows the job, and nothing is stored yet
+        (PLAN, CommandResult(copies=(copy(58, 0, "a"),)), 16, True),  # it cannot have seen the store
+        (PLAN, CommandResult(copies=stored(40)), 16, False),
+        (msgspec.structs.replace(PLAN, spec=OWN_DISKS), NOTHING, None, True),
+        (msgspec.structs.replace(PLAN, spec=DEFAULT_DISK), NOTHING, None, False),
+        (msgspec.structs.replace(PLAN, spec=SPEC), NOTHING, None, False),
+        (msgspec.structs.replace(PLAN, next=msgspec.structs.replace(NEXT, parent_lineage=())), NOTHING, None, False),
+    ],
+)
+def test_only_a_job_that_nobody_knows_is_looked_for(
+    plan: ActionPlan, found: CommandResult, known: int | None, lists: bool
+) -> None:
+    assert (advance(told(plan, found, known=known), NOW + 1).phase == "list") is lists
+
+
+def test_a_job_that_goes_on_after_its_end_is_listed_once() -> None:
+    history = JobHistory(STORED.checkpoint, NEXT.parent_lineage)
+    plan = msgspec.structs.replace(PLAN, kind=DecisionKind.START_JOB, history=history)
+    assert advance(told(plan, NOTHING), NOW + 1).phase == "start"
+
+
+def test_a_known_step_that_is_nowhere_ends_the_action_after_one_look() -> None:
+    plan = msgspec.structs.replace(PLAN, next=msgspec.structs.replace(NEXT, known_step=57))
+    progress = told(plan, NOTHING, known=None)
+    progress = apply(progress, advance(progress, NOW + 1), NOW + 1)
+    step = advance(answer(progress, UpdateState.SUCCEEDED, {"a": NOTHING, "c": NOTHING}), NOW + 2)
+    assert step.state is ActionState.FAILED
+    assert step.message == "Step 57 was complete, but no host lists it any more."
