@@ -94,6 +94,7 @@ FAILURE_RULES: tuple[Rule, ...] = (
     rollback_rules.restart_from_an_older_recovery_point,
     memory_rules.retry_on_a_larger_host,
     recovery_rules.migrate_to_spare,
+    recovery_rules.return_to_a_host_that_was_left,
     recovery_rules.take_a_drained_host_back,
     shrink_rules.go_on_with_fewer_hosts,
     recovery_rules.restart_on_a_broken_host,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import inf
 from types import MappingProxyType
 from typing import Any
@@ -150,13 +150,13 @@ class Round:
         """The free hosts without a pressing condition, best first: a move for a warning must not end at another."""
         return [host for host in self.free_hosts(spec) if not host.pressing]
 
-    def free_hosts(self, spec: JobSpec) -> list[HostView]:
-        """The hosts that may take ranks of the job now, best first. An operator's cordon keeps a host out of them even
-        before it is applied again."""
+    def free_hosts(self, spec: JobSpec, among: Iterable[HostView] | None = None) -> list[HostView]:
+        """The hosts that may take ranks of the job now (`among` these), best first. An operator's cordon keeps a host
+        out of them even before it is applied again."""
         cordoned = {target for kind, target in self.orders if kind is OrderKind.CORDON}
         busy = spare_choice.busy_hosts(self.actions.values(), spec.job)
         return spare_choice.free_hosts(
-            self.hosts.values(),
+            self.hosts.values() if among is None else among,
             spec,
             taken=self._taken | busy | cordoned,
             now=self.now,

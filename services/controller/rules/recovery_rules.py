@@ -146,19 +146,37 @@ def wait_for_a_spare(case: Case) -> Verdict | None:
     )
 
 
-def take_a_drained_host_back(case: Case) -> Verdict | None:
-    """Move ranks back to a drained host if their spare is lost before they train there: the drain is refused."""
+def return_to_a_host_that_was_left(case: Case) -> Verdict | None:
+    """Move ranks back to a host that was left although it can train, if their spare is lost before they train there
+    and no other is free. Their workers have not been stopped on it yet: the restart does that first."""
     lost, leaving = lost_and_leaving(case)
+    job = case.job.spec.job
+    strays = (host for host in case.round.hosts.values() if host.stale_jobs.keys() == {job}) if lost else ()
+    left = case.round.free_hosts(case.job.spec, [msgspec.structs.replace(host, stale_jobs={}) for host in strays])
+    moved = _move(case, lost, leaving, [*case.free_hosts, *left]) if left else None
+    if moved is None or moved.plan is None or moved.plan.next is None:
+        return None
+    names = {host.host_id for host in left}.intersection(part.host_id for part in moved.plan.next.hosts)
+    return moved if names.issubset(moved.plan.stop_hosts) else None
+
+
+def take_a_drained_host_back(case: Case) -> Verdict | None:
+    """Move ranks back to a drained host if their spare is lost before they train there: the drain is refused. So is one
+    that was requested only then, as long as they have not been stopped there."""
+    lost, leaving = lost_and_leaving(case)
+    if not lost:
+        return None
+    job, free = case.job.spec.job, case.free_hosts
     present = {part.host_id for part in case.this_generation.hosts}
-    drains = (i for i in case.round.open_incidents(case.job.spec.job) if i.cause == DRAIN_REQUESTED)
-    hosts = (case.round.hosts.get(incident.host_id) for incident in drains)
-    well = (host for host in hosts if host is not None and host.is_drained and host.host_id not in present)
-    free = case.free_hosts
-    for host in well:
-        if not lost or case.round.is_silent(host.host_id) or host.preempt_deadline_at or host.job:
+    drained = {i.host_id for i in case.round.open_incidents(job) if i.cause == DRAIN_REQUESTED}
+    for host in case.round.hosts.values():
+        is_ours = host.host_id in drained or job in host.stale_jobs
+        if not (is_ours and host.is_drained) or host.host_id in present:
+            continue
+        if case.round.is_silent(host.host_id) or host.preempt_deadline_at or host.job:
             continue
         moved = _move(case, lost, leaving, [*free, host])
-        if moved is not None:
+        if moved is not None and moved.plan is not None and host.host_id in moved.plan.stop_hosts:
             reason = f"{moved.reason} The drain of {host.host_id} is refused: there is no other host."
             return msgspec.structs.replace(moved, reason=reason, refuses_drain_of=host.host_id)
     return None

@@ -378,9 +378,17 @@ def _find_drains(round_: Round, job: JobView, generation: GenerationView) -> Non
         )
 
 
+def _lacks_a_host_since(round_: Round, job: JobView, generation: GenerationView) -> float:
+    """When it showed that a generation cannot start, as one of its hosts is gone; 0.0: it can. Its start would stop the
+    strays first, but a host that only these keep busy may be the one that it waits for."""
+    failure, hosts = _pending_failure(round_, job), [round_.hosts.get(part.host_id) for part in generation.hosts]
+    is_short = any(host is None or round_.is_silent(host.host_id) or host.is_broken for host in hosts)
+    return failure.since if failure is not None and is_short else 0.0
+
+
 def _find_stale_workers(round_: Round, job: JobView, generation: GenerationView) -> None:
     name, has_ended = job.spec.job, job.state.ended
-    since = job.ended_at if has_ended else generation.started_at
+    since = job.ended_at if has_ended else generation.started_at or _lacks_a_host_since(round_, job, generation)
     if since == 0.0 or any(round_.open_actions(name)):
         return
     present = set() if has_ended else {part.host_id for part in generation.hosts}

@@ -5,11 +5,28 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from flyball.contracts.cluster import HostState, JobState
+from flyball.contracts.cluster import HostRanks, HostState, JobState
 from flyball.contracts.decisions import ActionPlan, ActionState, DecisionKind, IncidentState
+from flyball.contracts.reports.conditions import HostCondition, Severity
+from flyball.contracts.reports.drains import DrainState
 from flyball.contracts.reports.signals import HostReturned
+from services.controller.round.view import DrainView, HostView, StandingCondition, View
 from tests.checked_rules import decide
-from tests.policy_views import GENERATION, HOSTS, JOB, NOW, SETTINGS, SPEC, action, decided, host, incident, say, view
+from tests.policy_views import (
+    GENERATION,
+    HOSTS,
+    JOB,
+    NOW,
+    SAVED,
+    SETTINGS,
+    SPEC,
+    action,
+    decided,
+    host,
+    incident,
+    say,
+    view,
+)
 
 
 def test_a_returned_host_is_a_spare() -> None:
@@ -71,6 +88,66 @@ def test_workers_that_are_superseded_in_an_old_report_only_may_be_gone() -> None
     stored = msgspec.structs.replace(left, stored_report_at=NOW + 4)
     (found,) = decide(view(job=job, hosts=(*HOSTS[:2], stored)), [], SETTINGS, NOW + 4).incidents
     assert found.cause == "superseded_workers"
+
+
+def moving_to_c(left: HostView, *, stopped: bool = True, since: float = NOW - 1) -> View:
+    """Generation 3 has not started: c, which takes the ranks of b, is lost. `stopped`: b was asked to stop."""
+    hosts = (HostRanks("a", "10.0.0.1", "a:7", (0,)), HostRanks("c", "10.0.0.1", "c:7", (1,)))
+    generation = msgspec.structs.replace(GENERATION, generation=3, hosts=hosts, ranks=(), started_at=0.0)
+    plan = ActionPlan(DecisionKind.MIGRATE_TO_SPARE, "job", SPEC, 2, stop_hosts=("a", "b") if stopped else ("a",))
+    return view(
+        job=msgspec.structs.replace(JOB, generation=generation),
+        hosts=(HOSTS[0], left, host("c", job="job", state=HostState.SILENT, since=NOW - 20, last_report_at=NOW - 40)),
+        incidents=[incident(cause="host_silent", host_id="c", state=IncidentState.DECIDING, since=since, generation=3)],
+        actions=[action(plan=plan, state=ActionState.FAILED, phase="stop")],
+        copies=SAVED,
+    )
+
+
+def test_ranks_return_to_a_host_that_was_left_if_their_spare_is_lost_before_they_were_stopped_there() -> None:
+    """Simulator seed 4082: a full disk kept the host from stopping them, and nothing else was free."""
+    warned = StandingCondition(HostCondition("ecc", Severity.WARNING, "ECC errors", "probe ecc", NOW - 5))
+    left = host("b", stale_jobs={"job": 2}, conditions=(warned,))
+    decision = decided(decide(moving_to_c(left), [], SETTINGS, NOW))
+    assert (decision.kind, decision.rule) == (DecisionKind.MIGRATE_TO_SPARE, "return_to_a_host_that_was_left")
+    plan = decision.action
+    assert plan is not None and plan.next is not None
+    assert [part.host_id for part in plan.next.hosts] == ["a", "b"] and "b" in plan.stop_hosts
+
+
+def test_a_drain_of_such_a_host_is_refused() -> None:
+    """They had parked for another reason, so there is no incident of the drain."""
+    asked = DrainView(DrainState.REQUESTED, NOW - 1, NOW + 299)
+    outcome = decide(moving_to_c(host("b", stale_jobs={"job": 2}, drain=asked)), [], SETTINGS, NOW)
+    assert decided(outcome).rule == "take_a_drained_host_back"
+    (back,) = [change for change in outcome.hosts if change.host_id == "b"]
+    assert back.ended_drain == asked
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        host("b", stale_jobs={"job": 2}, preempt_deadline_at=NOW + 60),
+        host("b", stale_jobs={"job": 2}, state=HostState.CORDONED),
+        host("b", stale_jobs={"other": 2}),
+    ],
+    ids=["about to go", "cordoned", "another job's"],
+)
+def test_ranks_do_not_return_to_a_host_that_cannot_have_them(left: HostView) -> None:
+    outcome = decide(moving_to_c(left), [], SETTINGS, NOW)
+    assert "wait_for_a_spare" in [decision.rule for decision in outcome.decisions]
+
+
+@pytest.mark.parametrize(("state", "since"), [(HostState.IN_REPAIR, NOW - 20), (HostState.HEALTHY, NOW - 1)])
+def test_a_generation_that_lacks_a_host_does_not_wait_for_one_that_only_strays_keep_busy(
+    state: HostState, since: float
+) -> None:
+    """Its own start would stop them, and never comes. If they were found just now, the stop may be on its way."""
+    left = host("b", stale_jobs={"job": 2}, state=state)
+    outcome = decide(moving_to_c(left, stopped=False, since=since), [], SETTINGS, NOW)
+    rules = [decision.rule for decision in outcome.decisions]
+    assert ("stop_superseded_workers" in rules) == (since < NOW - 2)
+    assert "wait_for_a_spare" in rules
 
 
 def test_workers_of_a_job_that_ended_are_stopped_and_its_slots_freed() -> None:
