@@ -47,19 +47,19 @@ class Sensor(SimulatedProcess):
         self._steps: list[StepSummary] = []
         self._outage = Outage(self.name, self.clock)
         self._has_recalled = False
-        self.received_at: dict[str, float] = {}
+        self.sent_at: dict[str, float] = {}  # by host: when the newest report that arrived was sent
         self.every(self._tick)
         self.every(self._sync)
         self._written = self.every(self._write)
 
-    def accept(self, report: Report) -> ReportReply | None:
-        """Process one report; None if it is refused."""
+    def accept(self, report: Report, sent_at: float) -> ReportReply | None:
+        """Process one report; None if it is refused. `sent_at`: in simulated time."""
         host_id = report.facts.host_id
         try:
             reply = self._ingest.accept(report, host_id=host_id, size_bytes=1000)
         except FlyballError:
             return None
-        self.received_at[host_id] = self.world.now
+        self.sent_at[host_id] = max(sent_at, self.sent_at.get(host_id, 0.0))
         if report.signals:
             self._written()
         return reply

@@ -179,7 +179,8 @@ class Controller(SimulatedProcess):
         if (group.job, group.generation) not in plans:  # the database lost it
             return ""
         for name in lasting_neighbours(host.host_id, plans[group.job, group.generation], plans[max(plans)]):
-            is_reporting = sensor.answers and self.world.now - sensor.received_at.get(name, 0.0) < 2.0
+            # A report that was stuck in the network is no sign that the neighbour could be asked since.
+            is_reporting = sensor.answers and self.world.now - sensor.sent_at.get(name, 0.0) < 2.0
             if is_reporting and self.world.hosts[name].in_touch_for_s(host) > 30.0:
                 return name
         return ""
@@ -262,12 +263,12 @@ class Gateway:
         sensor = self._pick(self._sensors, host)
         if sensor is None:
             return
-        incarnation = host.incarnation
+        incarnation, sent_at = host.incarnation, self._world.now
 
         def arrive() -> None:
             if not sensor.answers:
                 return
-            reply = sensor.accept(report)
+            reply = sensor.accept(report, sent_at)
             if reply is not None:
                 self._world.network.send(SENSOR, host.host_id, partial(replied, reply))
 

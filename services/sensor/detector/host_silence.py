@@ -3,7 +3,8 @@
 A host is yellow (suspect) well before it is red (silent). Its neighbours are asked as soon as it is yellow. If one of
 them reaches it, or its job completes steps, which needs its ranks, only its way to this sensor is cut: it stays
 yellow. To turn red at its deadline it needs a witness: another host, itself reporting, whose engine cannot reach it.
-Without a witness this sensor may be the one that is cut off. So it waits longer, and longest when many are overdue.
+Without a witness this sensor may be the one that is cut off. So it waits longer, and longest when many are overdue. A
+neighbour that its job got only now, by a move, has time to answer.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ class SilenceWatch:
             if overdue[name].is_red:
                 self._forget(name)
         yellow = {name: host for name, host in overdue.items() if not host.is_red}
-        self._witnesses.ask_about(yellow)
+        self._witnesses.ask_about(yellow, now_s)
         signals: list[SignalBody] = []
         if now_s >= self._doubt_until_s:
             cases = {name: self._weigh(name, host, overdue, now_s) for name, host in yellow.items()}
@@ -260,7 +261,11 @@ class SilenceWatch:
 
     def _silent(self, cases: Mapping[str, _Case], overdue: int, now_s: float) -> list[SignalBody]:
         alone = self._factor_alone(overdue)
-        falls = [self._fall(case, self._factor(case, alone)) for case in cases.values()]
+        falls = [
+            self._fall(case, self._factor(case, alone))
+            for case in cases.values()
+            if case.accusers or now_s - self._witnesses.all_asked_since(case.name) >= case.host.stated_s
+        ]  # the answer of a witness that is new comes with its next report but one
         falls = [fall for fall in falls if now_s - cases[fall.host_id].alive_s > cases[fall.host_id].deadline_s / 2]
         signals: list[SignalBody] = []
         for group in due_groups(self._together(falls, cases), now_s):

@@ -8,6 +8,7 @@ when asked that they can.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import inf
 
 from flyball.contracts.cluster import HostRanks
 from flyball.contracts.reports.signals import PeerUnreachable, Report
@@ -42,6 +43,7 @@ class Witnesses:
         self._accused: dict[str, frozenset[str]] = {}
         self._accusers: dict[str, set[str]] = {}
         self._questions: dict[str, tuple[str, ...]] = {}
+        self._asked: dict[str, dict[str, float]] = {}  # suspect -> witness -> since when it is asked
         self._testified: dict[str, dict[str, float]] = {}  # suspect -> witness -> when the suspect was alive
 
     def set_neighbours(self, known: Mapping[str, tuple[str, ...]]) -> None:
@@ -60,22 +62,30 @@ class Witnesses:
             alive_s = now_s - testimony.engine_s - testimony.daemon_s
             alive[witness] = max(alive_s, alive.get(witness, alive_s))
 
-    def ask_about(self, suspects: Iterable[str]) -> None:
+    def ask_about(self, suspects: Iterable[str], now_s: float) -> None:
         """Ask about these from now on, and about no others. A witness that is late itself is asked too: the question
         goes out with the reply to its next report. Otherwise nobody would be asked where all reports are late."""
         questions: dict[str, tuple[str, ...]] = {}
         testified: dict[str, dict[str, float]] = {}
+        since: dict[str, dict[str, float]] = {}
         for suspect in suspects:
             testified[suspect] = self._testified.get(suspect, {})
+            before = self._asked.get(suspect, {})
+            since[suspect] = {}
             for witness in self._neighbours.get(suspect, ()):
                 asked = questions.get(witness, ())
                 if len(asked) < MAX_ASKED:
                     questions[witness] = (*asked, suspect)
-        self._questions, self._testified = questions, testified
+                    since[suspect][witness] = before.get(witness, now_s)
+        self._questions, self._testified, self._asked = questions, testified, since
 
     def questions(self, host_id: str) -> tuple[str, ...]:
         """The hosts that this one should be asked about."""
         return self._questions.get(host_id, ())
+
+    def all_asked_since(self, host_id: str) -> float:
+        """Since when all witnesses of a suspect are asked; -inf if it has none. Its job may just have got others."""
+        return max(self._asked.get(host_id, {}).values(), default=-inf)
 
     def accusers(self, host_id: str, doubtful: Collection[str]) -> list[str]:
         """The witnesses that cannot reach a host, without the doubtful ones."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from flyball.contracts.cluster import HostFacts, HostRanks, Phase, RankStatus
 from flyball.contracts.reports import testimony
@@ -310,6 +311,27 @@ def test_a_host_that_was_replaced_has_no_neighbours_and_what_they_said_grows_old
     at, body = cluster.signals[-1]
     assert isinstance(body, HostSilent) and body.host_id == "b" and body.witnesses == ()
     assert 7.0 < at - replaced_at < 11.0, "as long as a host of which nobody can tell is waited for"
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_neighbour_that_a_move_has_just_brought_has_time_to_answer(is_alive: bool) -> None:
+    """Simulator seed 4460: b, its only neighbour, had died, and c took the ranks of b moments before a was given up."""
+    cluster = Cluster("a", "b", "c")
+    cluster.trains = False
+    cluster.detector.set_neighbours({"a": ("b",), "b": ("a",)})
+    cluster.run(5)
+    cluster.alive.remove("b")
+    if not is_alive:
+        cluster.alive.remove("a")
+    cluster.near = {"a": ("c",), "c": ("a",)} if is_alive else {}  # who would have noticed that its link is gone
+    cut_at = cluster.cut_from_sensor("a")
+    cluster.run(8.6)
+    assert cluster.kinds() == []
+    cluster.detector.set_neighbours({"a": ("c",), "c": ("a",)})
+    cluster.run(50)
+    found = {body.host_id: at for at, body in cluster.signals if isinstance(body, HostSilent)}
+    assert found.keys() == ({"b"} if is_alive else {"a", "b"})
+    assert found.get("a", cut_at + 11.7) - cut_at < 12.0, "not for long"
 
 
 def test_clocks_that_disagree_do_not_condemn_a_host_that_another_sensor_hears() -> None:
