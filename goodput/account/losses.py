@@ -33,6 +33,8 @@ FAILURE_CLASSES = {
     "drain_requested": "maintenance",
     "room_to_grow": "lack_of_hosts",
     "superseded_workers": "control_plane",
+    "ranks_parked": "control_plane",
+    "ranks_gone": "control_plane",
 }
 
 # The cause of time lost without an incident: what the job did or waited for.

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from statistics import median_low
 from typing import NamedTuple
 
 from goodput.account.categories import Category
 from goodput.account.stages import TrainingPause
 from goodput.account.sweep import Layer, Span
-from goodput.history.facts import LoggedGeneration
+from goodput.history.facts import LoggedGeneration, WaitSample
 
 # A step that takes this many times a normal step's duration is a step and a pause, and the pause is not useful time.
 # With long steps a pause counts from PAUSE_S on, or from PAUSE_STEPS steps if that is longer. If the log has many steps
-# in one entry, a pause must exceed PAUSE_SHARE of them, because steps never have exactly the same length.
+# in one entry, a pause must exceed PAUSE_SHARE of them, because steps never have exactly the same length. Logged waits,
+# as for blocking saves, are no pause.
 PAUSE_FACTOR = 10.0
 PAUSE_S = 60.0
 PAUSE_STEPS = 2.0
@@ -26,6 +28,8 @@ PAUSE_SHARE = 0.1
 WARM_UP_FACTOR = 1.25
 WARM_UP_STEPS = 10
 STEADY_STEPS = 20  # a generation with more steps has its own normal step duration
+
+_at = attrgetter("at")
 
 
 class Executed(NamedTuple):
@@ -106,6 +110,7 @@ def step_spans(
     first_from = {g.generation: _ready_at(g) for g in generations}
     answered = {g.generation: g.incident_id for g in generations}
     medians = {g.generation: {last.step: last.median_at for last in g.last_ranks} for g in generations}
+    waits = {g.generation: tuple(g.waited.values()) for g in generations}
     spans: dict[int, list[Span]] = {g.generation: [] for g in generations}
     pauses: list[TrainingPause] = []
     last: dict[int, float] = {}
@@ -115,6 +120,8 @@ def step_spans(
         until = completed
         step_s = steady_s.get(step.generation)
         expected = None if step_s is None else step_s * step.n_steps
+        if expected is not None and began is not None and completed - began > expected:
+            expected += sum(_waited_s(samples, began, completed) for samples in waits[step.generation])
         lower, upper = window[step.generation]
         if began is None:
             # A generation's first step counts for one normal step's duration; the rest is warm-up or start-up.
@@ -156,6 +163,15 @@ def _most_s(step_s: float, expected: float) -> float:
     """The longest that steps expected to take `expected` may take without containing a pause."""
     slack_s = min((PAUSE_FACTOR - 1.0) * step_s, max(PAUSE_S, PAUSE_STEPS * step_s))
     return expected + max(slack_s, PAUSE_SHARE * expected)
+
+
+def _waited_s(samples: Sequence[WaitSample], began: float, completed: float) -> float:
+    """How much of the logged waits may lie between two moments. Samples are totals, ascending."""
+    before = bisect_right(samples, began, key=_at)
+    until = min(bisect_left(samples, completed, key=_at), len(samples) - 1)
+    if until < before:
+        return 0.0
+    return samples[until].total_s - (samples[before - 1].total_s if before else 0.0)
 
 
 def windows(generations: Sequence[LoggedGeneration]) -> dict[int, tuple[float, float]]:

@@ -278,6 +278,25 @@ def test_time_blocked_in_save_is_not_useful() -> None:
     assert report.badput_s == pytest.approx({"checkpointing": 2.0})
 
 
+@pytest.mark.parametrize(("blocked_s", "unknown_s"), [(40.0, 0.0), (0.0, 40.0)])
+def test_saves_between_two_logged_steps_are_no_pause(blocked_s: float, unknown_s: float) -> None:
+    """The log has three steps one by one, and then only the last of two hundred."""
+    logged = (1.0, 2.0, 3.0, 243.0)
+    entries = zip((0, 1, 2, 202), logged, (0.0, 0.0, 0.0, blocked_s), strict=True)
+    report = calculate(
+        [
+            event(0.0, EventKind.JOB_SUBMITTED),
+            *start(1, 0.0, attached=0.0, began=0.0, restored=0.0),
+            *(
+                event(at, EventKind.STEPS, generation=1, first_step=step, completed_at=[at], save_blocked_s=total_s)
+                for step, at, total_s in entries
+            ),
+            event(243.0, EventKind.JOB_ENDED, outcome="succeeded"),
+        ]
+    )
+    assert spent(report) == {"useful": 203.0, "unknown" if unknown_s else "checkpoint_blocked": 40.0}
+
+
 @pytest.mark.parametrize("left", [True, False])
 def test_an_evaluation_is_not_a_step(left: bool) -> None:
     phases = [event(4.0, EventKind.PHASE, generation=1, rank=0, phase="eval")]
