@@ -48,7 +48,7 @@ from host_daemon.store.worker_records import JobRecord, WorkerRecords
 from host_daemon.workers.beacons import Beacons
 from host_daemon.workers.stacks import StackSource, take_stands
 from host_daemon.workers.worker_environment import expected_environment, job_environment
-from host_daemon.workers.workers import WorkerTable
+from host_daemon.workers.workers import Worker, WorkerTable
 
 ENGINE_WAIT_S = 5.0  # for an engine that is restarting, before workers are started without it
 ENGINE_RETURN_S = 10.0  # for one that was killed; waiting longer would use up the time for ending a job
@@ -98,6 +98,7 @@ class JobControl:
         self._environ = environ
         self._secrets: dict[str, tuple[Mapping[str, str], dict[str, str]]] = {}  # job -> sealed and unsealed values
         self._jobs: dict[str, JobRecord] = {}
+        self._stopped_ran_s: dict[str, float] = {}  # job -> the longest that a rank of its newest generation ran
 
     async def carry_out(  # noqa: PLR0911 - one for each kind of command
         self, command: Command, progress: CommandProgress
@@ -137,15 +138,16 @@ class JobControl:
         """The jobs of this host at `now`, wall clock: each with its newest generation and its running ranks."""
         held = []
         for name, job in sorted(self._jobs.items()):
-            workers = [
-                worker
-                for worker in self._workers.of(name)
-                if worker.record.generation == job.placement.generation and not worker.is_store
-            ]
+            workers = self._newest(name)
             ranks = tuple(sorted(worker.record.rank for worker in workers if not worker.gone.is_set()))
-            ran_s = max((worker.ran_s(now) for worker in workers), default=0.0)
+            ran_s = max((worker.ran_s(now) for worker in workers), default=self._stopped_ran_s.get(name, 0.0))
             held.append(HeldJob(job.spec, job.placement, job.fence, ranks, ran_s))
         return tuple(held)
+
+    def _newest(self, job: str) -> list[Worker]:
+        """The ranks of the newest generation that are not stopped."""
+        generation = self._jobs[job].placement.generation if job in self._jobs else -1
+        return [w for w in self._workers.of(job) if w.record.generation == generation and not w.is_store]
 
     def specs(self) -> list[JobSpec]:
         """The jobs of this host. Safe in any thread."""
@@ -215,8 +217,11 @@ class JobControl:
 
     async def _stop_workers(self, job: str, upto_generation: int, grace_s: float) -> None:
         targets = self._workers.of(job, upto_generation=upto_generation)
+        newest = self._newest(job)
         self._starter.forget_store(job)
         await self._workers.stop(targets, grace_s)
+        if ran_s := [worker.ran_s(worker.ended_at) for worker in newest if worker.ended_at is not None]:
+            self._stopped_ran_s[job] = max(ran_s)
         for worker in targets:
             self._beacons.worker_ended(job, worker.record.generation, worker.record.rank)
 
@@ -282,6 +287,7 @@ class JobControl:
         record = JobRecord(spec, placement, command.fence)
         await self._records.begin(record)
         self._jobs[spec.job] = record
+        self._stopped_ran_s.pop(spec.job, None)
         if await self._engine.wait_alive(ENGINE_WAIT_S):
             await self._configure(record)
         else:
@@ -371,6 +377,7 @@ class JobControl:
         self._beacons.remove(body.job)
         self._standbys.drop(body.job)
         self._jobs.pop(body.job, None)
+        self._stopped_ran_s.pop(body.job, None)
         self._secrets.pop(body.job, None)
         await self._records.forget(body.job, body.generation)
         return CommandResult(positions=positions)

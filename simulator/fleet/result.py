@@ -24,7 +24,7 @@ from simulator.world.events import BEGAN_AT
 TIMELINE_BINS = 240  # slices of the result's timeline
 _SAME_S = 1e-3  # of a year: sums of floats
 _SAME_GOODPUT = 0.005
-_OPEN_S = 7200.0  # an incident may be open for so long while hosts are free
+_OPEN_S = 7200.0  # an incident may be open for so long after the last fault while hosts are free
 
 
 class CauseCount(msgspec.Struct, frozen=True):
@@ -176,10 +176,11 @@ def _violations(world: FleetWorld, report: GoodputReport) -> Iterator[str]:
     plan = world.control.plan
     running = world.ranks.phase(plan.generation) if plan is not None else None
     trains = running is not None and running[0] is Phase.STEP
+    last_fault_at = max((fault.at_s for fault in world.faults), default=0.0)
     for incident in world.control.memory.incidents.values():
-        open_s = world.now - incident.opened_at
+        open_s = world.now - max(incident.opened_at, BEGAN_AT + last_fault_at)
         if trains and incident.state is IncidentState.VERIFYING:
             continue  # it repeats the steps that it went back, perhaps for days
         if not incident.state.closed and open_s > _OPEN_S and world.spares_suffice:
-            what = f"{incident.incident_id} ({incident.cause}) for {open_s:.0f} s: {incident.message}"
+            what = f"{incident.incident_id} ({incident.cause}) for {open_s:.0f} s without a fault: {incident.message}"
             yield f"incident_left_open: {what}"

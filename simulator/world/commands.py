@@ -64,6 +64,7 @@ class Commands:
     def restart(self) -> None:
         """Another daemon begins."""
         self._running: dict[str, _Running] = {}
+        self._stopped_ran_s = 0.0  # the longest that a rank of the newest generation had run when it was stopped
         self.outgoing: dict[str, CommandUpdate] = {}  # not known to have arrived
 
     def delivered(self, update: CommandUpdate) -> None:
@@ -77,7 +78,8 @@ class Commands:
         for body, fence in self._jobs.values():
             generation = body.placement.generation
             live = {rank: worker for (of, rank), (_, worker) in self._host.workers.items() if of == generation}
-            ran_s = [self._ran_s.get(generation, 0.0), *(self._world.now - worker.began_at for worker in live.values())]
+            known = self._ran_s.get(generation, self._stopped_ran_s)
+            ran_s = [known, *(self._world.now - worker.began_at for worker in live.values())]
             held.append(HeldJob(body.spec, body.placement, fence, tuple(sorted(live)), max(ran_s)))
         return tuple(held)
 
@@ -144,6 +146,7 @@ class Commands:
             case StartWorkers():
                 self._end_workers(body.placement.generation - 1)
                 self._jobs[body.spec.job] = body, command.fence
+                self._stopped_ran_s = 0.0
                 self.ended.pop(body.spec.job, None)
                 problem = self._start_problem(body)
                 if problem is None:
@@ -199,6 +202,8 @@ class Commands:
             if group.generation <= upto_generation:
                 self._world.exit(group, worker, ProcessEnd(signal_number=SIGKILL, is_expected=True))
         self._host.engine.end(upto_generation)
+        stopped = [ran_s for of, ran_s in self._ran_s.items() if of <= upto_generation]
+        self._stopped_ran_s = max([self._stopped_ran_s, *stopped])
         self._ran_s = {of: ran_s for of, ran_s in self._ran_s.items() if of > upto_generation}
 
     def _list_copies(self, running: _Running, body: StopWorkers | EndJob) -> None:

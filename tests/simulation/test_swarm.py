@@ -43,7 +43,7 @@ def test_what_a_fleet_once_found_stays_mended(seed: int, kept: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize("trace", sorted(ONCE_FOUND.iterdir()), ids=lambda path: path.stem)
-def test_what_a_cluster_once_found_stays_mended(trace: Path) -> None:
+def test_what_a_trace_once_found_stays_mended(trace: Path) -> None:
     """By releases that drew other worlds from these seeds. A host that is released as another is cordoned, a job that
     had waited before: the checkers took both for a failure. And (527) an adopted job whose rank had ended: its steps
     were taken for short, and given up at once. 843 and the others: see docs/reference/swarm.md."""

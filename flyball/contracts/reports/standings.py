@@ -42,7 +42,7 @@ class HeldJob(msgspec.Struct, frozen=True):
     placement: Placement  # the host's part; rank 0's host has all of it
     fence: Fence
     ranks: tuple[Rank, ...]  # those that run
-    ran_s: Duration = 0.0  # the longest that one of its ranks has run, or ran until its end; 0.0: all are stopped
+    ran_s: Duration = 0.0  # the longest that one of its ranks has run, or ran until its end; 0.0: unknown
 
 
 class HostStanding(msgspec.Struct, frozen=True):

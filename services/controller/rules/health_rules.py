@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from flyball.contracts.checkpoints import Lineage
 from flyball.contracts.cluster import Phase
-from flyball.contracts.decisions import DecisionKind, Harm, Incident
+from flyball.contracts.decisions import DecisionKind, Harm, Incident, IncidentState
 from flyball.contracts.error_classes import ErrorClass, error_class_of
 from flyball.contracts.reports.signals import ReplicasDiffer, Signal
 from flyball.contracts.reports.training_health import LossDiverged, LossRecovered, ReplayDiffers
@@ -27,7 +27,7 @@ from services.controller.round.diagnosis import (
 )
 from services.controller.round.round import Case, Round
 from services.controller.round.verdict import Evidence, Verdict
-from services.controller.round.view import GenerationView, PastFailure
+from services.controller.round.view import GenerationView, JobView, PastFailure
 from services.controller.round.wording import counted, listed, ranks_kept, ranks_of
 from services.controller.rules import recovery_rules
 from services.rules import recovery_point
@@ -83,6 +83,23 @@ def unless_held(failure: Incident | None) -> Incident | None:
     """The failure, unless it is a held harm: ranks train on for as long as a person takes, so nothing waits for it."""
     is_held = failure is not None and failure.cause in HARMS and bool(failure.holding_for)
     return None if is_held else failure
+
+
+def first_to_handle(round_: Round, job: JobView) -> Incident | None:
+    """The open failure for which other incidents wait; None if there is none, or its ranks train again. They may repeat
+    steps for days until the failure counts as recovered, and a host can be left meanwhile."""
+    failure = unless_held(failure_of(round_, job.spec.job))
+    return None if failure is None or _trains_again(failure, job) else failure
+
+
+def _trains_again(failure: Incident, job: JobView) -> bool:
+    generation = job.generation
+    return (
+        failure.state is IncidentState.VERIFYING
+        and generation is not None
+        and len(generation.ranks) == job.spec.world_size
+        and all(rank.exited is None and rank.step > failure.restored_step for rank in generation.ranks)
+    )
 
 
 def hold_when_a_harm_returns(case: Case) -> Verdict | None:

@@ -37,11 +37,11 @@ def give_up_after_too_many_decisions(case: Case) -> Verdict | None:
 
 def let_the_other_incident_go_first(case: Case) -> Verdict | None:
     """Wait for another incident: only one at a time may change the generation. A failure goes first; its restart also
-    leaves the preempted host. So does what ranks have parked for last. A harm that is held for a person is not in the
-    way: the ranks train on."""
+    leaves the preempted host. So does what ranks have parked for last. What they train on with is not in the way: a
+    harm that is held for a person, a failure after whose restart they repeat steps."""
     if case.incident is None:
         return None
-    failure = health_rules.unless_held(health_rules.failure_of(case.round, case.job.spec.job))
+    failure = health_rules.first_to_handle(case.round, case.job)
     others = [
         other
         for other in case.round.open_incidents(case.job.spec.job)

@@ -10,15 +10,14 @@ from flyball.contracts.cluster import HostState, JobState, Phase
 from flyball.contracts.decisions import ActionState, DecisionKind, Incident, IncidentState
 from services.controller.round import diagnosis, given_up
 from services.controller.round.diagnosis import (
+    BESIDE_FAILURES,
     CHECKPOINT_REQUESTED,
     DEPARTURES,
     DRAIN_REQUESTED,
     HOST_SILENT,
     PREEMPTION_NOTICE,
-    RANKS_PARKED,
     ROOM_TO_GROW,
     SAVES_FAILING,
-    START_OVERDUE,
     STRAGGLER,
     SUPERSEDED_WORKERS,
     Failure,
@@ -27,7 +26,6 @@ from services.controller.round.diagnosis import (
 from services.controller.round.guardrails import failures_within, is_another_fault, progress_of
 from services.controller.round.round import Round
 from services.controller.round.view import ActionView, GenerationView, HostView, JobView, PastFailure, RankView
-from services.controller.round.wording import ranks_kept, ranks_of
 from services.controller.rules import (
     check_rules,
     checkpoint_rules,
@@ -39,13 +37,12 @@ from services.controller.rules import (
     start_rules,
     straggler_rules,
 )
-from services.controller.updates import host_conditions
+from services.controller.updates import host_conditions, unreported
+from services.controller.updates.unreported import ASK_AGAIN_S, REPORTED_WITHIN_S, is_known_since, pending_failure
 from services.rules.incident_states import IncidentEvent
 
 _STALE_AFTER_S = 2.0  # older workers in a report this long after the start are strays
 _CLEAN_WITHIN_S = 15.0
-_REPORTED_WITHIN_S = 10.0  # after a successful start; a host that reports no worker by then has none
-_ASK_AGAIN_S = 1.0
 _CARRIED_OUT = (ActionState.SUCCEEDED, ActionState.FAILED, ActionState.TIMED_OUT)  # as far as they will be
 _ENDED_AFTER_S = 20.0  # as `_STALE_AFTER_S`, after a job's end: leaves time for its commands and its workers' grace
 
@@ -157,29 +154,34 @@ def _verify(round_: Round, job: JobView, incident: Incident) -> None:
     is_whole = len(generation.ranks) == job.spec.world_size
     ranks = generation.ranks if is_whole else ()
     stands = any(rank.phase is Phase.PARKED for rank in ranks)  # the detector does not watch parked ranks
-    patience_s = round_.settings_of(job.spec).verify_deadline_s if is_whole and not stands else _REPORTED_WITHIN_S
+    patience_s = round_.settings_of(job.spec).verify_deadline_s if is_whole and not stands else REPORTED_WITHIN_S
     if ranks and all(rank.step > threshold for rank in ranks):
         round_.advance(incident, IncidentEvent.STEPS_ADVANCED)
     elif threshold < 0 and ranks and all(diagnosis.shows_no_steps(rank) for rank in ranks):
         _watch_life(round_, job, incident, ranks)
-    elif not _is_known_since(round_, generation, due := incident.since + patience_s):
-        round_.wake(max(due, round_.now + _ASK_AGAIN_S))
+    elif _obeys_another(round_, job, incident, generation):
+        pass  # the ranks train again, or did until that one
+    elif not is_known_since(round_, generation, due := max(incident.since, generation.started_at) + patience_s):
+        round_.wake(max(due, round_.now + ASK_AGAIN_S))
     elif ranks and all(rank.phase not in (Phase.STARTING, Phase.RESTORING, Phase.PARKED) for rank in ranks):
         # Long steps: the detector reports it if they stop.
         round_.wake(round_.now + round_.settings_of(job.spec).verify_deadline_s)
-    elif (failure := _pending_failure(round_, job)) is None or failure == incident:  # else that one starts another
+    elif (failure := pending_failure(round_, job)) is None or failure == incident:  # else that one starts another
         round_.advance(incident, IncidentEvent.VERIFY_OVERDUE)
 
 
-def _pending_failure(round_: Round, job: JobView) -> Incident | None:
-    return health_rules.unless_held(health_rules.failure_of(round_, job.spec.job))
+def _obeys_another(round_: Round, job: JobView, incident: Incident, generation: GenerationView) -> bool:
+    """Whether the generation's ranks had to act for another incident, which began beside this one."""
+    others = [i for i in round_.open_incidents(job.spec.job) if i.cause in BESIDE_FAILURES and i is not incident]
+    return any(_stands(round_, other, generation) for other in others)
 
 
-def _is_known_since(round_: Round, generation: GenerationView, at: float) -> bool:
-    """Whether `at` has passed, and every host of the generation has reported since. After an outage of the control
-    plane or the database, old reports prove nothing: the workers may have recovered long ago."""
-    hosts = (round_.hosts.get(part.host_id) for part in generation.hosts)
-    return round_.now >= at and all(host is None or host.known_at > at for host in hosts)
+def _stands(round_: Round, incident: Incident, generation: GenerationView) -> bool:
+    """Whether the incident's last action is of this generation, and still holds."""
+    action = round_.actions.get(incident.action_id)
+    if action is None or action.state is ActionState.SUPERSEDED:
+        return False
+    return action.of_generation == generation.generation
 
 
 def _watch_life(round_: Round, job: JobView, incident: Incident, ranks: Sequence[RankView]) -> None:
@@ -188,7 +190,7 @@ def _watch_life(round_: Round, job: JobView, incident: Incident, ranks: Sequence
     if round_.now >= due and all(rank.reported_at >= incident.since for rank in ranks):
         round_.advance(incident, IncidentEvent.STEPS_ADVANCED)
     else:
-        round_.wake(max(due, round_.now + _ASK_AGAIN_S))
+        round_.wake(max(due, round_.now + ASK_AGAIN_S))
 
 
 def _clear(round_: Round, job: JobView, incident: Incident) -> None:
@@ -198,15 +200,11 @@ def _clear(round_: Round, job: JobView, incident: Incident) -> None:
         return
     if incident.cause in DEPARTURES:
         action = round_.actions.get(incident.action_id)
-        stands = (
-            action is not None
-            and action.state is not ActionState.SUPERSEDED
-            and action.of_generation == generation.generation
-        )  # its last action still holds
+        stands = _stands(round_, incident, generation)
         migrates = stands and action is not None and action.plan.next is not None  # that action will end it
         is_left = all(part.host_id != incident.host_id for part in generation.hosts)
         # A drained host may have to take its ranks back until they train elsewhere.
-        may_return = incident.cause == DRAIN_REQUESTED and _pending_failure(round_, job) is not None
+        may_return = incident.cause == DRAIN_REQUESTED and health_rules.first_to_handle(round_, job) is not None
         is_over = is_left and not migrates and not (may_return and preemption_rules.is_wanted(round_, incident))
         if is_over or (not stands and not preemption_rules.is_wanted(round_, incident)):
             round_.advance(incident, IncidentEvent.CLEARED)
@@ -257,49 +255,12 @@ def _find_failure(round_: Round, job: JobView, generation: GenerationView) -> Fa
     failures += diagnosis.failed_starts(round_.actions.values(), job.spec.job, generation, round_.now)
     failures += round_.reported.get(job.spec.job, [])
     found = diagnosis.root_cause(failure for failure in failures if failure is not None)
-    return found or _never_started(round_, job, generation) or _parked_for_nothing(round_, job, generation)
+    return found or unreported.failure(round_, job, generation)
 
 
 def _silent_hosts(round_: Round, generation: GenerationView) -> list[HostView]:
     hosts = [round_.hosts[part.host_id] for part in generation.hosts if part.host_id in round_.hosts]
     return [host for host in hosts if host.state is HostState.SILENT and not host.silenced_until]
-
-
-def _never_started(round_: Round, job: JobView, generation: GenerationView) -> Failure | None:
-    """Return the failure of a generation with missing ranks, if no action or incident is open."""
-    if any(round_.open_actions(job.spec.job)) or _pending_failure(round_, job) is not None:
-        return None
-    present = {rank.rank for rank in generation.ranks}
-    missing = [rank for part in generation.hosts for rank in part.ranks if rank not in present]
-    due = generation.started_at + _REPORTED_WITHIN_S
-    if generation.started_at > 0.0 and not (missing and _is_known_since(round_, generation, due)):
-        if missing:
-            round_.wake(max(due, round_.now + _ASK_AGAIN_S))
-        return None
-    return Failure(
-        cause=START_OVERDUE,
-        message=f"Generation {generation.generation} did not start: {ranks_of(missing)} did not report.",
-        generation=generation.generation,
-        at=round_.now,
-        rank=missing[0] if missing else -1,
-        evidence={"ranks": ranks_kept(missing)},
-    )
-
-
-def _parked_for_nothing(round_: Round, job: JobView, generation: GenerationView) -> Failure | None:
-    """Return the failure of ranks parked at an emergency step that the database does not know: it was set back or lost.
-    Without this, they would wait forever."""
-    parked = [rank.rank for rank in generation.ranks if rank.phase is Phase.PARKED and rank.exited is None]
-    if not parked or any(round_.open_actions(job.spec.job)) or round_.open_incidents(job.spec.job):
-        return None
-    return Failure(
-        cause=RANKS_PARKED,
-        message=f"{ranks_of(parked).capitalize()} saved a step and wait, but no action will release them.",
-        generation=generation.generation,
-        at=round_.now,
-        rank=parked[0],
-        evidence={"ranks": ranks_kept(parked)},
-    )
 
 
 def _record(round_: Round, job: JobView, generation: GenerationView, failure: Failure) -> None:
@@ -381,7 +342,7 @@ def _find_drains(round_: Round, job: JobView, generation: GenerationView) -> Non
 def _lacks_a_host_since(round_: Round, job: JobView, generation: GenerationView) -> float:
     """When it showed that a generation cannot start, as one of its hosts is gone; 0.0: it can. Its start would stop the
     strays first, but a host that only these keep busy may be the one that it waits for."""
-    failure, hosts = _pending_failure(round_, job), [round_.hosts.get(part.host_id) for part in generation.hosts]
+    failure, hosts = pending_failure(round_, job), [round_.hosts.get(part.host_id) for part in generation.hosts]
     is_short = any(host is None or round_.is_silent(host.host_id) or host.is_broken for host in hosts)
     return failure.since if failure is not None and is_short else 0.0
 

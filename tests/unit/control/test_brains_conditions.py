@@ -34,6 +34,7 @@ from tests.policy_views import (
     exited,
     host,
     incident,
+    reported,
     say,
     submitted,
     view,
@@ -98,6 +99,7 @@ def test_a_warning_is_left_at_a_step_that_all_ranks_save() -> None:
     failed = look(view(**after, actions=[acted(first, ActionState.FAILED)]), now=NOW + 20)
     kept = decide(
         view(
+            job=reported(JOB, NOW + 30),
             incidents=failed.incidents or first.incidents,
             hosts=tuple(msgspec.structs.replace(h, last_report_at=NOW + 30) for h in on_b(ECC)),
             actions=[acted(first, ActionState.FAILED)],
@@ -256,7 +258,7 @@ def test_ranks_that_failed_on_a_broken_host_once_more_wait_for_a_spare(has_faile
 def test_a_restart_leaves_a_host_that_turns_out_to_be_broken_before_it_fails_there_again(state: IncidentState) -> None:
     acting = state is IncidentState.ACTING
     restart = action(state=ActionState.DISPATCHED if acting else ActionState.SUCCEEDED, phase="stop")
-    failed = incident(state=state, cause="worker_exception")
+    failed = incident(state=state, cause="worker_exception", restored_step=50)  # no rank has made a step since
     seen = view(job=JOB, incidents=[failed], actions=[restart])
     outcome = look(seen, ConditionBegan(LOST))
     decision = next(d for d in outcome.decisions if d.action is not None)

@@ -24,6 +24,7 @@ from services.controller.round.view import (
     View,
 )
 from tests.checked_rules import decide
+from tests.policy_views import reported
 
 NOW = 10_000.0
 SETTINGS = PolicySettings()
@@ -176,7 +177,8 @@ def test_a_notice_is_void_when_its_host_outlives_it(ago_s: float, is_void: bool)
     assert first.decisions[0].kind is DecisionKind.EMERGENCY_CHECKPOINT, "the last call, without a spare"
     now = NOW + 9 + ago_s
     hosts = (host("a", last_report_at=now), host("b", preempt_deadline_at=NOW + 9, last_report_at=now))
-    seen = view(*hosts, incidents=first.incidents, actions=[saved(first, ActionState.SUCCEEDED)])
+    job = reported(JOB, now)
+    seen = view(*hosts, incidents=first.incidents, actions=[saved(first, ActionState.SUCCEEDED)], job=job)
     outcome = look(seen, now=now)
     assert [d.kind for d in outcome.decisions if d.action] == ([DecisionKind.RESUME] if is_void else [])
     assert [change.preempt_deadline_at for change in outcome.hosts] == ([0.0] if is_void else [])
@@ -400,3 +402,57 @@ def test_a_host_that_outlives_its_notice_is_a_spare_again() -> None:
     assert not look(view(host("a"), host("b"), cordoned(NOW - 20))).hosts
     (change,) = look(view(host("a"), host("b"), cordoned(NOW - 1))).hosts
     assert (change.state, change.preempt_deadline_at) == (HostState.SPARE, 0.0)
+
+
+def repeating(*, step: int, phase: Phase = Phase.STEP) -> JobView:
+    """A job whose restart went back to step 10, far behind the step that it had come to."""
+    ranks = tuple(RankView(number, "ab"[number], step, phase, NOW - 0.1) for number in range(2))
+    return msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, restore_step=10, ranks=ranks))
+
+
+FAR_BEHIND = Incident(
+    incident_id="inc-1",
+    job="job",
+    host_id="b",
+    cause="loss_diverged",
+    state=IncidentState.VERIFYING,
+    opened_at=NOW - 5000,
+    since=NOW - 4000,
+    message="The loss was not a number.",
+    generation=1,
+    failed_step=9000,
+    restored_step=10,
+)
+
+
+def test_a_host_is_left_while_ranks_repeat_steps_after_another_failure() -> None:
+    """They may do that for days until the failure counts as recovered."""
+    asked = (host("a"), host("b", drain=ASKED), host("c"))
+    opened = look(view(*asked, incidents=[FAR_BEHIND], job=repeating(step=12)))
+    assert [(d.kind, d.rule) for d in opened.decisions] == [
+        (DecisionKind.EMERGENCY_CHECKPOINT, "save_before_the_host_is_left")
+    ]
+    waits = look(view(*asked, incidents=[FAR_BEHIND], job=repeating(step=10, phase=Phase.RESTORING)))
+    assert [d.rule for d in waits.decisions] == ["let_the_other_incident_go_first"], "they do not train yet"
+
+
+def test_a_failure_is_no_failure_again_because_its_ranks_stand_for_a_drain() -> None:
+    """Else the job would start anew from a drain's parked ranks, and again after each."""
+    before = (host("a"), host("b", drain=ASKED), host("c"))
+    first = look(view(*before, incidents=[FAR_BEHIND], job=repeating(step=12)))
+    parked = repeating(step=12, phase=Phase.PARKED)
+    both = [FAR_BEHIND, *first.incidents]
+    for state in (ActionState.DISPATCHED, ActionState.SUCCEEDED):
+        outcome = look(view(*before, incidents=both, actions=[saved(first, state)], job=parked))
+        assert not any(one.incident_id == FAR_BEHIND.incident_id for one in outcome.incidents)
+    alone = look(view(*before[:1], host("b"), host("c"), incidents=[FAR_BEHIND], job=parked), now=NOW)
+    assert [one.state for one in alone.incidents] == [IncidentState.ACTING], "nothing will release them"
+
+
+def test_a_started_generation_has_time_to_report_though_its_incident_waits_for_long() -> None:
+    """After a drain moved ranks that repeat the steps of another failure."""
+    moved = msgspec.structs.replace(GENERATION, generation=3, started_at=NOW - 5, restore_step=12, ranks=())
+    fresh = msgspec.structs.replace(JOB, generation=moved)
+    outcome = look(view(host("a"), host("b"), host("c"), incidents=[FAR_BEHIND], job=fresh))
+    assert not outcome.decisions and not outcome.incidents
+    assert outcome.wake_at == NOW + 5

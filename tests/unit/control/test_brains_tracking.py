@@ -20,10 +20,12 @@ from tests.policy_views import (
     UNSTARTED,
     action,
     decided,
+    exited,
     host,
     incident,
     preempted,
     rank,
+    reported,
     view,
 )
 
@@ -48,7 +50,8 @@ def test_ranks_of_a_lost_host_count_like_the_slowest_of_the_others() -> None:
 
 def test_a_start_that_never_gets_going_is_tried_again() -> None:
     ranks = (rank(0, "a", step=-1, phase=Phase.RESTORING), rank(1, "b", step=-1, phase=Phase.STARTING))
-    job = msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, ranks=ranks))
+    generation = msgspec.structs.replace(GENERATION, started_at=NOW - 300, ranks=ranks)
+    job = msgspec.structs.replace(JOB, generation=generation)
     waiting = incident(state=IncidentState.VERIFYING, since=NOW - 299, restored_step=49)
     early = decide(view(job=job, incidents=[waiting], actions=[action()]), [], SETTINGS, NOW)
     assert not early.decisions and early.wake_at == NOW + 1
@@ -137,6 +140,26 @@ def test_ranks_that_are_parked_for_nothing_are_restarted() -> None:
     assert not decide(view(job=parked(Phase.PARKED, Phase.PARKED), actions=[running]), [], SETTINGS, NOW).incidents
     noticed = view(job=parked(Phase.PARKED, Phase.PARKED), hosts=preempted(), incidents=[NOTICED])
     assert {i.cause for i in decide(noticed, [], SETTINGS, NOW).incidents} == {"preemption_notice"}
+
+
+def test_ranks_that_were_stopped_for_nothing_are_restarted() -> None:
+    """The database was set back to before the command, and knows nothing of the action."""
+    ended = msgspec.structs.replace(exited(0, exit_code=None, signal=15, error=""), expected=True)
+    stopped = (msgspec.structs.replace(rank(0, "a"), exited=ended, exited_at=NOW - 3), rank(1, "b"))
+    job = msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, ranks=stopped))
+    outcome = decide(view(job=job, copies=SAVED), [], SETTINGS, NOW)
+    assert [(i.cause, i.generation, i.observed_at) for i in outcome.incidents] == [("ranks_gone", 2, NOW)]
+    assert (decided(outcome).kind, decided(outcome).evidence["ranks"]) == (DecisionKind.RESTART_IN_PLACE, "0")
+    running = action(state=ActionState.DISPATCHED, incident_id="inc-9")
+    assert not decide(view(job=job, actions=[running]), [], SETTINGS, NOW).incidents, "that one stopped them"
+
+
+@pytest.mark.parametrize(("later_s", "is_gone"), [(9.9, False), (10.1, True)])
+def test_ranks_whose_host_reports_without_them_are_restarted(later_s: float, is_gone: bool) -> None:
+    """Their ends were committed to a database that is lost, so nobody says them again."""
+    hosts = (host("a", job="job", last_report_at=NOW), host("b", job="job", last_report_at=NOW))
+    outcome = decide(view(job=reported(JOB, NOW - later_s), hosts=hosts, copies=SAVED), [], SETTINGS, NOW)
+    assert [i.cause for i in outcome.incidents] == (["ranks_gone"] if is_gone else [])
 
 
 def test_ranks_are_not_missed_while_an_action_of_their_job_runs() -> None:

@@ -386,7 +386,7 @@ def test_reports_continue_when_there_are_more_restores_than_fit() -> None:
     asyncio.run(scenario())
 
 
-def test_how_long_a_job_ran_is_known_after_its_rank_has_ended() -> None:
+def test_how_long_a_job_ran_is_known_after_its_rank_has_ended_and_is_stopped() -> None:
     """A supervisor that adopts it takes the length of a step from that."""
     spec = JobSpec(job="job", argv=("t.py",), workdir="/")
     placement = Placement("job", 3, 1, (HostRanks("a", "127.0.0.1", "", (0,)),), "127.0.0.1", 1, {}, (), None)
@@ -395,12 +395,21 @@ def test_how_long_a_job_ran_is_known_after_its_rank_has_ended() -> None:
     ended.ended_at = 160.0
     before = Worker(WorkerRecord("job", 2, 0, 9, 0, 20.0, "/log"), Path("/error"), None)
     store = Worker(WorkerRecord("job", 3, STORE_RANK, 11, 0, 90.0, "/log"), Path("/error"), None)
-    given = dict.fromkeys(
-        ("beacons", "starter", "records", "owed", "signal", "engine", "engine_client", "ports", "checker")
-    )
-    standbys = SimpleNamespace(keep=lambda *_: None)
-    workers = SimpleNamespace(of=lambda _: [before, store, ended])
-    control = JobControl(host_id="a", workers=workers, standbys=standbys, environ={}, **given)
+    given: dict[str, Any] = dict.fromkeys(("records", "owed", "signal", "engine", "engine_client", "ports", "checker"))
+    there = [before, store, ended]
+
+    async def stop(*_: object) -> None:
+        there.clear()
+
+    given["standbys"] = SimpleNamespace(keep=lambda *_: None)
+    given["workers"] = SimpleNamespace(of=lambda *_, **__: list(there), stop=stop)
+    given["starter"] = SimpleNamespace(forget_store=lambda _: None)
+    given["beacons"] = SimpleNamespace(worker_ended=lambda *_: None)
+    control = JobControl(host_id="a", environ={}, **given)
     control.take_over(JobRecord(spec, placement, Fence(1, 3)))
     (held,) = control.held(7360.0)  # two hours later
+    assert (held.ranks, held.ran_s) == ((), 60.0)
+    asyncio.run(control._stop_workers("job", 3, 0.0))
+    assert not there
+    (held,) = control.held(7360.0)
     assert (held.ranks, held.ran_s) == ((), 60.0)
