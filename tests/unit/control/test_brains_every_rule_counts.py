@@ -108,7 +108,12 @@ SITUATIONS: dict[str, Situation] = {
     # departures
     "save_before_the_host_goes": Situation(view(hosts=preempted(), copies=SAVED)),
     "let_the_other_incident_go_first": Situation(
-        view(hosts=preempted(), incidents=[incident(incident_id="inc-0"), NOTICED], actions=[action()], copies=SAVED)
+        view(
+            hosts=preempted(),
+            incidents=[incident(incident_id="inc-0"), NOTICED],
+            actions=[action(state=ActionState.DISPATCHED)],
+            copies=SAVED,
+        )
     ),
     # guards
     "never_from_scratch": Situation(
