@@ -23,7 +23,7 @@ DEFAULT_PORT = 7370
 LOOK_INTERVAL_S = 0.2
 
 COMMAND = command_help(
-    "Run a supervisor in the foreground. One process has the sensor, controller, actuator, API and status page. Ctrl-C "
+    "Run a supervisor in the foreground. One process has the sensor, controller, actuator, API and dashboard. Ctrl-C "
     "or SIGTERM stops it; training goes on without it.",
     "flyball up",
     "flyball up --host 0.0.0.0 --port 7370",

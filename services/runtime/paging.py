@@ -39,10 +39,10 @@ def read_on(
     log: EventLogReader, *, job: str | None, after: int, limit: int, kinds: Collection[EventKind]
 ) -> tuple[int, list[tuple[int, Event]]]:
     """Return the position that has been read up to, and the next events. Readers of a rare kind thus skip the frequent
-    ones only once."""
+    ones only once. A database that was set back or made anew is read on from its newest event."""
     last = log.last()  # read first: events added meanwhile must not count as read
     if last <= after:
-        return after, []
+        return last, []
     events = log.read(job, after, limit, kinds)
     newest = events[-1][0] if events else after
     return (newest if len(events) == limit else max(last, newest)), events

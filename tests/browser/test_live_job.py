@@ -68,7 +68,7 @@ def test_a_fault_opens_and_resolves_without_a_reload(
     with (place / "out").open("wb") as out, (place / "err").open("wb") as err:
         process = subprocess.Popen(line, stdout=out, stderr=err, cwd=place, env=environment_of(place))
     try:
-        url = found(place, r"status page (http://[0-9.:]+)")
+        url = found(place, r"dashboard (http://[0-9.:]+)")
         token = Path(found(place, r"state and logs in (\S+)"), "supervisor", "token").read_text().strip()
         _look_through(browser, url, token, axe)
         assert browser.errors == []

@@ -58,7 +58,7 @@ def command(
     keep: Annotated[
         bool, typer.Option("--keep", help="keep logs, losses, database and event log (always kept on failure)")
     ] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="port of the status page; 0 picks a free one")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port of the dashboard; 0 picks a free one")] = 0,
     state_dir: Annotated[str, typer.Option(help="folder for the demo's files (default: a temporary one)")] = "",
     seed: Annotated[int, typer.Option(help="random seed of the training")] = 1234,
     output: OutputOption = Format.TABLE,
@@ -110,7 +110,7 @@ class _Demo:
         stack = self._stack
         self._timeline.show_activity("starting the supervisor, two hosts and a spare")
         stack.start(port)
-        self._timeline.print(f"status page: {stack.supervisor.url}/?token={stack.supervisor.token}")
+        self._timeline.print(f"dashboard: {stack.supervisor.url}/?token={stack.supervisor.token}")
         for host_id in (*FIRST_HOSTS, SPARES[0]):
             stack.add_host(host_id)
         wanted = {*FIRST_HOSTS, SPARES[0]}

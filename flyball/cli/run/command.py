@@ -91,7 +91,7 @@ def _run_locally(
     stack.callback(supervisor.stop)
     connection = SupervisorConnection(supervisor.url, supervisor.token, supervisor.token_file)
     secret = f"/?token={supervisor.token}" if sys.stderr.isatty() else ""  # keep it out of a batch system's log
-    announce(f"job {spec.job}; status page {supervisor.url}{secret}")
+    announce(f"job {spec.job}; dashboard {supervisor.url}{secret}")
     announce(f"state and logs in {folder}")
     announce_disk_folder(spec.checkpoint, home.host)
     # Start the daemon first: it imports torch, which takes longest, while this process imports the supervisor.

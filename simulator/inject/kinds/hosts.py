@@ -28,6 +28,7 @@ from simulator.inject.processes import LiveProcess, environment_of, own_processe
 
 TIED = "flyball.cli.run.tied"  # a daemon that ends with the command that started it
 SPARE_BYTES = 1 << 20
+_MOST_NOTICE_S = 86_400.0  # what a daemon reads from a notice
 
 
 class HostDown(RealFault):
@@ -147,8 +148,8 @@ class Preempt(RealFault):
     lasts_s = 60.0
 
     def plan(self, site: FaultSite) -> Plan:
-        if not site.number("deadline_s") > 0:
-            raise UsageError("deadline_s must be greater than 0.", hint="for example deadline_s=30")
+        if not 0 < site.number("deadline_s") <= _MOST_NOTICE_S:
+            raise UsageError("deadline_s must be above 0, and at most a day.", hint="for example deadline_s=30")
         phase, path = site.text("phase"), site.host.root / PREEMPTION_NOTICE
         _check_no_notice(path)
         return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 
-from flyball.contracts.errors import NotFound
+from flyball.contracts.errors import NotFound, UsageError
 from simulator.inject.faults import running_worker
 from simulator.inject.kinds.kind import FaultSite, FaultTarget, Option, Plan, RealFault
 from simulator.inject.processes import LiveProcess, look_at, send
@@ -84,6 +84,8 @@ class _Slow(RealFault):
         send_to(plan, signal.SIGCONT)
 
     def with_duty(self, plan: Plan, site: FaultSite) -> Plan:
+        if not site.number("period_s") > 0:
+            raise UsageError("period_s must be above 0.", hint="for example period_s=0.2")
         return plan | {"share": min(1.0, max(0.01, site.number("share"))), "period_s": site.number("period_s")}
 
 

@@ -193,7 +193,7 @@ def test_an_earlier_run_is_resumed_by_name_from_anywhere_and_begun_anew_on_deman
     assert busy.end() != 0
     assert f"Job {JOB} is still running" in busy.text
     same = Run(place)
-    same.wait_for(lambda: "status page" in same.text, "the start of the same command at the same time")
+    same.wait_for(lambda: "dashboard" in same.text, "the start of the same command at the same time")
     assert f"job {JOB} is already running; this is another one, {JOB}-2" in same.text
     same.send(signal.SIGINT)
     run.steps_on(2)

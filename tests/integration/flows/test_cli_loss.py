@@ -71,7 +71,7 @@ def test_the_api_shows_the_loss_that_the_script_printed(place: Path) -> None:
             assert time.monotonic() < deadline and process.poll() is None, (place / "err").read_text()
             time.sleep(0.05)
         output = (place / "err").read_text()
-        url = re.findall(r"status page (http://[0-9.:]+)", output)[0]
+        url = re.findall(r"dashboard (http://[0-9.:]+)", output)[0]
         token = Path(re.findall(r"state and logs in (\S+)", output)[0], "supervisor", "token").read_text().strip()
         loss = None
         while not loss or loss["step"] < 60:

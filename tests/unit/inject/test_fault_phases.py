@@ -66,6 +66,13 @@ def test_a_notice_comes_in_the_phase_that_was_asked_for(host: HostFiles, phase: 
     assert not notice.exists()
 
 
+def test_stops_need_a_time_from_one_to_the_next(host: HostFiles) -> None:
+    slow = KINDS["engine-slow"]
+    values = slow.values({"period_s": "0"})
+    with pytest.raises(UsageError, match="period_s must be above 0"):
+        slow.with_duty({}, FaultSite(None, SystemClock(), "a1", host_id="host-a", files=host, values=values))  # type: ignore[arg-type,attr-defined]
+
+
 def test_a_phase_that_does_not_come_leaves_nothing(host: HostFiles) -> None:
     beacon(host, 1).phase(Phase.STEP)
     with pytest.raises(NotFound, match="came into the phase eval within 0 s: nothing was done"):

@@ -342,6 +342,8 @@ def test_a_job_that_is_not_marked_is_left_alone(host: Path, journal: Journal, re
         ),
         (FaultRequest("exit", job="gpt", rank=0, options={"speed": "1"}), UsageError, "no option 'speed'"),
         (FaultRequest("condition", host_id="host-a", options={"severity": "bad"}), UsageError, "no such severity"),
+        (FaultRequest("preempt", host_id="host-a", options={"deadline_s": "86401"}), UsageError, "at most a day"),
+        (FaultRequest("preempt", host_id="host-a", options={"deadline_s": "0"}), UsageError, "above 0"),
         (FaultRequest("disk-full", host_id="host-a"), Forbidden, "that others use"),
         (FaultRequest("net-cut", host_id="host-a"), Forbidden, "network namespace of its own"),
         (FaultRequest("xid", host_id="host-a"), Forbidden, "its probes read the machine itself"),

@@ -57,3 +57,14 @@ def test_a_log_without_news_is_not_read() -> None:
     after, _ = read_on(log, job=None, after=0, limit=10, kinds={EventKind.DECISION})
     assert read_on(log, job=None, after=after, limit=10, kinds={EventKind.DECISION}) == (5, [])
     assert log.read_after == [0]
+
+
+def test_a_log_that_was_set_back_is_read_on_from_its_end() -> None:
+    """Else nobody would see its events until there are as many as before."""
+    log = Log()
+    for _ in range(3):
+        log.add(EventKind.DECISION)
+    after, events = read_on(log, job=None, after=1000, limit=10, kinds=())
+    assert (after, events) == (3, [])
+    log.add(EventKind.DECISION)
+    assert [position for position, _ in read_on(log, job=None, after=after, limit=10, kinds=())[1]] == [4]
