@@ -89,6 +89,9 @@ class Probing:
         self._troubles: dict[str, str] = {}  # probe -> what was logged last
         self._marks: dict[str, str] = {}
         self._changing = asyncio.Lock()
+        self._tried: dict[str, asyncio.Event] = {}  # probe -> whether its first reading is over, well or not
+        self._read: set[str] = set()  # the probes that have read something
+        self._all_tried = False
 
     async def marks(self, *, keep: bool) -> dict[str, str]:
         """How far the probes of earlier daemons had read, by source. `keep`: this is still the same boot."""
@@ -99,9 +102,20 @@ class Probing:
         """Run until cancelled. `rebooted`: since an earlier daemon of this folder reported."""
         for condition in ended_by_reboot(self._book.standing.values()) if rebooted else ():
             await self._book.end(condition)
+        self._tried = {probe.source: asyncio.Event() for probe in probes}
         async with asyncio.TaskGroup() as group:
             for probe in probes:
                 group.create_task(self._watch(probe))
+            group.create_task(self._say_who_reads(max((probe.deadline_s for probe in probes), default=0.0)))
+
+    async def _say_who_reads(self, longest_s: float) -> None:
+        """Say together what the first readings showed; a probe that hangs, or cannot read yet, follows later."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(longest_s):
+                for tried in self._tried.values():
+                    await tried.wait()
+        self._all_tried = True
+        await self._book.looked(sorted(self._read))
 
     async def _watch(self, probe: Probe) -> None:
         while True:
@@ -117,6 +131,10 @@ class Probing:
             else:
                 self._note(probe, "")
                 await self._take(probe.source, reading)
+                self._read.add(probe.source)
+                if self._all_tried:
+                    await self._book.looked((probe.source,))
+            self._tried[probe.source].set()
             await asyncio.sleep(pause_s)
 
     async def _take(self, source: str, reading: Reading) -> None:

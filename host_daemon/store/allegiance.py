@@ -61,14 +61,15 @@ class Allegiance:
 
     async def answered(self, batch: CommandBatch) -> None:
         """Record who replied to a poll. Another database incarnation may be an older copy that lost committed signals,
-        so they are sent again. Raises FlyballError when the disk is full."""
+        so they are sent again. The first one may know the host with another state folder. Raises FlyballError when the
+        disk is full."""
         if batch.cluster == self.obeyed.cluster or not self.obeyed.cluster:
             self._replied_at_s = self._clock.monotonic_s()
         if batch.incarnation and batch.incarnation != self._database:
             if self._database:
                 await self._outbox.send_again()
-                await self._book.say_again()
-                self._wake()
+            await self._book.say_again(is_new_folder=not self._database)
+            self._wake()
             self._database = batch.incarnation
             await self._facts.set(DATABASE_FACT, batch.incarnation)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import msgspec
 import structlog
 
 from flyball.contracts.reports.conditions import ConditionKey, HostCondition
-from flyball.contracts.reports.signals import ConditionBegan, ConditionEnded
+from flyball.contracts.reports.signals import ConditionBegan, ConditionEnded, ConditionsStand
 from flyball.contracts.wire import MALFORMED, decoder_of
 from host_daemon.store.database import Work
 from host_daemon.store.facts import Facts
@@ -26,6 +26,9 @@ class ConditionBook:
         self._facts = facts
         self._outbox = outbox
         self.standing: dict[ConditionKey, HostCondition] = {}
+        self._had_any = False  # since there is this state folder
+        self._looked: list[str] = []  # the sources of which it is known what stands
+        self._is_asked = False
 
     async def load(self) -> None:
         """Continue where an earlier daemon of this folder stopped."""
@@ -36,10 +39,12 @@ class ConditionBook:
             _log.error("conditions_not_known", error=str(error))
             found = ()
         self.standing = {condition.key: condition for condition in found}
+        self._had_any = text is not None
 
     async def begin(self, condition: HostCondition) -> None:
         """Record a condition that begins or changes, with its signal."""
         self.standing[condition.key] = condition
+        self._had_any = True
         _log.warning(
             "condition_began",
             kind=condition.kind,
@@ -62,10 +67,26 @@ class ConditionBook:
             self.standing.pop(key, None)
         await self._facts.set(_FACT, self._text())
 
-    async def say_again(self) -> None:
-        """Signal all of them: another database may not know them."""
+    async def looked(self, sources: Iterable[str]) -> None:
+        """A daemon has read these sources for the first time: now it is known what stands of them."""
+        fresh = [source for source in sources if source not in self._looked]
+        self._looked += fresh
+        if self._is_asked:
+            await self._say_what_stands(fresh)
+
+    async def say_again(self, *, is_new_folder: bool) -> None:
+        """Signal all that stand: another database may not know them. And that no others do: it may know some of which
+        the end was lost with a newer copy of the database, or with an older state folder of this host."""
         for condition in list(self.standing.values()):
             await self._outbox.put(ConditionBegan(condition))
+        self._is_asked = self._is_asked or is_new_folder or self._had_any
+        if self._is_asked:
+            await self._say_what_stands(self._looked)
+
+    async def _say_what_stands(self, sources: Collection[str]) -> None:
+        if sources:
+            keys = sorted(key for key in self.standing if key[0] in sources)
+            await self._outbox.put(ConditionsStand(tuple(sources), tuple(keys)))
 
     def _text(self) -> str:
         return msgspec.json.encode(tuple(self.standing.values())).decode()

@@ -11,6 +11,7 @@ from flyball.contracts.events import Event, EventKind
 from flyball.contracts.reports.signals import (
     ConditionBegan,
     ConditionEnded,
+    ConditionsStand,
     ReplicasDiffer,
     SaveFailed,
     Signal,
@@ -94,6 +95,8 @@ def _details(body: SignalBody) -> Details:
         return {"step": body.step, "message": body.message[:_TEXT_IN_EVENT]}
     if isinstance(body, ConditionEnded):
         return {"reporter": body.source, "condition": body.kind, "subject": body.subject}
+    if isinstance(body, ConditionsStand):
+        return {"reporters": [*body.sources], "stand": len(body.keys)}
     return _differences(body) if isinstance(body, ReplicasDiffer | ReplayDiffers) else {}
 
 

@@ -12,6 +12,7 @@ from simulator.checks.history import FaultBegan, FaultEnded
 from simulator.cluster import Cluster
 from simulator.faults.faults import Fault, FaultKind
 from simulator.supervisor.processes import SimulatedProcess
+from simulator.world import conditions
 from simulator.world.host import ACTUATOR, SENSOR, Host
 from simulator.world.store import STORE
 from simulator.world.training import SIGKILL, ProcessEnd
@@ -206,10 +207,10 @@ class Injector:
             case FaultKind.HOST_WARNS | FaultKind.HOST_BROKEN:
                 severity = Severity.WARNING if fault.kind is FaultKind.HOST_WARNS else Severity.CRITICAL
                 condition = HostCondition(
-                    f"kind-{fault.pick:.3f}", severity, "As drawn.", "simulated", host.clock.wall_s()
+                    f"kind-{fault.pick:.3f}", severity, "As drawn.", conditions.SOURCE, host.clock.wall_s()
                 )
-                host.has_condition(condition)
-                end = partial(host.has_no_more, condition)
+                host.conditions.begin(condition)
+                end = partial(host.conditions.end, condition)
             case FaultKind.HOST_CUT_OFF:
                 end = self._cut([(name, far) for far in (*others, SENSOR, ACTUATOR, STORE)])
             case FaultKind.HOSTS_CUT_FROM_EACH_OTHER:

@@ -8,11 +8,8 @@ from typing import Protocol
 from flyball.contracts.checkpoints import Lineage, ShardCopy
 from flyball.contracts.cluster import HostFacts, RankStatus, WorkerError
 from flyball.contracts.decisions import CommandUpdate
-from flyball.contracts.reports.conditions import ConditionKey, HostCondition
 from flyball.contracts.reports.rank_columns import RankSteps, in_columns, steps_together
 from flyball.contracts.reports.signals import (
-    ConditionBegan,
-    ConditionEnded,
     EngineRestarted,
     EngineStatus,
     PreemptionNotice,
@@ -30,6 +27,7 @@ from host_daemon.link.reporting import TOUCH_INTERVALS
 from host_daemon.store.outbox import BATCH, MAX_KEPT, went_back
 from services.actuator.ports import Judgement
 from simulator.world.commands import Commands
+from simulator.world.conditions import Conditions
 from simulator.world.events import MachineClock
 from simulator.world.store import STORE
 from simulator.world.storing import StoreContact
@@ -80,8 +78,8 @@ class Host:
         self._kept: dict[tuple[str, int], Signal] = {}  # committed, and kept
         self._has_gap = False
         self._unseen_exits: list[tuple[SimulatedGeneration, SimulatedWorker]] = []  # ended while no daemon ran
-        self._conditions: dict[ConditionKey, HostCondition] = {}  # that stand, whether a daemon looks or not
-        self._reported: dict[ConditionKey, HostCondition] = {}
+        self.conditions = Conditions(self)
+        self._database = ""  # incarnation of the database that replied last
         self.commands = Commands(self)
         self.start_daemon()
 
@@ -161,13 +159,12 @@ class Host:
         self._asked: tuple[str, ...] = ()
         self._committed: dict[str, int] = {}
         self._send_again()  # a new daemon resends everything in its spool
-        self._database = ""  # incarnation of the database that replied last
         self._answered_at = self.world.now
         self.commands.restart()
         for group, worker in self._unseen_exits:
             self._report_exit(group, worker, ProcessEnd())
         self._unseen_exits = []
-        self._report_conditions()
+        self.conditions.report()
         alive = self.while_alive
         self.world.after(self.world.rng.uniform(0.0, INTERVAL_S), alive(self._report_for_ever))
         self.world.after(self.world.rng.uniform(0.0, POLL_S), alive(self._poll_for_ever))
@@ -212,25 +209,6 @@ class Host:
         """Report that the host will be taken away."""
         if self.is_daemon_up:
             self.put(PreemptionNotice(self.clock.wall_s() + remaining_s, "a simulated cloud"))
-
-    def has_condition(self, condition: HostCondition) -> None:
-        """Something is wrong with the host. Its daemon reports it, now or when it is back."""
-        self._conditions[condition.key] = condition
-        self._report_conditions()
-
-    def has_no_more(self, condition: HostCondition) -> None:
-        """That is over."""
-        self._conditions.pop(condition.key, None)
-        self._report_conditions()
-
-    def _report_conditions(self) -> None:
-        if not self.is_daemon_up:
-            return
-        for key in sorted(self._reported.keys() - self._conditions.keys()):
-            self.put(ConditionEnded(*key))
-        for key in sorted(self._conditions.keys() - self._reported.keys()):
-            self.put(ConditionBegan(self._conditions[key]))
-        self._reported = dict(self._conditions)
 
     def worker_ended(self, group: SimulatedGeneration, worker: SimulatedWorker, ending: ProcessEnd) -> None:
         """A worker of this host ended."""
@@ -325,6 +303,7 @@ class Host:
         if judged.incarnation != self._database:
             if self._database:
                 self._send_again()
+                self.conditions.say_what_stands()
             self._database = judged.incarnation
         if self.host_id in judged.ahead or self._has_gap:
             self.control.send_standing(self, self._standing())

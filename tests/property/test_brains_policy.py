@@ -25,6 +25,7 @@ from flyball.contracts.reports.drains import DrainState
 from flyball.contracts.reports.signals import (
     ConditionBegan,
     ConditionEnded,
+    ConditionsStand,
     HostReturned,
     HostSilent,
     PreemptionNotice,
@@ -159,6 +160,7 @@ signals_of = st.lists(
             st.builds(HostReturned, st.sampled_from(HOSTS), st.just(3.0)),
             st.builds(ConditionBegan, CONDITIONS),
             st.builds(ConditionEnded, st.just("probe gpu"), st.sampled_from(["xid", "thermal"])),
+            st.builds(ConditionsStand, st.just(("probe gpu",)), st.just(())),
             st.builds(PreemptionNotice, st.sampled_from([NOW + 30, NOW + 4, NOW - 1, 0.0]), st.just("t")),
             st.builds(
                 RankStalled,

@@ -128,7 +128,7 @@ BUGS = (
     PlantedBug("supersedes nothing", _supersedes_nothing, 0, "two_open_actions"),
     PlantedBug("takes any copy for all", _takes_any_copy_for_all, 0, "shard_not_there"),
     PlantedBug("fails on a notice", _fails_on_a_notice, 0, "crash"),
-    PlantedBug("obeys commands twice", _obeys_twice, 6, "command_obeyed_twice"),
+    PlantedBug("obeys commands twice", _obeys_twice, 3, "command_obeyed_twice"),
     PlantedBug("forgets the branch", _forgets_the_branch, 1, "lineage_broken"),
     PlantedBug("cordons without limit", _cordons_without_limit, 1, "blast_radius"),
     PlantedBug("admits stale commands", _admits_stale, 13, "stale_command_obeyed"),

@@ -29,7 +29,8 @@ Evidence = Annotated[
     ],
     msgspec.Meta(max_length=32),
 ]
-ConditionKey: TypeAlias = tuple[str, str, str]
+ConditionSource = Annotated[str, msgspec.Meta(max_length=100)]
+ConditionKey: TypeAlias = tuple[str, str, str]  # source, kind, subject
 
 
 class Severity(StrEnum):

@@ -33,7 +33,13 @@ from flyball.contracts.identity import (
     SeenStep,
     Seq,
 )
-from flyball.contracts.reports.conditions import HostCondition, Subject
+from flyball.contracts.reports.conditions import (
+    MAX_CONDITIONS,
+    ConditionKey,
+    ConditionSource,
+    HostCondition,
+    Subject,
+)
 from flyball.contracts.reports.rank_columns import CompletedSteps, RankProgress, Workers
 from flyball.contracts.reports.succession import Predecessors
 from flyball.contracts.reports.testimony import Asked, Testimonies
@@ -233,9 +239,17 @@ class ConditionBegan(msgspec.Struct, frozen=True, tag="condition_began"):
 class ConditionEnded(msgspec.Struct, frozen=True, tag="condition_ended"):
     """A condition of the sender's host is over."""
 
-    source: Annotated[str, msgspec.Meta(max_length=100)]
+    source: ConditionSource
     kind: Annotated[str, msgspec.Meta(max_length=64)]
     subject: Subject = ""
+
+
+class ConditionsStand(msgspec.Struct, frozen=True, tag="conditions_stand"):
+    """Of all conditions of the sender's host that these sources report, these stand. Sent to a supervisor that may know
+    of others: its database went back, or the host lost its state folder."""
+
+    sources: Annotated[tuple[ConditionSource, ...], msgspec.Meta(max_length=64)]
+    keys: Annotated[tuple[ConditionKey, ...], msgspec.Meta(max_length=MAX_CONDITIONS)]
 
 
 class EngineRestarted(msgspec.Struct, frozen=True, tag="engine_restarted"):
@@ -274,6 +288,7 @@ SignalBody: TypeAlias = (
     | SavesRecovered
     | ConditionBegan
     | ConditionEnded
+    | ConditionsStand
     | EngineRestarted
     | SignalUnreadable
 )

@@ -8,7 +8,7 @@ from flyball.contracts.cluster import HostState
 from flyball.contracts.decisions import IncidentState
 from flyball.contracts.orders import OrderKind
 from flyball.contracts.reports.conditions import MAX_CONDITIONS, HostCondition, Severity
-from flyball.contracts.reports.signals import ConditionBegan, ConditionEnded, Signal
+from flyball.contracts.reports.signals import ConditionBegan, ConditionEnded, ConditionsStand, Signal
 from services.controller.round import given_up
 from services.controller.round.diagnosis import BESIDE_FAILURES, DEPARTURES, HOST_CONDITION, newest_common_step
 from services.controller.round.round import Round
@@ -30,6 +30,11 @@ def take_signal(round_: Round, signal: Signal) -> None:
             for one in host.conditions:
                 if one.condition.key == (source, kind, subject):
                     _end(round_, host.host_id, one.condition)
+        case ConditionsStand(sources, keys):
+            for condition in [one.condition for one in host.conditions]:
+                is_over = condition.source in sources and condition.key not in keys
+                if is_over and condition.since <= signal.at:  # else it began after that was sent
+                    _end(round_, host.host_id, condition)
 
 
 def settle(round_: Round) -> None:

@@ -11,7 +11,7 @@ from flyball.contracts.decisions import ActionState, DecisionKind, IncidentState
 from flyball.contracts.orders import Order, OrderKind
 from flyball.contracts.reports.conditions import HostCondition, Severity
 from flyball.contracts.reports.drains import DrainState
-from flyball.contracts.reports.signals import ConditionBegan, ConditionEnded, SignalBody
+from flyball.contracts.reports.signals import ConditionBegan, ConditionEnded, ConditionsStand, SignalBody
 from services.controller.round.view import (
     ActionView,
     ConditionChange,
@@ -179,6 +179,19 @@ def test_a_repetition_changes_nothing() -> None:
     (change,) = look(view(hosts=on_b(TOLD)), ended, ended).conditions
     assert change.has_ended
     assert look(view(), ConditionBegan(ECC), source="nobody").empty
+
+
+def test_conditions_whose_end_was_lost_end_once_their_host_says_what_stands() -> None:
+    """The database is a backup, or the host lost its state folder. What others report by HTTP is not the host's."""
+    api = msgspec.structs.replace(TOLD, source="api:dcgm")
+    later = msgspec.structs.replace(TOLD, subject="/scratch", since=NOW + 1)  # told before what was sent earlier
+    host_view = view(hosts=on_b(TOLD, api, LOST, later))
+    stand = ConditionsStand((TOLD.source, LOST.source), (LOST.key,))
+    assert look(host_view, stand).conditions == (ConditionChange("b", TOLD, has_ended=True),)
+    assert look(host_view, ConditionsStand((LOST.source,), (LOST.key,))).conditions == (), (
+        "of the disks it says nothing"
+    )
+    assert look(host_view, stand, source="c").conditions == ()
 
 
 def one_host_job() -> JobView:

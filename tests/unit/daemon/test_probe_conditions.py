@@ -15,7 +15,7 @@ import pytest
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.reports.conditions import MAX_CONDITIONS, HostCondition, Severity
-from flyball.contracts.reports.signals import ConditionBegan, ConditionEnded, SignalBody
+from flyball.contracts.reports.signals import ConditionBegan, ConditionEnded, ConditionsStand, SignalBody
 from host_daemon.probes.condition_files import ConditionFiles
 from host_daemon.probes.findings import NotAvailableError, ProbeFinding, Reading, news
 from host_daemon.probes.probing import Probing
@@ -187,11 +187,18 @@ class Script:
 class Daemon:
     """The part of a daemon that keeps conditions."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, incarnation: str) -> None:
         self.database = HostDatabase(folder / "daemon.sqlite")
         self.facts = Facts(self.database)
-        self.outbox = SignalOutbox(self.database, SystemClock(), source="a", incarnation="i1")
+        self.outbox = SignalOutbox(self.database, SystemClock(), source="a", incarnation=incarnation)
         self.book = ConditionBook(self.facts, self.outbox)
+        self._told: list[SignalBody] = []
+
+    @property
+    def told(self) -> list[SignalBody]:
+        """All signals so far, or, of an earlier daemon, those that nobody has committed."""
+        self._told += [signal.body for signal in self.outbox.due()]
+        return self._told
 
     async def run(self, *probes: Script, until: Callable[[], bool], rebooted: bool = False) -> list[SignalBody]:
         await self.outbox.load()
@@ -204,12 +211,12 @@ class Daemon:
                 if loop.done():
                     loop.result()
         loop.cancel()
-        return [signal.body for signal in self.outbox.due()]
+        return self.told
 
 
 @contextmanager
-def daemon(folder: Path) -> Iterator[Daemon]:
-    made = Daemon(folder)
+def daemon(folder: Path, incarnation: str = "i1") -> Iterator[Daemon]:
+    made = Daemon(folder, incarnation)
     yield made
     made.database.close()
 
@@ -245,3 +252,46 @@ def test_a_probe_that_hangs_blocks_no_other(tmp_path: Path) -> None:
         asyncio.run(one.run(stuck, other, until=lambda: other.reads > 10 and bool(one.book.standing)))
     assert stuck.reads == 1, "no second thread waits for the same driver"
     released.set()
+
+
+def test_another_database_is_told_what_stands_by_a_host_that_had_conditions(tmp_path: Path) -> None:
+    hot = ("probe gpu", "thermal", "gpu 1")
+    with daemon(tmp_path) as first:
+        asyncio.run(first.run(Script(Reading(), Reading((HOT,))), until=lambda: bool(first.book.standing)))
+        asyncio.run(first.book.say_again(is_new_folder=False))
+        assert [type(body) for body in first.told] == [ConditionBegan, ConditionBegan, ConditionsStand]
+        assert first.told[-1] == ConditionsStand(("probe gpu",), (hot,))
+    with daemon(
+        tmp_path, "i2"
+    ) as second:  # the condition ends, and then a supervisor answers that has an older database
+        probe = Script(Reading())
+        asyncio.run(second.run(probe, until=lambda: not second.book.standing and probe.reads > 3))
+        asyncio.run(second.book.say_again(is_new_folder=False))
+        assert second.told[-2:] == [ConditionEnded(*hot), ConditionsStand(("probe gpu",), ())]
+
+
+def test_a_host_with_a_new_state_folder_says_what_stands_once_its_probes_have_looked(tmp_path: Path) -> None:
+    probe, late = Script(Reading((HOT,))), Script(released := threading.Event(), Reading())
+    late.source = "probe late"
+    expected = [
+        ConditionsStand(("probe gpu",), (("probe gpu", "thermal", "gpu 1"),)),
+        ConditionsStand(("probe late",), ()),  # it hung
+    ]
+    with daemon(tmp_path) as one:
+
+        def until() -> bool:
+            stand = [body for body in one.told if isinstance(body, ConditionsStand)]
+            if stand:
+                released.set()
+            return stand == expected
+
+        asyncio.run(one.book.say_again(is_new_folder=True))
+        asyncio.run(one.run(probe, late, until=until))
+
+
+def test_a_host_that_never_had_a_condition_tells_another_database_nothing(tmp_path: Path) -> None:
+    probe = Script(Reading())
+    with daemon(tmp_path) as one:
+        asyncio.run(one.run(probe, until=lambda: probe.reads > 3))
+        asyncio.run(one.book.say_again(is_new_folder=False))
+        assert one.told == []
