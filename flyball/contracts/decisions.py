@@ -83,6 +83,7 @@ class GenerationPlan(msgspec.Struct, frozen=True):
     furthest_step: int = -1  # reached by earlier generations: progress is counted from here
     ran_before_s: float = 0.0  # of an adopted generation: how long it had already run
     too_few_hosts: int = 0  # with so many hosts, its ranks run out of memory; 0: not seen
+    step_s: float = 0.0  # after an adoption: how long a step took until then
 
     @property
     def used_restarts(self) -> int:

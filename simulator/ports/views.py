@@ -134,6 +134,7 @@ def _generation(memory: Memory, job: JobRow) -> GenerationView | None:
         parent_lineage=row.plan.parent_lineage,
         ran_before_s=row.plan.ran_before_s,
         too_few_hosts=row.plan.too_few_hosts,
+        step_s=row.plan.step_s,
         ranks=tuple(
             RankView(
                 rank=number,

@@ -14,7 +14,7 @@ import msgspec
 
 from flyball.contracts.cluster import HostState
 from flyball.contracts.decisions import Alternative, DecisionKind, Incident
-from services.controller.round import fewer_hosts, plans
+from services.controller.round import fewer_hosts, pace, plans
 from services.controller.round.diagnosis import (
     BESIDE_FAILURES,
     CHECKPOINT_REQUESTED,
@@ -143,21 +143,6 @@ def of_more(case: Case, joining: Sequence[HostView]) -> MoreHosts:
     return MoreHosts(round(gain_gpu_s, 1), round(spec.world_size * restart_s, 1), settings.grow_horizon_s)
 
 
-def step_duration_s(case: Case, reported_step: int) -> float:
-    """The time per step in the current generation, with start-up and pauses, which would come again. Without steps in
-    it, the time per step of the job so far."""
-    job, generation = case.job, case.job.generation or case.job.before
-    ran_before_s = generation.ran_before_s if generation is not None else 0.0  # before its adoption
-    if generation is not None and generation.started_at > 0.0 and generation.ranks:
-        restored = -1 if generation.restore_step is None else generation.restore_step
-        made = newest_common_step(generation) - restored
-        if made > 0:
-            reported_at = max(rank.reported_at for rank in generation.ranks)
-            return max(0.0, reported_at - generation.started_at + ran_before_s) / made
-    since = case.incident.opened_at if case.incident is not None else case.now
-    return max(0.0, since - job.submitted_at + ran_before_s) / (max(reported_step, job.newest_step) + 1)
-
-
 def _facts(case: Case, incident: Incident, generation: GenerationView, verdict: Verdict) -> _Facts:
     hosts = case.round.hosts
     lost = [part for part in generation.hosts if case.round.is_silent(part.host_id)]
@@ -176,7 +161,7 @@ def _facts(case: Case, incident: Incident, generation: GenerationView, verdict: 
     return _Facts(
         world_size=case.job.spec.world_size,
         redo_steps=redo_steps,
-        redo_s=redo_steps * step_duration_s(case, reach_step + redo_steps) if redo_steps else 0.0,
+        redo_s=redo_steps * pace.step_duration_s(case, reach_step + redo_steps) if redo_steps else 0.0,
         reach_step=reach_step,
         replaced=(*(part.host_id for part in lost), *leaving),
         missing_ranks=missing_ranks,

@@ -9,7 +9,7 @@ import msgspec
 from flyball.contracts.checkpoints import JobHistory, Lineage, Tier, with_world_sizes
 from flyball.contracts.cluster import HostRanks
 from flyball.contracts.decisions import ActionPlan, DecisionKind, GenerationPlan, Incident
-from services.controller.round import fewer_hosts, guardrails
+from services.controller.round import fewer_hosts, guardrails, pace
 from services.controller.round.choices.peer_choice import PeerMap, choose_peers
 from services.controller.round.diagnosis import newest_step_of
 from services.controller.round.round import Case
@@ -111,6 +111,7 @@ def restart_plan(
             master_port=_master_port(case, hosts),
             run=case.job.run,
             too_few_hosts=fewer_hosts.too_few(case, generation),
+            step_s=_step_s(case, generation, history),
         ),
         deadline_s=case.settings.action_deadline_s,
         warm_hosts=(*joining, *_warm(case, hosts)),
@@ -272,6 +273,15 @@ def known_step(case: Case, lineage: Lineage, asked: Collection[str]) -> int:
     ]
     step = recovery_point.newest_step(copies, lineage, case.job.spec.world_size)
     return -1 if step is None else step
+
+
+def _step_s(case: Case, generation: GenerationView, history: Lineage) -> float:
+    """How long a step took until an adoption, for the generations after it: the database does not know how long the job
+    had run before, and would take its steps for as short as the time since. 0.0: it knows."""
+    if generation.step_s > 0.0 or generation.ran_before_s == 0.0:
+        return generation.step_s
+    newest = max(case.job.newest_step, known_step(case, history, _holders(case)))
+    return pace.step_duration_s(case, newest) if newest >= 0 else 0.0
 
 
 def _peers(case: Case, hosts: Sequence[HostRanks], before: GenerationView | None = None) -> PeerMap:

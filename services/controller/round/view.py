@@ -185,6 +185,7 @@ class GenerationView(msgspec.Struct, frozen=True):
     parent_lineage: Lineage = ()  # the history that it continues
     ran_before_s: float = 0.0  # how long it had run when it was adopted
     too_few_hosts: int = 0  # with so many, an earlier generation ran out of memory; 0: none did
+    step_s: float = 0.0  # how long a step took until the job was adopted; 0.0: it was not
 
     @property
     def used_restarts(self) -> int:

@@ -13,7 +13,7 @@ from flyball.contracts.decisions import DecisionKind, Harm, Incident, IncidentSt
 from flyball.contracts.error_classes import ErrorClass, error_class_of
 from flyball.contracts.reports.signals import ReplicasDiffer, Signal
 from flyball.contracts.reports.training_health import LossDiverged, LossRecovered, ReplayDiffers
-from services.controller.round import expected_cost, guardrails, plans
+from services.controller.round import guardrails, pace, plans
 from services.controller.round.diagnosis import (
     BESIDE_FAILURES,
     HARMS,
@@ -232,7 +232,7 @@ def going_back(case: Case, incident: Incident, harm: Harm) -> tuple[str, int, in
     """In words how far a restart from before the harm goes back; that step, and how many steps it gives up."""
     step, generation = _clean_point(case, incident, harm), case.this_generation
     newest = newest_common_step(generation)
-    lost, redo_s = max(0, newest - step), max(0, newest - step) * expected_cost.step_duration_s(case, newest)
+    lost, redo_s = max(0, newest - step), max(0, newest - step) * pace.step_duration_s(case, newest)
     ranks = counted(case.job.spec.world_size, "rank")
     words = (
         f"Step {step} is the newest recovery point before the harm: generation {generation.generation + 1} starts from "

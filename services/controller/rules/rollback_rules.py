@@ -13,7 +13,7 @@ import msgspec
 from flyball.contracts.checkpoints import Lineage, Tier, newest_point
 from flyball.contracts.decisions import ActionPlan, DecisionKind, Harm
 from flyball.contracts.recovery import complete_points
-from services.controller.round import expected_cost, plans
+from services.controller.round import pace, plans
 from services.controller.round.diagnosis import RESTORE_FAILED
 from services.controller.round.round import Case
 from services.controller.round.verdict import Verdict
@@ -187,7 +187,7 @@ def rollback_of(case: Case, plan: ActionPlan | None) -> Rollback | None:
         reach_step=reach_step,
         holders=tuple(sorted(holders)),
         away_since=max(away, default=0.0),
-        step_s=expected_cost.step_duration_s(case, reported[0]),
+        step_s=pace.step_duration_s(case, reported[0]),
         ranks=plan.spec.world_size,
     )
 

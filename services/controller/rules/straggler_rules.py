@@ -11,7 +11,7 @@ from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import DecisionKind, Incident, IncidentState
 from flyball.contracts.reports.signals import Signal
 from flyball.contracts.reports.training_health import Straggler, StragglerRecovered
-from services.controller.round import expected_cost, plans
+from services.controller.round import expected_cost, pace, plans
 from services.controller.round.diagnosis import STRAGGLER, newest_common_step
 from services.controller.round.round import Case, Round
 from services.controller.round.verdict import Evidence, Verdict
@@ -132,7 +132,7 @@ def hold_without_a_spare(case: Case) -> Verdict | None:
 def _expected(case: Case) -> _Expected:
     generation, settings = case.this_generation, case.settings
     newest = newest_common_step(generation)
-    step_s = expected_cost.step_duration_s(case, newest)
+    step_s = pace.step_duration_s(case, newest)
     known = plans.known_step(case, generation.lineage, [part.host_id for part in generation.hosts])
     share = min(1.0, case.this_incident.excess_s / step_s) if step_s > 0.0 else 0.0
     horizon_s = settings.straggler_horizon_s

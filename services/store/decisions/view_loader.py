@@ -333,6 +333,7 @@ def _generation(row: Any, plan: GenerationPlan, seen: Mapping[int, RankView]) ->
         parent_lineage=plan.parent_lineage,
         ran_before_s=plan.ran_before_s,
         too_few_hosts=plan.too_few_hosts,
+        step_s=plan.step_s,
         ranks=tuple(seen[number] for number in sorted(seen)),
     )
 

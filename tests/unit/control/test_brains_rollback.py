@@ -217,6 +217,22 @@ def test_a_generation_that_made_no_step_is_judged_by_what_the_job_took_for_a_ste
     assert look(*ALL_SILENT, copies=BOTH_HOLD, of=further).wake_at == NOW + 100.0
 
 
+def test_what_a_step_took_until_an_adoption_is_handed_on() -> None:
+    """The database does not know how long the job had run before, and the next generation may make no step."""
+    in_reach = held(49, "c", 0, 1)
+    adopted = msgspec.structs.replace(GENERATION, started_at=NOW - 20, ran_before_s=200.0)
+    young = msgspec.structs.replace(JOB, generation=adopted, submitted_at=NOW - 20)
+    first = restarted(look(*ALL_SILENT, copies=in_reach, of=young)).action
+    assert first is not None and first.next is not None and first.next.step_s == 4.2  # 210 s for 50 steps
+    empty = msgspec.structs.replace(
+        adopted, generation=2, parent_lineage=(LineageEntry(1),), ranks=(), ran_before_s=0.0, step_s=4.2
+    )
+    stuck = msgspec.structs.replace(young, generation=empty)
+    assert look(*ALL_SILENT, copies=BOTH_HOLD, of=stuck).wake_at == NOW + 210.0
+    second = restarted(look(*ALL_SILENT, copies=in_reach, of=stuck)).action
+    assert second is not None and second.next is not None and second.next.step_s == 4.2
+
+
 def test_a_job_that_goes_on_after_it_had_ended_waits_for_newer_steps_too() -> None:
     again = msgspec.structs.replace(JOB, state=JobState.SUBMITTED, generation=None, before=GENERATION)
     hosts = [msgspec.structs.replace(h, job="") for h in ALL_SILENT]
