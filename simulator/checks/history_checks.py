@@ -146,11 +146,12 @@ def _lost_steps(fact: Restored, stored_step: int, name: str) -> Iterator[Violati
 
 
 def _let_in(record: Record) -> dict[int, dict[int, float]]:
-    """By recorded generation: the newest step of each earlier one that its decision let it go on from."""
+    """By recorded generation: the newest step of each earlier one that its decision let it go on from. The decision of
+    an adopted one is lost: its history counts."""
     return {
         found.plan.generation: {
             entry.generation: float("inf") if entry.upto_step is None else entry.upto_step
-            for entry in found.plan.parent_lineage
+            for entry in found.plan.parent_lineage or (found.lineage or ())[:-1]
         }
         for found in record.generations
     }

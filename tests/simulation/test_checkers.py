@@ -192,6 +192,11 @@ def test_a_step_beyond_the_branch_of_its_history_is_dead(good: Run) -> None:
     cut = but(good.record, generations=(first, msgspec.structs.replace(second, plan=plan), third))
     assert found([*unheard, newer], cut) == ["restored_dead_branch"]
     assert found([*unheard, newer], but(good.record, generations=(first, third))) == ["restored_dead_branch"]
+    # Of an adopted generation the decision is lost; its hosts know its history.
+    plan, lineage = msgspec.structs.replace(second.plan, parent_lineage=()), (LineageEntry(1, 4), LineageEntry(2))
+    adopted = but(good.record, generations=(first, msgspec.structs.replace(second, plan=plan, lineage=lineage), third))
+    assert found([*unheard, fine], adopted) == []
+    assert found([*unheard, newer], adopted) == ["restored_dead_branch"]
 
 
 def test_a_replay_that_decides_otherwise_is_found(good: Run) -> None:
