@@ -16,6 +16,7 @@ from simulator.checks.history import (
     Cordoned,
     CoreFault,
     Fact,
+    FaultBegan,
     Granted,
     Obeyed,
     Parked,
@@ -29,6 +30,8 @@ from simulator.checks.record import Record
 from simulator.checks.record_checks import Violation, adopting
 
 _PARKED_S = 110.0  # for a save before a move, while the control plane is away
+_SAVES_FAIL = "host_keeps_no_save"  # how that fault begins
+_UNSAVED_S = 20.0  # of training; a save waits for replicas of the one before for half as long
 _WORTH_A_WAIT_S = 20.0  # of training; the policy's own threshold is lower, and its clock an estimate
 
 
@@ -40,6 +43,7 @@ def check_history(facts: Sequence[Fact], record: Record) -> list[Violation]:
         *_no_older_rank_beside_a_newer(facts),
         *_restored_whole_steps(facts, record),
         *_rollbacks_are_explained(facts, record),
+        *_what_trains_saves(facts),
         *_reachable_hosts_are_not_condemned(facts),
         *_few_hosts_are_cordoned(facts),
         *_failed_starts_are_free(facts, record),
@@ -198,6 +202,22 @@ def _rollbacks_are_explained(facts: Iterable[Fact], record: Record) -> Iterator[
             if decision.incident_id and has_saved and not is_explained:
                 what = f"generation {fact.generation} starts from scratch, but {decision.decision_id} does not say so"
                 yield Violation("rollback_unsaid", what)
+
+
+def _what_trains_saves(facts: Sequence[Fact]) -> Iterator[Violation]:
+    """A generation that trains saves, unless a host cannot: else all that it does is lost with it."""
+    if any(isinstance(fact, FaultBegan) and fact.fault.startswith(_SAVES_FAIL) for fact in facts):
+        return
+    step_s = _usual_step_s([fact for fact in facts if isinstance(fact, Saved)])
+    generation, saved = 0, -1  # that trains, and the newest step that it restored or saved
+    for fact in facts:
+        if isinstance(fact, Saved) and fact.generation == generation:
+            saved = max(saved, fact.step)
+        elif isinstance(fact, Restored):
+            if generation and (fact.newest_step - saved) * step_s > _UNSAVED_S:
+                what = f"generation {generation} reached step {fact.newest_step}, and saved none after {saved}"
+                yield Violation("training_not_saved", what)
+            generation, saved = fact.generation, fact.step
 
 
 def _usual_step_s(saved: Sequence[Saved]) -> float:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
+from ckpt_engine.rules.slot_rules import SlotState, SlotView
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.reports.signals import HostSilent, PreemptionNotice, Signal
 from host_daemon.store.command_journal import CommandAdmission
@@ -93,6 +94,13 @@ def _overwrites_the_oldest(patch: Patch) -> None:
     patch.setattr(world, "choose_slot", lambda slots, *_: min(slots, key=lambda slot: slot.step))
 
 
+def _overwrites_nothing(patch: Patch) -> None:
+    def choose_slot(slots: Sequence[SlotView], *_: object) -> SlotView | None:
+        return next((slot for slot in slots if slot.state is SlotState.EMPTY), None)
+
+    patch.setattr(world, "choose_slot", choose_slot)
+
+
 def _leaves_the_store_out(patch: Patch) -> None:
     """Whoever plans a restore."""
 
@@ -135,4 +143,5 @@ BUGS = (
     PlantedBug("never tells of silence", _never_tells_of_silence, 3, "training_not_back"),
     PlantedBug("leaves the store out", _leaves_the_store_out, 103, "training_not_back"),
     PlantedBug("overwrites the oldest", _overwrites_the_oldest, 46, "recovery_point_dropped"),
+    PlantedBug("overwrites nothing", _overwrites_nothing, 7, "training_not_saved"),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
@@ -14,7 +14,18 @@ from flyball.contracts.checkpoints import LineageEntry, Tier
 from flyball.contracts.decisions import ActionState, IncidentState
 from flyball.contracts.identity import Fence
 from simulator import driver
-from simulator.checks.history import Condemned, Cordoned, CoreFault, Fact, Granted, Obeyed, Restored, Saved, WorkerBegan
+from simulator.checks.history import (
+    Condemned,
+    Cordoned,
+    CoreFault,
+    Fact,
+    FaultBegan,
+    Granted,
+    Obeyed,
+    Restored,
+    Saved,
+    WorkerBegan,
+)
 from simulator.checks.history_checks import check_history
 from simulator.checks.record import Record
 from simulator.checks.record_checks import check_record, check_replay
@@ -168,6 +179,21 @@ def test_unexplained_rollbacks_are_found(good: Run) -> None:
     waited = but(good.record, decisions=(msgspec.structs.replace(decisions[at], number=99, decision=wait), *decisions))
     assert found(went_back, waited) == set()
     assert found(anew, waited) == set()
+
+
+def test_a_generation_that_trains_must_save(good: Run) -> None:
+    began: list[Fact] = [Restored(1.0, "job", 1, -1, -1, -1, -1, True)]
+    saved: list[Fact] = [Saved(float(at), "job", 1, at) for at in range(10)]
+
+    def found(newest: int, facts: Sequence[Fact] = ()) -> set[str]:
+        then = Restored(50.0, "job", 2, 9, 1, 9, newest, True)
+        return {violation.invariant for violation in check_history([*facts, *began, *saved, then], good.record)}
+
+    assert found(29) == set(), "it waits for replicas for a while"
+    assert found(30) == {"training_not_saved"}
+    assert (
+        found(30, [FaultBegan(0.5, f"{Fault(FaultKind.HOST_KEEPS_NO_SAVE, 0.5, 60.0, 0.5, 0.5)} on host-1")]) == set()
+    )
 
 
 def test_a_step_beyond_the_branch_of_its_history_is_dead(good: Run) -> None:
