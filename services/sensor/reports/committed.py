@@ -17,19 +17,20 @@ LOOK_AGAIN_S = 0.1
 
 class CommittedPositions:
     """A cache of the highest committed seq per sender, a source with its incarnation: hosts choose their incarnations'
-    names, so these are not unique. It asks the database only about senders with uncommitted signals. Belongs to one
-    event loop."""
+    names, so these are not unique. It asks the database only about senders whose signals have come since. Belongs to
+    one event loop."""
 
     def __init__(self, read: Callable[[Sequence[Sender]], dict[Sender, int]], clock: Clock) -> None:
         self._read = read
         self._clock = clock
         self._committed: OrderedDict[Sender, int] = OrderedDict()
-        self._newest: dict[Sender, int] = {}  # of senders with uncommitted signals
+        self._newest: dict[Sender, int] = {}  # of senders to look up
 
     def expect(self, source: str, incarnation: str, seq: int) -> None:
-        """A signal was received: look it up until it is committed."""
+        """A signal was received: look it up until it is committed. Also one that was: its host may send it again
+        because an older database took the place of the one that is known here."""
         sender = source, incarnation
-        if seq > self._committed.get(sender, -1) and (sender in self._newest or len(self._newest) < MAX_SENDERS):
+        if sender in self._newest or len(self._newest) < MAX_SENDERS:
             self._newest[sender] = max(seq, self._newest.get(sender, seq))
 
     def known(self, source: str, incarnations: Iterable[str]) -> dict[str, int]:
@@ -59,7 +60,7 @@ class CommittedPositions:
             await changed.wait(seen, wait_s)
 
     def outstanding(self) -> list[Sender]:
-        """The senders with uncommitted signals."""
+        """The senders with signals that are uncommitted, or have come again."""
         return list(self._newest)
 
     def update(self, asked: Iterable[Sender], fresh: Mapping[Sender, int]) -> None:

@@ -187,8 +187,8 @@ class Ingest:
         if new:
             self._replicas.observe(new, own.workers)
             self._admission.spend(host_id, len(new), len(encode(new)), now_s=now_s)
-            for signal in new:
-                self._committed.expect(host_id, signal.incarnation, signal.seq)
+        for signal in report.signals:
+            self._committed.expect(host_id, signal.incarnation, signal.seq)
         incarnations = {report.incarnation, *(s.incarnation for s in report.signals)} if report.signals else None
         known = self._committed.known(host_id, incarnations or (report.incarnation,))
         ask = self._detector.questions(host_id)

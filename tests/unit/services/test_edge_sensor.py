@@ -367,7 +367,6 @@ def test_committed_positions_are_read_only_while_something_is_outstanding() -> N
         assert positions.known("h", ["i1", "i2"]) == {"i1": 3}
         assert positions.known("other", ["i1"]) == {}
         n_asked = len(asked)
-        positions.expect("h", "i1", 3)  # a repetition of a committed signal
         positions.expect("h", "i9", 1)
         wakeup.notify("events")
         async with asyncio.timeout(60):
@@ -377,6 +376,22 @@ def test_committed_positions_are_read_only_while_something_is_outstanding() -> N
         task.cancel()
 
     asyncio.run(scenario())
+
+
+def test_a_committed_signal_that_comes_again_is_looked_up_as_the_database_may_be_an_older_one() -> None:
+    """Swarm seed 33181: a backup took its place beneath the sensor, which told the hosts what the former one had."""
+    positions = CommittedPositions(lambda _: {}, SystemClock())
+    positions.expect("h", "i1", 3)
+    positions.update([("h", "i1")], {("h", "i1"): 3})
+    assert positions.outstanding() == []
+    positions.expect("h", "i1", 2)
+    assert positions.outstanding() == [("h", "i1")]
+    positions.update([("h", "i1")], {("h", "i1"): 3})
+    assert positions.outstanding() == [], "the reply was lost, no more"
+    positions.expect("h", "i1", 2)
+    positions.update([("h", "i1")], {("h", "i1"): 1})
+    assert positions.known("h", ["i1"]) == {"i1": 1}, "the host sends all from 2 on"
+    assert positions.outstanding() == [("h", "i1")]
 
 
 def test_a_sender_unknown_to_the_database_has_nothing_committed() -> None:
