@@ -81,13 +81,6 @@ def view(
     return View((job,), tuple(hosts), tuple(incidents), tuple(actions), tuple(copies), 7, 70)
 
 
-def reported(job: JobView, at: float) -> JobView:
-    """The job, of which every rank was reported at that moment."""
-    assert job.generation is not None
-    ranks = tuple(msgspec.structs.replace(one, reported_at=at) for one in job.generation.ranks)
-    return msgspec.structs.replace(job, generation=msgspec.structs.replace(job.generation, ranks=ranks))
-
-
 def say(body: SignalBody, *, source: str = "", at: float = NOW, seq: int = 1) -> Signal:
     """Said by the host that has the rank, unless another is named."""
     return Signal(source or ("b" if getattr(body, "rank", 0) == 1 else "a"), "i1", seq, at, body)

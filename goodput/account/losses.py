@@ -34,7 +34,7 @@ FAILURE_CLASSES = {
     "room_to_grow": "lack_of_hosts",
     "superseded_workers": "control_plane",
     "ranks_parked": "control_plane",
-    "ranks_gone": "control_plane",
+    "ranks_stopped": "control_plane",
 }
 
 # The cause of time lost without an incident: what the job did or waited for.

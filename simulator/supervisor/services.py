@@ -181,7 +181,8 @@ class Controller(SimulatedProcess):
         for name in lasting_neighbours(host.host_id, plans[group.job, group.generation], plans[max(plans)]):
             # A report that was stuck in the network is no sign that the neighbour could be asked since.
             is_reporting = sensor.answers and self.world.now - sensor.sent_at.get(name, 0.0) < 2.0
-            if is_reporting and self.world.hosts[name].in_touch_for_s(host) > 30.0:
+            can_be_asked = is_reporting and self.world.network.is_open(SENSOR, name)  # not if only its reports arrive
+            if can_be_asked and self.world.hosts[name].in_touch_for_s(host) > 30.0:
                 return name
         return ""
 

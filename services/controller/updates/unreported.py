@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from flyball.contracts.cluster import Phase
 from flyball.contracts.decisions import Incident
-from services.controller.round.diagnosis import RANKS_GONE, RANKS_PARKED, START_OVERDUE, Failure
+from services.controller.round.diagnosis import RANKS_PARKED, RANKS_STOPPED, START_OVERDUE, Failure
 from services.controller.round.round import Round
-from services.controller.round.view import GenerationView, JobView, RankView
+from services.controller.round.view import GenerationView, JobView
 from services.controller.round.wording import ranks_kept, ranks_of
 from services.controller.rules import health_rules
 
@@ -21,7 +21,7 @@ def failure(round_: Round, job: JobView, generation: GenerationView) -> Failure 
     return (
         _never_started(round_, job, generation)
         or _parked_for_nothing(round_, job, generation)
-        or _gone(round_, job, generation)
+        or _stopped_for_nothing(round_, job, generation)
     )
 
 
@@ -73,29 +73,18 @@ def _parked_for_nothing(round_: Round, job: JobView, generation: GenerationView)
     )
 
 
-def _gone(round_: Round, job: JobView, generation: GenerationView) -> Failure | None:
+def _stopped_for_nothing(round_: Round, job: JobView, generation: GenerationView) -> Failure | None:
     """Return the failure of ranks that were stopped by a command which the database does not know: it was set back.
-    Their ends may be forgotten, too, or still be on their way; then their hosts' reports no longer name them."""
-    if pending_failure(round_, job) is not None:
-        return None
+    Their hosts said again how they ended."""
     stopped = [rank.rank for rank in generation.ranks if rank.exited is not None and rank.exited.expected]
-    gone = stopped or [rank.rank for rank in generation.ranks if _is_not_reported(round_, rank)]
-    if not gone:
+    if not stopped or pending_failure(round_, job) is not None:
         return None
-    known = "were stopped by a command that this database does not know: it may have been set back"
-    unknown = "are gone: their hosts no longer report them, and nothing says how they ended"
     return Failure(
-        cause=RANKS_GONE,
-        message=f"{ranks_of(gone).capitalize()} {known if stopped else unknown}.",
+        cause=RANKS_STOPPED,
+        message=f"{ranks_of(stopped).capitalize()} ended by a command that this database does not know: it may have "
+        "been set back.",
         generation=generation.generation,
         at=round_.now,
-        rank=gone[0],
-        evidence={"ranks": ranks_kept(gone)},
+        rank=stopped[0],
+        evidence={"ranks": ranks_kept(stopped)},
     )
-
-
-def _is_not_reported(round_: Round, rank: RankView) -> bool:
-    host = round_.hosts.get(rank.host_id)
-    if host is None or rank.exited is not None or rank.reported_at == 0.0:
-        return False
-    return host.known_at > rank.reported_at + REPORTED_WITHIN_S

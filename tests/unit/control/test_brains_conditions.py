@@ -34,7 +34,6 @@ from tests.policy_views import (
     exited,
     host,
     incident,
-    reported,
     say,
     submitted,
     view,
@@ -99,7 +98,6 @@ def test_a_warning_is_left_at_a_step_that_all_ranks_save() -> None:
     failed = look(view(**after, actions=[acted(first, ActionState.FAILED)]), now=NOW + 20)
     kept = decide(
         view(
-            job=reported(JOB, NOW + 30),
             incidents=failed.incidents or first.incidents,
             hosts=tuple(msgspec.structs.replace(h, last_report_at=NOW + 30) for h in on_b(ECC)),
             actions=[acted(first, ActionState.FAILED)],

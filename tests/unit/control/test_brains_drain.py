@@ -24,7 +24,6 @@ from services.controller.round.view import (
     View,
 )
 from tests.checked_rules import decide
-from tests.policy_views import reported
 
 NOW = 10_000.0
 SETTINGS = PolicySettings()
@@ -177,8 +176,7 @@ def test_a_notice_is_void_when_its_host_outlives_it(ago_s: float, is_void: bool)
     assert first.decisions[0].kind is DecisionKind.EMERGENCY_CHECKPOINT, "the last call, without a spare"
     now = NOW + 9 + ago_s
     hosts = (host("a", last_report_at=now), host("b", preempt_deadline_at=NOW + 9, last_report_at=now))
-    job = reported(JOB, now)
-    seen = view(*hosts, incidents=first.incidents, actions=[saved(first, ActionState.SUCCEEDED)], job=job)
+    seen = view(*hosts, incidents=first.incidents, actions=[saved(first, ActionState.SUCCEEDED)])
     outcome = look(seen, now=now)
     assert [d.kind for d in outcome.decisions if d.action] == ([DecisionKind.RESUME] if is_void else [])
     assert [change.preempt_deadline_at for change in outcome.hosts] == ([0.0] if is_void else [])

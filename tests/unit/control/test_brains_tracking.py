@@ -25,7 +25,6 @@ from tests.policy_views import (
     incident,
     preempted,
     rank,
-    reported,
     view,
 )
 
@@ -148,18 +147,10 @@ def test_ranks_that_were_stopped_for_nothing_are_restarted() -> None:
     stopped = (msgspec.structs.replace(rank(0, "a"), exited=ended, exited_at=NOW - 3), rank(1, "b"))
     job = msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, ranks=stopped))
     outcome = decide(view(job=job, copies=SAVED), [], SETTINGS, NOW)
-    assert [(i.cause, i.generation, i.observed_at) for i in outcome.incidents] == [("ranks_gone", 2, NOW)]
+    assert [(i.cause, i.generation, i.observed_at) for i in outcome.incidents] == [("ranks_stopped", 2, NOW)]
     assert (decided(outcome).kind, decided(outcome).evidence["ranks"]) == (DecisionKind.RESTART_IN_PLACE, "0")
     running = action(state=ActionState.DISPATCHED, incident_id="inc-9")
     assert not decide(view(job=job, actions=[running]), [], SETTINGS, NOW).incidents, "that one stopped them"
-
-
-@pytest.mark.parametrize(("later_s", "is_gone"), [(9.9, False), (10.1, True)])
-def test_ranks_whose_host_reports_without_them_are_restarted(later_s: float, is_gone: bool) -> None:
-    """Their ends were committed to a database that is lost, so nobody says them again."""
-    hosts = (host("a", job="job", last_report_at=NOW), host("b", job="job", last_report_at=NOW))
-    outcome = decide(view(job=reported(JOB, NOW - later_s), hosts=hosts, copies=SAVED), [], SETTINGS, NOW)
-    assert [i.cause for i in outcome.incidents] == (["ranks_gone"] if is_gone else [])
 
 
 def test_ranks_are_not_missed_while_an_action_of_their_job_runs() -> None:
