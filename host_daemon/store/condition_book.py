@@ -60,6 +60,7 @@ class ConditionBook:
         _log.info("condition_ended", kind=condition.kind, source=condition.source, subject=condition.subject)
         source, kind, subject = condition.key
         await self._outbox.put(ConditionEnded(source, kind, subject), also=self._noted())
+        self._outbox.repeat(lambda body: isinstance(body, ConditionBegan) and body.condition.key == condition.key)
 
     async def forget(self, keys: Iterable[ConditionKey]) -> None:
         """Drop conditions that ended by themselves: the supervisor knows when."""

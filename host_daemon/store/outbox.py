@@ -6,7 +6,7 @@ import asyncio
 import json
 import sqlite3
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 
 import msgspec
@@ -103,6 +103,13 @@ class SignalOutbox:
         ]
         self._sent_at.update(((s.incarnation, s.seq), now) for s in due)
         return tuple(due)
+
+    def repeat(self, is_meant: Callable[[SignalBody], bool]) -> None:
+        """Have these signals in the next report, too, before all later ones, unless they are committed: what was sent
+        may be lost on its way, and would be sent again after what follows it."""
+        for key, signal in self._pending.items():
+            if is_meant(signal.body):
+                self._sent_at.pop(key, None)
 
     def not_sent(self, signals: tuple[Signal, ...]) -> None:
         """The report that carried them failed: they are due at once."""

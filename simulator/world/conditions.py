@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from flyball.contracts.reports.conditions import ConditionKey, HostCondition
-from flyball.contracts.reports.signals import ConditionBegan, ConditionEnded, ConditionsStand
+from flyball.contracts.reports.signals import ConditionBegan, ConditionEnded, ConditionsStand, SignalBody
 
 if TYPE_CHECKING:
     from simulator.world.host import Host
 
 SOURCE = "simulated"
+
+
+def _is_beginning(key: ConditionKey, body: SignalBody) -> bool:
+    return isinstance(body, ConditionBegan) and body.condition.key == key
 
 
 class Conditions:
@@ -37,6 +42,7 @@ class Conditions:
             return
         for key in sorted(self._reported.keys() - self._standing.keys()):
             self._host.put(ConditionEnded(*key))
+            self._host.repeat(partial(_is_beginning, key))
         for key in sorted(self._standing.keys() - self._reported.keys()):
             self._host.put(ConditionBegan(self._standing[key]))
         self._reported = dict(self._standing)

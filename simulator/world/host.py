@@ -187,6 +187,12 @@ class Host:
 
         return happen
 
+    def repeat(self, is_meant: Callable[[SignalBody], bool]) -> None:
+        """As the daemon's outbox does."""
+        for key, signal in self._spool.items():
+            if is_meant(signal.body):
+                self._sent_at.pop(key, None)
+
     def put(self, body: SignalBody) -> None:
         """Spool a signal, and report at once."""
         self._spool_signal(body)

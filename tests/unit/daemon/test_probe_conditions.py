@@ -184,13 +184,19 @@ class Script:
         return step
 
 
+class StoppedClock(SystemClock):
+    """By which no signal is due again."""
+
+    monotonic_s = staticmethod(lambda: 0.0)
+
+
 class Daemon:
     """The part of a daemon that keeps conditions."""
 
     def __init__(self, folder: Path, incarnation: str) -> None:
         self.database = HostDatabase(folder / "daemon.sqlite")
         self.facts = Facts(self.database)
-        self.outbox = SignalOutbox(self.database, SystemClock(), source="a", incarnation=incarnation)
+        self.outbox = SignalOutbox(self.database, StoppedClock(), source="a", incarnation=incarnation)
         self.book = ConditionBook(self.facts, self.outbox)
         self._told: list[SignalBody] = []
 
@@ -252,6 +258,15 @@ def test_a_probe_that_hangs_blocks_no_other(tmp_path: Path) -> None:
         asyncio.run(one.run(stuck, other, until=lambda: other.reads > 10 and bool(one.book.standing)))
     assert stuck.reads == 1, "no second thread waits for the same driver"
     released.set()
+
+
+def test_the_end_of_a_condition_is_not_heard_before_its_beginning(tmp_path: Path) -> None:
+    """A sensor may end with what it was sent: sent again after a second, it would come last."""
+    with daemon(tmp_path) as one:
+        asyncio.run(one.run(Script(Reading((HOT,))), until=lambda: bool(one.book.standing)))
+        assert [type(body) for body in one.told] == [ConditionBegan]
+        asyncio.run(one.run(Script(Reading()), until=lambda: one.outbox.has_unsent))
+        assert [type(body) for body in one.told[1:]] == [ConditionBegan, ConditionEnded]
 
 
 def test_another_database_is_told_what_stands_by_a_host_that_had_conditions(tmp_path: Path) -> None:
