@@ -233,6 +233,20 @@ def test_what_a_step_took_until_an_adoption_is_handed_on() -> None:
     assert second is not None and second.next is not None and second.next.step_s == 4.2
 
 
+def test_what_an_adopted_generation_ran_is_for_the_steps_after_the_one_that_it_restored() -> None:
+    """Swarm seed 30226: its host was lost before the new database had heard of a rank. The seconds since its start were
+    taken for those of all steps of the job, and these given up as worth little."""
+    copies = [msgspec.structs.replace(copy, generation=2) for copy in BOTH_HOLD]
+    lineage = (LineageEntry(1, 46), LineageEntry(2))
+    adopted = msgspec.structs.replace(
+        GENERATION, generation=2, lineage=lineage, ranks=(), restore_step=46, started_at=NOW - 3, ran_before_s=6.0
+    )
+    young = msgspec.structs.replace(JOB, generation=adopted, submitted_at=NOW - 3)
+    assert look(*ALL_SILENT, copies=copies, of=young).wake_at == NOW + 150.0  # 50 steps, of which 3 took 9 s
+    young = msgspec.structs.replace(young, generation=msgspec.structs.replace(adopted, restore_step=49), newest_step=49)
+    assert look(*ALL_SILENT, copies=copies, of=young).wake_at == NOW + 450.0, "as if it had made one"
+
+
 def test_a_job_that_goes_on_after_it_had_ended_waits_for_newer_steps_too() -> None:
     again = msgspec.structs.replace(JOB, state=JobState.SUBMITTED, generation=None, before=GENERATION)
     hosts = [msgspec.structs.replace(h, job="") for h in ALL_SILENT]
