@@ -263,7 +263,7 @@ def test_a_probe_that_hangs_blocks_no_other(tmp_path: Path) -> None:
 def test_the_end_of_a_condition_is_not_heard_before_its_beginning(tmp_path: Path) -> None:
     """A sensor may end with what it was sent: sent again after a second, it would come last."""
     with daemon(tmp_path) as one:
-        asyncio.run(one.run(Script(Reading((HOT,))), until=lambda: bool(one.book.standing)))
+        asyncio.run(one.run(Script(Reading((HOT,))), until=lambda: one.outbox.has_unsent))
         assert [type(body) for body in one.told] == [ConditionBegan]
         asyncio.run(one.run(Script(Reading()), until=lambda: one.outbox.has_unsent))
         assert [type(body) for body in one.told[1:]] == [ConditionBegan, ConditionEnded]
@@ -272,7 +272,7 @@ def test_the_end_of_a_condition_is_not_heard_before_its_beginning(tmp_path: Path
 def test_another_database_is_told_what_stands_by_a_host_that_had_conditions(tmp_path: Path) -> None:
     hot = ("probe gpu", "thermal", "gpu 1")
     with daemon(tmp_path) as first:
-        asyncio.run(first.run(Script(Reading(), Reading((HOT,))), until=lambda: bool(first.book.standing)))
+        asyncio.run(first.run(Script(Reading(), Reading((HOT,))), until=lambda: first.outbox.has_unsent))
         asyncio.run(first.book.say_again(is_new_folder=False))
         assert [type(body) for body in first.told] == [ConditionBegan, ConditionBegan, ConditionsStand]
         assert first.told[-1] == ConditionsStand(("probe gpu",), (hot,))
