@@ -160,20 +160,35 @@ def _verify(round_: Round, job: JobView, incident: Incident) -> None:
     elif threshold < 0 and ranks and all(diagnosis.shows_no_steps(rank) for rank in ranks):
         _watch_life(round_, job, incident, ranks)
     elif _obeys_another(round_, job, incident, generation):
-        pass  # the ranks train again, or did until that one
+        round_.wake(round_.now + ASK_AGAIN_S)  # they train again, or did until that one: it sees to them
     elif not is_known_since(round_, generation, due := max(incident.since, generation.started_at) + patience_s):
         round_.wake(max(due, round_.now + ASK_AGAIN_S))
     elif ranks and all(rank.phase not in (Phase.STARTING, Phase.RESTORING, Phase.PARKED) for rank in ranks):
         # Long steps: the detector reports it if they stop.
         round_.wake(round_.now + round_.settings_of(job.spec).verify_deadline_s)
-    elif (failure := pending_failure(round_, job)) is None or failure == incident:  # else that one starts another
+    elif not _waits_for_a_failure(round_, job, incident, generation):
         round_.advance(incident, IncidentEvent.VERIFY_OVERDUE)
 
 
 def _obeys_another(round_: Round, job: JobView, incident: Incident, generation: GenerationView) -> bool:
-    """Whether the generation's ranks had to act for another incident, which began beside this one."""
-    others = [i for i in round_.open_incidents(job.spec.job) if i.cause in BESIDE_FAILURES and i is not incident]
-    return any(_stands(round_, other, generation) for other in others)
+    """Whether the generation's ranks act or stand for another incident, which began beside this one."""
+    is_parked = any(rank.phase is Phase.PARKED for rank in generation.ranks)
+    return any(
+        other.cause in BESIDE_FAILURES
+        and other is not incident
+        and (is_parked or other.state in (IncidentState.ACTING, IncidentState.VERIFYING))
+        and _stands(round_, other, generation)
+        for other in round_.open_incidents(job.spec.job)
+    )
+
+
+def _waits_for_a_failure(round_: Round, job: JobView, incident: Incident, generation: GenerationView) -> bool:
+    """Whether a failure starts another generation, and not this incident. One that is verified waits for this one, if
+    the ranks obey it."""
+    failure = pending_failure(round_, job)
+    if failure is None or failure == incident:
+        return False
+    return failure.state is not IncidentState.VERIFYING or not _stands(round_, incident, generation)
 
 
 def _stands(round_: Round, incident: Incident, generation: GenerationView) -> bool:

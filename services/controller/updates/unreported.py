@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flyball.contracts.cluster import Phase
-from flyball.contracts.decisions import Incident
+from flyball.contracts.decisions import Incident, IncidentState
 from services.controller.round.diagnosis import RANKS_PARKED, RANKS_STOPPED, START_OVERDUE, Failure
 from services.controller.round.round import Round
 from services.controller.round.view import GenerationView, JobView
@@ -75,16 +75,22 @@ def _parked_for_nothing(round_: Round, job: JobView, generation: GenerationView)
 
 def _stopped_for_nothing(round_: Round, job: JobView, generation: GenerationView) -> Failure | None:
     """Return the failure of ranks that were stopped by a command which the database does not know: it was set back.
-    Their hosts said again how they ended."""
-    stopped = [rank.rank for rank in generation.ranks if rank.exited is not None and rank.exited.expected]
-    if not stopped or pending_failure(round_, job) is not None:
+    Their hosts said again how they ended, and report on: a daemon that ends stops its ranks, too."""
+    stopped = [rank for rank in generation.ranks if rank.exited is not None and rank.exited.expected]
+    failure = pending_failure(round_, job)
+    if not stopped or (failure is not None and failure.state is not IncidentState.VERIFYING):
         return None
+    due = max(rank.exited_at for rank in stopped) + REPORTED_WITHIN_S
+    if not is_known_since(round_, generation, due):
+        round_.wake(max(due, round_.now + ASK_AGAIN_S))
+        return None
+    numbers = [rank.rank for rank in stopped]
     return Failure(
         cause=RANKS_STOPPED,
-        message=f"{ranks_of(stopped).capitalize()} ended by a command that this database does not know: it may have "
-        "been set back.",
+        message=f"{ranks_of(numbers).capitalize()} {'was' if len(numbers) == 1 else 'were'} stopped, and no action of "
+        "this database did it: it may have been set back.",
         generation=generation.generation,
         at=round_.now,
-        rank=stopped[0],
-        evidence={"ranks": ranks_kept(stopped)},
+        rank=numbers[0],
+        evidence={"ranks": ranks_kept(numbers)},
     )

@@ -454,3 +454,73 @@ def test_a_started_generation_has_time_to_report_though_its_incident_waits_for_l
     outcome = look(view(host("a"), host("b"), host("c"), incidents=[FAR_BEHIND], job=fresh))
     assert not outcome.decisions and not outcome.incidents
     assert outcome.wake_at == NOW + 5
+
+
+MOVED_AT = NOW + 5
+LATER = NOW + 5000
+
+
+def moving() -> tuple[ActionView, Incident]:
+    """A drain's move of ranks that repeat steps after another failure, and the drain."""
+    before = (host("a"), host("b", drain=ASKED), host("c"))
+    first = look(view(*before, incidents=[FAR_BEHIND], job=repeating(step=12)))
+    both = [FAR_BEHIND, *first.incidents]
+    parked = repeating(step=20, phase=Phase.PARKED)
+    then = look(view(*before, incidents=both, actions=[saved(first, ActionState.SUCCEEDED)], job=parked))
+    (drain,) = (one for one in then.incidents if one.cause == "drain_requested")
+    verifying = msgspec.structs.replace(
+        drain, state=IncidentState.VERIFYING, since=NOW + 6, failed_step=20, restored_step=20
+    )
+    return saved(then, ActionState.SUCCEEDED), verifying
+
+
+@pytest.mark.parametrize("phase", [None, Phase.STARTING, Phase.RESTORING])
+def test_a_drain_and_a_failure_do_not_wait_for_each_other(phase: Phase | None) -> None:
+    """The drain has moved the ranks, and these never train: the job would stand for good."""
+    move, drain = moving()
+    assert move.plan.next is not None
+    step = 20 if phase is Phase.RESTORING else -1
+    ranks = () if phase is None else tuple(RankView(n, "ac"[n], step, phase, LATER - 0.1) for n in range(2))
+    generation = msgspec.structs.replace(
+        GENERATION,
+        generation=move.plan.next.generation,
+        parent=GENERATION.generation,
+        hosts=move.plan.next.hosts,
+        started_at=MOVED_AT,
+        restore_step=20,
+        ranks=ranks,
+    )
+    job = msgspec.structs.replace(JOB, generation=generation)
+    hosts = (
+        host("a", last_report_at=LATER - 0.1),
+        host("b", job="", state=HostState.CORDONED, drain=ASKED, last_report_at=LATER - 0.1),
+        host("c", job="job", last_report_at=LATER - 0.1),
+    )
+    open_now = {one.incident_id: one for one in (FAR_BEHIND, drain)}
+    kinds: list[DecisionKind] = []
+    for rounds in range(3):
+        assert rounds < 2, "the drain is overdue, then the failure"
+        outcome = look(view(*hosts, incidents=list(open_now.values()), actions=[move], job=job), now=LATER)
+        kinds = [decision.kind for decision in outcome.decisions if decision.action]
+        if kinds:
+            break
+        assert outcome.wake_at > LATER
+        open_now |= {one.incident_id: one for one in outcome.incidents}
+    assert kinds == [DecisionKind.RESTART_IN_PLACE]
+
+
+def test_ranks_that_stand_for_a_cancelled_drain_start_again_beside_a_failure() -> None:
+    """They repeated its steps, and did not go on when they were let go. The detector does not watch parked ranks."""
+    asked, cancelled = host("b", drain=ASKED), host("b", drain=CANCELLED)
+    first = look(view(host("a"), asked, host("c"), incidents=[FAR_BEHIND], job=repeating(step=12)))
+    parked = repeating(step=12, phase=Phase.PARKED)
+    both = [FAR_BEHIND, *first.incidents]
+    done = [saved(first, ActionState.SUCCEEDED)]
+    let_go = look(view(host("a"), cancelled, host("c"), incidents=both, actions=done, job=parked))
+    assert [d.kind for d in let_go.decisions if d.action] == [DecisionKind.RESUME]
+    (drain,) = let_go.incidents
+    verifying = msgspec.structs.replace(drain, state=IncidentState.VERIFYING, since=NOW + 1)
+    hosts = [msgspec.structs.replace(one, last_report_at=LATER - 0.1) for one in (host("a"), cancelled, host("c"))]
+    actions = [saved(let_go, ActionState.SUCCEEDED)]
+    outcome = look(view(*hosts, incidents=[FAR_BEHIND, verifying], actions=actions, job=parked), now=LATER)
+    assert [d.rule for d in outcome.decisions if d.action] == ["restart_ranks_that_did_not_go_on"]

@@ -141,16 +141,32 @@ def test_ranks_that_are_parked_for_nothing_are_restarted() -> None:
     assert {i.cause for i in decide(noticed, [], SETTINGS, NOW).incidents} == {"preemption_notice"}
 
 
+VERIFYING = incident(state=IncidentState.VERIFYING, restored_step=50, failed_step=900)
+
+
 def test_ranks_that_were_stopped_for_nothing_are_restarted() -> None:
     """The database was set back to before the command, and knows nothing of the action."""
     ended = msgspec.structs.replace(exited(0, exit_code=None, signal=15, error=""), expected=True)
-    stopped = (msgspec.structs.replace(rank(0, "a"), exited=ended, exited_at=NOW - 3), rank(1, "b"))
+    stopped = (msgspec.structs.replace(rank(0, "a"), exited=ended, exited_at=NOW - 11), rank(1, "b"))
     job = msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, ranks=stopped))
     outcome = decide(view(job=job, copies=SAVED), [], SETTINGS, NOW)
     assert [(i.cause, i.generation, i.observed_at) for i in outcome.incidents] == [("ranks_stopped", 2, NOW)]
     assert (decided(outcome).kind, decided(outcome).evidence["ranks"]) == (DecisionKind.RESTART_IN_PLACE, "0")
     running = action(state=ActionState.DISPATCHED, incident_id="inc-9")
     assert not decide(view(job=job, actions=[running]), [], SETTINGS, NOW).incidents, "that one stopped them"
+    (again,) = decide(view(job=job, copies=SAVED, incidents=[VERIFYING]), [], SETTINGS, NOW).incidents
+    assert (again.incident_id, again.cause) == ("inc-1", "ranks_stopped"), "it need not wait until that is overdue"
+
+
+@pytest.mark.parametrize(("exited_ago_s", "reported_ago_s"), [(9.0, 0.1), (30.0, 20.5)])
+def test_a_daemon_that_ends_has_stopped_its_ranks_too(exited_ago_s: float, reported_ago_s: float) -> None:
+    """A host that reports no more is found to be silent. So stopped ranks count once it has reported for a while."""
+    ended = msgspec.structs.replace(exited(0, exit_code=None, signal=15, error=""), expected=True)
+    stopped = (msgspec.structs.replace(rank(0, "a"), exited=ended, exited_at=NOW - exited_ago_s), rank(1, "b"))
+    job = msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, ranks=stopped))
+    hosts = (host("a", job="job", last_report_at=NOW - reported_ago_s), *view().hosts[1:])
+    outcome = decide(view(job=job, hosts=hosts, copies=SAVED), [], SETTINGS, NOW)
+    assert not outcome.incidents and outcome.wake_at > NOW
 
 
 def test_ranks_are_not_missed_while_an_action_of_their_job_runs() -> None:
