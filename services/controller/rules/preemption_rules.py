@@ -38,10 +38,13 @@ def give_up_after_too_many_decisions(case: Case) -> Verdict | None:
 def let_the_other_incident_go_first(case: Case) -> Verdict | None:
     """Wait for another incident: only one at a time may change the generation. A failure goes first; its restart also
     leaves the preempted host. So does what ranks have parked for last. What they train on with is not in the way: a
-    harm that is held for a person, a failure after whose restart they repeat steps."""
+    harm that is held for a person, a failure after whose restart they repeat steps. And whoever granted the generation
+    sees to its ranks."""
     if case.incident is None:
         return None
     failure = health_rules.first_to_handle(case.round, case.job)
+    if failure is not None and failure.state is IncidentState.VERIFYING and last_action(case) is not None:
+        failure = None
     others = [
         other
         for other in case.round.open_incidents(case.job.spec.job)

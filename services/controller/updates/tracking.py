@@ -24,7 +24,7 @@ from services.controller.round.diagnosis import (
     newest_common_step,
 )
 from services.controller.round.guardrails import failures_within, is_another_fault, progress_of
-from services.controller.round.round import Round
+from services.controller.round.round import Case, Round
 from services.controller.round.view import ActionView, GenerationView, HostView, JobView, PastFailure, RankView
 from services.controller.rules import (
     check_rules,
@@ -148,7 +148,11 @@ def _failed_step(incident: Incident, action: ActionView | None) -> int:
 def _verify(round_: Round, job: JobView, incident: Incident) -> None:
     """Resolve an incident once every rank has completed a step past the failed one. Live processes do not suffice."""
     generation = job.generation
-    if generation is None or generation.started_at == 0.0:
+    if generation is None:
+        return
+    if generation.started_at == 0.0:
+        if not any(round_.open_actions(job.spec.job)) and not _obeys_another(round_, job, incident):
+            round_.advance(incident, IncidentEvent.VERIFY_OVERDUE)  # whoever granted it has given it up
         return
     threshold = max(incident.failed_step, incident.restored_step)
     is_whole = len(generation.ranks) == job.spec.world_size
@@ -159,44 +163,40 @@ def _verify(round_: Round, job: JobView, incident: Incident) -> None:
         round_.advance(incident, IncidentEvent.STEPS_ADVANCED)
     elif threshold < 0 and ranks and all(diagnosis.shows_no_steps(rank) for rank in ranks):
         _watch_life(round_, job, incident, ranks)
-    elif _obeys_another(round_, job, incident, generation):
+    elif _obeys_another(round_, job, incident):
         round_.wake(round_.now + ASK_AGAIN_S)  # they train again, or did until that one: it sees to them
     elif not is_known_since(round_, generation, due := max(incident.since, generation.started_at) + patience_s):
         round_.wake(max(due, round_.now + ASK_AGAIN_S))
     elif ranks and all(rank.phase not in (Phase.STARTING, Phase.RESTORING, Phase.PARKED) for rank in ranks):
         # Long steps: the detector reports it if they stop.
         round_.wake(round_.now + round_.settings_of(job.spec).verify_deadline_s)
-    elif not _waits_for_a_failure(round_, job, incident, generation):
+    elif not _waits_for_a_failure(round_, job, incident):
         round_.advance(incident, IncidentEvent.VERIFY_OVERDUE)
 
 
-def _obeys_another(round_: Round, job: JobView, incident: Incident, generation: GenerationView) -> bool:
-    """Whether the generation's ranks act or stand for another incident, which began beside this one."""
-    is_parked = any(rank.phase is Phase.PARKED for rank in generation.ranks)
+def _obeys_another(round_: Round, job: JobView, incident: Incident) -> bool:
+    """Whether the generation is to start, or its ranks act or stand, for another incident, that began beside this."""
+    generation = job.generation
+    if generation is None:
+        return False
+    waits = generation.started_at == 0.0 or any(rank.phase is Phase.PARKED for rank in generation.ranks)
     return any(
         other.cause in BESIDE_FAILURES
         and other is not incident
-        and (is_parked or other.state in (IncidentState.ACTING, IncidentState.VERIFYING))
-        and _stands(round_, other, generation)
+        and (waits or other.state in (IncidentState.ACTING, IncidentState.VERIFYING))
+        and preemption_rules.last_action(Case(round_, job, other)) is not None
         for other in round_.open_incidents(job.spec.job)
     )
 
 
-def _waits_for_a_failure(round_: Round, job: JobView, incident: Incident, generation: GenerationView) -> bool:
+def _waits_for_a_failure(round_: Round, job: JobView, incident: Incident) -> bool:
     """Whether a failure starts another generation, and not this incident. One that is verified waits for this one, if
     the ranks obey it."""
     failure = pending_failure(round_, job)
     if failure is None or failure == incident:
         return False
-    return failure.state is not IncidentState.VERIFYING or not _stands(round_, incident, generation)
-
-
-def _stands(round_: Round, incident: Incident, generation: GenerationView) -> bool:
-    """Whether the incident's last action is of this generation, and still holds."""
-    action = round_.actions.get(incident.action_id)
-    if action is None or action.state is ActionState.SUPERSEDED:
-        return False
-    return action.of_generation == generation.generation
+    obeys_this = preemption_rules.last_action(Case(round_, job, incident)) is not None
+    return failure.state is not IncidentState.VERIFYING or not obeys_this
 
 
 def _watch_life(round_: Round, job: JobView, incident: Incident, ranks: Sequence[RankView]) -> None:
@@ -215,7 +215,7 @@ def _clear(round_: Round, job: JobView, incident: Incident) -> None:
         return
     if incident.cause in DEPARTURES:
         action = round_.actions.get(incident.action_id)
-        stands = _stands(round_, incident, generation)
+        stands = preemption_rules.last_action(Case(round_, job, incident)) is not None
         migrates = stands and action is not None and action.plan.next is not None  # that action will end it
         is_left = all(part.host_id != incident.host_id for part in generation.hosts)
         # A drained host may have to take its ranks back until they train elsewhere.

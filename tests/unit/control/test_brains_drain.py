@@ -496,17 +496,24 @@ def test_a_drain_and_a_failure_do_not_wait_for_each_other(phase: Phase | None) -
         host("b", job="", state=HostState.CORDONED, drain=ASKED, last_report_at=LATER - 0.1),
         host("c", job="job", last_report_at=LATER - 0.1),
     )
-    open_now = {one.incident_id: one for one in (FAR_BEHIND, drain)}
-    kinds: list[DecisionKind] = []
-    for rounds in range(3):
-        assert rounds < 2, "the drain is overdue, then the failure"
-        outcome = look(view(*hosts, incidents=list(open_now.values()), actions=[move], job=job), now=LATER)
-        kinds = [decision.kind for decision in outcome.decisions if decision.action]
-        if kinds:
-            break
-        assert outcome.wake_at > LATER
-        open_now |= {one.incident_id: one for one in outcome.incidents}
-    assert kinds == [DecisionKind.RESTART_IN_PLACE]
+    outcome = look(view(*hosts, incidents=[FAR_BEHIND, drain], actions=[move], job=job), now=LATER)
+    assert [d.kind for d in outcome.decisions if d.action] == [DecisionKind.RESTART_IN_PLACE]
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_a_move_that_fails_beside_a_failure_is_tried_again(is_given_up: bool) -> None:
+    """By its drain, or by the failure if the drain is over: the move's generation has no ranks (swarm seed 2683)."""
+    move, drain = moving()
+    assert move.plan.next is not None
+    facts = {"generation": move.plan.next.generation, "hosts": move.plan.next.hosts, "started_at": 0.0, "ranks": ()}
+    job = msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, **facts))
+    hosts = [msgspec.structs.replace(host(name), last_report_at=LATER - 0.1) for name in "abc"]
+    failed = msgspec.structs.replace(move, state=ActionState.FAILED)
+    deciding = msgspec.structs.replace(drain, state=IncidentState.DECIDING)
+    incidents = [FAR_BEHIND] if is_given_up else [FAR_BEHIND, deciding]
+    outcome = look(view(*hosts, incidents=incidents, actions=[failed], job=job), now=LATER)
+    acts = [decision.incident_id for decision in outcome.decisions if decision.action]
+    assert acts == [(FAR_BEHIND if is_given_up else drain).incident_id]
 
 
 def test_ranks_that_stand_for_a_cancelled_drain_start_again_beside_a_failure() -> None:
