@@ -262,10 +262,9 @@ class SilenceWatch:
     def _silent(self, cases: Mapping[str, _Case], overdue: int, now_s: float) -> list[SignalBody]:
         alone = self._factor_alone(overdue)
         falls = [
-            self._fall(case, self._factor(case, alone))
+            self._fall(case, self._factor(case, alone), -inf if case.accusers else self._answered_s(case))
             for case in cases.values()
-            if case.accusers or now_s - self._witnesses.all_asked_since(case.name) >= case.host.stated_s
-        ]  # the answer of a witness that is new comes with its next report but one
+        ]
         falls = [fall for fall in falls if now_s - cases[fall.host_id].alive_s > cases[fall.host_id].deadline_s / 2]
         signals: list[SignalBody] = []
         for group in due_groups(self._together(falls, cases), now_s):
@@ -283,8 +282,12 @@ class SilenceWatch:
             found += [self._fall(cases[f.host_id], 1.0) if f.domain in witnessed else f for f in group]
         return found
 
-    def _fall(self, case: _Case, factor: float) -> Fall:
-        due_s = case.alive_s + factor * case.deadline_s
+    def _answered_s(self, case: _Case) -> float:
+        """When all its witnesses have had time to answer. A new one answers with its next report but one."""
+        return self._witnesses.all_asked_since(case.name) + case.host.stated_s
+
+    def _fall(self, case: _Case, factor: float, earliest_s: float = -inf) -> Fall:
+        due_s = max(case.alive_s + factor * case.deadline_s, earliest_s)
         return Fall(
             host_id=case.name,
             domain=case.host.domain,

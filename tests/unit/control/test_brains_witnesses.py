@@ -212,10 +212,11 @@ def test_witnesses_from_the_same_failure_domain_weigh_less_than_others() -> None
     assert silent_after["far"] < 3.5 and 4.0 < silent_after["near"] < 5.0
 
 
-def test_a_rack_behind_one_switch_falls_as_one() -> None:
+@pytest.mark.parametrize("first", [("a",), ()], ids=["rank-0-outside", "rank-0-inside"])
+def test_a_rack_behind_one_switch_falls_as_one(first: tuple[str, ...]) -> None:
+    """With rank 0's host in it, most of its hosts have neighbours only among themselves."""
     rack = [f"r{number:02}" for number in range(32)]
-    names = ("a", *rack, "z")
-    cluster = Cluster(*names, domains=dict.fromkeys(rack, "s7"))
+    cluster = Cluster(*first, *rack, "y", "z", domains=dict.fromkeys(rack, "s7"))
     cluster.alive -= set(rack)
     died_at = cluster.cut_from_sensor()
     cluster.run(30)
