@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from flyball.contracts.decisions import ActionState, CheckHost, CommandBody, EndJob, SaveEmergency, StopWorkers, WarmUp
+from flyball.contracts.decisions import (
+    ActionState,
+    CheckHost,
+    CommandBody,
+    EndJob,
+    SaveEmergency,
+    StopWorkers,
+    UpdateState,
+    WarmUp,
+)
 from services.actuator.ports import ANSWER_SLACK_S, ActionProgress, CommandDraft, OutboxCommand, PlaybookStep
 from services.actuator.rules.command_bodies import DEFAULT_FLUSH_S, save_limit_s
 from services.rules.incident_states import ACTION, ActionEvent
@@ -83,3 +92,22 @@ def failure_message(phase: str, failed: Iterable[OutboxCommand]) -> str:
     """Which hosts could not carry out their commands of a phase, and why."""
     reasons = {r.command.host_id: r.update.message or r.update.code for r in failed if r.update is not None}
     return "; ".join(f"{host} could not {phase}: {why or 'no reason given'}" for host, why in reasons.items())
+
+
+def nobody_listed(asked: Iterable[OutboxCommand], job: str) -> str:
+    """Why a job is not started: no host could say which copies of it are left."""
+    failed: list[OutboxCommand] = []
+    silent: list[str] = []
+    for record in asked:
+        if record.state in (UpdateState.FAILED, UpdateState.REFUSED):
+            failed.append(record)
+        else:
+            silent.append(record.command.host_id)
+    why = "; ".join(
+        ([failure_message("list the copies", failed)] if failed else [])
+        + ([f"{names(silent)} did not answer"] if silent else [])
+    )
+    return (
+        f"{why}. Its store or disks may hold progress of {job}, so it does not start from scratch. If they are gone "
+        f"for good: flyball stop {job}, then the same command with --fresh."
+    )

@@ -38,7 +38,7 @@ from services.actuator.rules.command_bodies import (
     stopped,
 )
 from services.actuator.rules.host_parts import host_parts
-from services.actuator.rules.moves import drafts, end, failure_message, move, names, number
+from services.actuator.rules.moves import drafts, end, failure_message, move, names, nobody_listed, number
 from services.actuator.rules.restoring import nobody_knows_the_job, placement_of
 from services.rules.incident_states import ACTION, ActionEvent
 
@@ -234,14 +234,13 @@ def _start(progress: ActionProgress, now: float) -> PlaybookStep:
     if following is None:
         return end(progress, ActionEvent.FAILED, "The decision grants no generation to start.")
     results = stopped(progress.commands)
-    if progress.phase != LIST and nobody_knows_the_job(progress, following, results):
-        return _list_copies(progress, following, now)
     placement = placement_of(progress, following, results)
     found = placement.restore.step if placement.restore else -1
-    if found < following.known_step:
-        return _ask_for_copies(progress, following.known_step, now)
-    if found < 0 and plan.spec.never_from_scratch and plan.history is not None and plan.history.lineage:
-        why = "No host has a copy of any step, and --never-from-scratch forbids starting over."
+    if found < following.known_step and (again := _ask_for_copies(progress, following.known_step, now)) is not None:
+        return again
+    if progress.phase != LIST and nobody_knows_the_job(progress, following, results):
+        return _list_copies(progress, following, now)
+    if why := _why_not(progress, following, found):
         return end(progress, ActionEvent.FAILED, why)
     parts = host_parts(placement).items()
     bodies = [(host_id, StartWorkers(spec=plan.spec, placement=part)) for host_id, part in parts]
@@ -253,9 +252,22 @@ def _start(progress: ActionProgress, now: float) -> PlaybookStep:
     return msgspec.structs.replace(step, placement=placement, restore=placement.restore)
 
 
+def _why_not(progress: ActionProgress, following: GenerationPlan, found: int) -> str:
+    """Why not to start from step `found`, the newest that there is (-1: from scratch); '' if nothing is against it."""
+    plan = progress.plan
+    if found < following.known_step:
+        return f"Step {following.known_step} was complete, but no host lists it any more."
+    listings = [records[-1] for records in _sent(progress, LIST).values()]
+    if found < 0 and listings and not any(record.state is UpdateState.SUCCEEDED for record in listings):
+        return nobody_listed(listings, plan.job)
+    if found < 0 and plan.spec.never_from_scratch and plan.history is not None and plan.history.lineage:
+        return "No host has a copy of any step, and --never-from-scratch forbids starting over."
+    return ""
+
+
 def _list_copies(progress: ActionProgress, following: GenerationPlan, now: float) -> PlaybookStep:
     """Ask the hosts of the new generation what is in the store and on their disks. Whoever cannot say is passed over:
-    then what the database knows counts."""
+    then what the database knows counts. If it knows nothing, and nobody can say, nothing is started."""
     hosts = [host.host_id for host in following.hosts]
     body = list_body(progress.plan, following)
     asking = drafts(progress, LIST, [(host, body) for host in hosts], now) + _warm_ups(progress, now)
@@ -263,14 +275,14 @@ def _list_copies(progress: ActionProgress, following: GenerationPlan, now: float
     return move(progress, LIST, _begun(progress), tuple(asking), message=message, now=now)
 
 
-def _ask_for_copies(progress: ActionProgress, known_step: int, now: float) -> PlaybookStep:
-    """Ask for the copies again. Step `known_step` was reported complete, but is not in the answers: an engine was away,
-    or lists less. To restore an older step would lose progress."""
+def _ask_for_copies(progress: ActionProgress, known_step: int, now: float) -> PlaybookStep | None:
+    """Ask the stopped hosts for their copies again, a few times. Step `known_step` was reported complete, but is not in
+    the answers: an engine was away, or lists less. To restore an older step would lose progress."""
     hosts = progress.plan.stop_hosts
     asked = _asked(progress, STOP)
     tries = max((len(asked[host]) for host in hosts), default=_ATTEMPTS[STOP])
     if tries >= _ATTEMPTS[STOP] or progress.phase == LIST:
-        return end(progress, ActionEvent.FAILED, f"Step {known_step} was complete, but no host lists it any more.")
+        return None
     again = drafts(progress, STOP, [(host, stop_body(progress.plan)) for host in hosts], now)
     message = f"step {known_step} is not in the inventories: asking {names(hosts)} again"
     return move(progress, STOP, progress.state, tuple(again), message=message, now=now)

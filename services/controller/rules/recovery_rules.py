@@ -34,6 +34,8 @@ def fail_after_too_many_decisions(case: Case) -> Verdict | None:
     if made < limit:
         made += incident.decisions_before
         why = f"{made} actions about this fault and those before it have not brought the job to a new step."
+    if (action := _last_action(case)) is not None and is_retry(case):
+        why = f"{why} The last one: {_sentence(action.message)}"
     return fail(case, f"{incident.message} {why}", {"decisions": made})
 
 

@@ -331,6 +331,15 @@ def test_independent_faults_without_a_new_step_come_to_an_end_too() -> None:
     assert decided(decide(view(job=job, incidents=[last]), [], SETTINGS, NOW)).rule == "restart_in_place"
 
 
+def test_a_job_that_too_many_actions_did_not_help_says_why_the_last_one_failed() -> None:
+    last = action(state=ActionState.FAILED, message="no host could list the copies", phase="list")
+    facts = {"state": IncidentState.DECIDING, "generation": 2, "action_id": last.action_id}
+    ends = incident(**facts, decisions_made=SETTINGS.max_decisions_per_incident)
+    decision = decided(decide(view(job=with_exit(KILLED), incidents=[ends], actions=[last]), [], SETTINGS, NOW))
+    assert decision.rule == "fail_after_too_many_decisions"
+    assert decision.reason.endswith("8 actions have not ended it. The last one: no host could list the copies.")
+
+
 def test_a_new_step_gives_all_decisions_back() -> None:
     progressed = msgspec.structs.replace(GENERATION, furthest_step=0, restore_step=0)
     job = msgspec.structs.replace(JOB, generation=progressed)
