@@ -28,6 +28,7 @@ from ckpt_engine.peers.transport.rdma.nics import Nics
 from ckpt_engine.rules.rate_limit import RateLimit
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.tiers.shard_store import ShardStore
+from ckpt_engine.tiers.writing import tier_retention
 from flyball.contracts.checkpoints import (
     CheckpointSpec,
     LineageEntry,
@@ -62,8 +63,10 @@ class Contact:
 
 
 @pytest.fixture
-def start_job(tmp_path: Path) -> Iterator[Callable[..., EngineJob]]:
-    """Engines of hosts that share nothing but the store."""
+def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EngineJob]]:
+    """Engines of hosts that share nothing but the store. No step stays for having been the newest: that is a matter of
+    time (`test_engine_stored_points`)."""
+    monkeypatch.setattr(tier_retention, "LISTED_S", 0.0)
     jobs: list[EngineJob] = []
 
     def start(
