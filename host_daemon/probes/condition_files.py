@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from flyball.contracts.reports.conditions import MAX_CONDITIONS, MAX_REQUEST_BYTES, ConditionRequest
+from flyball.contracts.reports.conditions import EVENT, MAX_CONDITIONS, MAX_REQUEST_BYTES, ConditionRequest
 from flyball.contracts.wire import MALFORMED, decoder_of
-from host_daemon.probes.findings import EVENT, NotAvailableError, ProbeFinding, Reading
+from host_daemon.probes.findings import NotAvailableError, ProbeFinding, Reading
 
 MAX_FILES = 1_000  # that are looked at
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}\.json")

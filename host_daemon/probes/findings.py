@@ -7,11 +7,18 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from flyball.contracts.reports.conditions import MAX_CONDITIONS, ConditionKey, Evidence, HostCondition, Severity
+from flyball.contracts.reports.conditions import (
+    BOOT,
+    EVENT,
+    MAX_CONDITIONS,
+    ConditionKey,
+    Evidence,
+    HostCondition,
+    Severity,
+)
 
 Standing: TypeAlias = Mapping[ConditionKey, HostCondition]
 MAX_MESSAGE = 2_000
-EVENT = "event"  # the key in the evidence of an event, not of a state
 
 
 class NotAvailableError(Exception):
@@ -57,18 +64,19 @@ class News(msgspec.Struct, frozen=True):
     ended: tuple[HostCondition, ...] = ()
 
 
-def news(standing: Standing, source: str, reading: Reading, now: float) -> News:
+def news(standing: Standing, source: str, reading: Reading, now: float, boot: str = "") -> News:
     """What a reading of this source changes. A finding that stands already is news only if its severity changed, or an
-    event's time is half over. Ended conditions come first where there would be too many."""
+    event's time is half over. Ended conditions come first where there would be too many. `boot`: of the kernel."""
     mine = {key: condition for key, condition in standing.items() if key[0] == source}
     found = {(source, finding.kind, finding.subject[:100]): finding for finding in (*reading.states, *reading.events)}
     states = {(source, finding.kind, finding.subject[:100]) for finding in reading.states}
-    ended = tuple(c for key, c in mine.items() if key not in states and not _is_event(c))
+    ended = tuple(c for key, c in mine.items() if key not in states and not c.is_event)
     room = MAX_CONDITIONS - len(standing) + len(ended)
     began = []
     for key, finding in found.items():
         known = mine.get(key)
-        condition = _condition(finding, source, now, is_event=key not in states)
+        evidence = finding.evidence if key in states else {**finding.evidence, EVENT: True, BOOT: boot}
+        condition = _condition(finding, source, now, evidence)
         if known is None and room <= 0:
             continue
         if known is None or known.severity is not finding.severity or _runs_out(known, finding, now):
@@ -85,18 +93,14 @@ def over(standing: Standing, now: float) -> list[ConditionKey]:
 
 def ended_by_reboot(standing: Iterable[HostCondition]) -> list[HostCondition]:
     """Conditions about what the kernel reported: they are of the boot in which it did."""
-    return [condition for condition in standing if _is_event(condition)]
+    return [condition for condition in standing if condition.is_event]
 
 
 def _runs_out(known: HostCondition, finding: ProbeFinding, now: float) -> bool:
     return known.until > 0.0 and known.until - now < finding.ttl_s / 2
 
 
-def _is_event(condition: HostCondition) -> bool:
-    return condition.evidence.get(EVENT) is True
-
-
-def _condition(finding: ProbeFinding, source: str, now: float, *, is_event: bool) -> HostCondition:
+def _condition(finding: ProbeFinding, source: str, now: float, evidence: Evidence) -> HostCondition:
     return HostCondition(
         kind=finding.kind,
         severity=finding.severity,
@@ -104,6 +108,6 @@ def _condition(finding: ProbeFinding, source: str, now: float, *, is_event: bool
         source=source,
         since=now,
         subject=finding.subject[:100],
-        evidence={**finding.evidence, EVENT: True} if is_event else finding.evidence,
+        evidence=evidence,
         until=now + finding.ttl_s if finding.ttl_s else 0.0,
     )

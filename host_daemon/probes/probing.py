@@ -140,7 +140,7 @@ class Probing:
     async def _take(self, source: str, reading: Reading) -> None:
         async with self._changing:
             now = self._clock.wall_s()
-            found = news(self._book.standing, source, reading, now)
+            found = news(self._book.standing, source, reading, now, self._book.boot)
             try:
                 if gone := over(self._book.standing, now):
                     await self._book.forget(gone)

@@ -42,6 +42,7 @@ async def watch_conditions(
     those of this host, from any thread."""
     boot, before = _boot_id(settings.probe_root), await facts.get(BOOT_FACT) or ""
     rebooted = boot != before
+    book.boot = boot
     probing = Probing(book, facts, clock, wake)
     marks = await probing.marks(keep=not rebooted)
     await facts.set(BOOT_FACT, boot)

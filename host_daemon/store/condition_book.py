@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import json
+from collections.abc import Iterable
 
 import msgspec
 import structlog
@@ -15,8 +16,15 @@ from host_daemon.store.facts import Facts
 from host_daemon.store.outbox import SignalOutbox
 
 _FACT = "conditions"  # JSON: all of them
+_TOLD_FACT = "conditions_told"  # JSON: the sources of which a database that asked was told what stands
 
 _log = structlog.get_logger(__name__)
+
+
+def what_stands(sources: Iterable[str], standing: Iterable[ConditionKey], boot: str = "") -> ConditionsStand:
+    """What a host says of these sources. `boot`: of its kernel. Pure."""
+    said = tuple(sources)
+    return ConditionsStand(said, tuple(sorted(key for key in standing if key[0] in said)), boot)
 
 
 class ConditionBook:
@@ -27,8 +35,9 @@ class ConditionBook:
         self._outbox = outbox
         self.standing: dict[ConditionKey, HostCondition] = {}
         self._had_any = False  # since there is this state folder
-        self._looked: list[str] = []  # the sources of which it is known what stands
-        self._is_asked = False
+        self._looked: set[str] = set()  # the sources of which it is known what stands
+        self._told: set[str] | None = None  # those of which the database was told; None: it need not be told
+        self.boot = ""  # of the kernel; '' if unknown
 
     async def load(self) -> None:
         """Continue where an earlier daemon of this folder stopped."""
@@ -40,6 +49,8 @@ class ConditionBook:
             found = ()
         self.standing = {condition.key: condition for condition in found}
         self._had_any = text is not None
+        told = await self._facts.get(_TOLD_FACT)
+        self._told = set(json.loads(told)) if told is not None else None
 
     async def begin(self, condition: HostCondition) -> None:
         """Record a condition that begins or changes, with its signal."""
@@ -70,24 +81,28 @@ class ConditionBook:
 
     async def looked(self, sources: Iterable[str]) -> None:
         """A daemon has read these sources for the first time: now it is known what stands of them."""
-        fresh = [source for source in sources if source not in self._looked]
-        self._looked += fresh
-        if self._is_asked:
-            await self._say_what_stands(fresh)
+        self._looked.update(sources)
+        await self._say_what_stands()
 
     async def say_again(self, *, is_new_folder: bool) -> None:
         """Signal all that stand: another database may not know them. And that no others do: it may know some of which
-        the end was lost with a newer copy of the database, or with an older state folder of this host."""
+        the end was lost with a newer copy of the database, or with an older state folder of this host. Raises
+        FlyballError when the disk is full."""
+        if is_new_folder or self._had_any:
+            await self._facts.set(_TOLD_FACT, "[]")
+            self._told = set()
         for condition in list(self.standing.values()):
             await self._outbox.put(ConditionBegan(condition))
-        self._is_asked = self._is_asked or is_new_folder or self._had_any
-        if self._is_asked:
-            await self._say_what_stands(self._looked)
+        await self._say_what_stands()
 
-    async def _say_what_stands(self, sources: Collection[str]) -> None:
-        if sources:
-            keys = sorted(key for key in self.standing if key[0] in sources)
-            await self._outbox.put(ConditionsStand(tuple(sources), tuple(keys)))
+    async def _say_what_stands(self) -> None:
+        """Of the sources that were read, and of which the database was not told. The others are owed: to a later
+        reading, if need be of a later daemon."""
+        sources = sorted(self._looked - self._told) if self._told is not None else []
+        if self._told is not None and sources:
+            self._told.update(sources)
+            noted = self._facts.setting(_TOLD_FACT, json.dumps(sorted(self._told)))
+            await self._outbox.put(what_stands(sources, self.standing, self.boot), also=noted)
 
     def _text(self) -> str:
         return msgspec.json.encode(tuple(self.standing.values())).decode()

@@ -1,4 +1,4 @@
-"""What is wrong with a simulated host, and what its daemon reports of it, as the daemon's condition book does."""
+"""What is wrong with a simulated host, and what its daemon reports of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from flyball.contracts.reports.conditions import ConditionKey, HostCondition
-from flyball.contracts.reports.signals import ConditionBegan, ConditionEnded, ConditionsStand, SignalBody
+from flyball.contracts.reports.signals import ConditionBegan, ConditionEnded, SignalBody
+from host_daemon.store.condition_book import what_stands
 
 if TYPE_CHECKING:
     from simulator.world.host import Host
@@ -51,4 +52,4 @@ class Conditions:
         """To another database."""
         for condition in self._reported.values():
             self._host.put(ConditionBegan(condition))
-        self._host.put(ConditionsStand((SOURCE,), tuple(sorted(self._reported))))
+        self._host.put(what_stands((SOURCE,), self._reported))

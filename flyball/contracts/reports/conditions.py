@@ -16,6 +16,8 @@ from flyball.contracts.identity import NAME_PATTERN, Moment
 MAX_CONDITIONS: Final = 64  # that stand on one host
 MAX_REQUEST_BYTES: Final = 16 << 10  # of one condition, in a request or in a file
 MAX_TTL_S: Final = 30 * 86_400.0
+EVENT: Final = "event"  # the key in the evidence of an event: it is seen once, and a later reading does not show it
+BOOT: Final = "boot"  # the key in the evidence of an event: the boot of the kernel under which it happened
 
 _WHOLE_NAME = NAME_PATTERN.removesuffix("$") + r"\Z"
 ConditionKind = Annotated[str, msgspec.Meta(pattern=_WHOLE_NAME)]
@@ -64,13 +66,24 @@ class HostCondition(msgspec.Struct, frozen=True):
     def key(self) -> ConditionKey:
         return self.source, self.kind, self.subject
 
+    @property
+    def is_event(self) -> bool:
+        return self.evidence.get(EVENT) is True
+
+    @property
+    def boot(self) -> str:
+        """The boot of the kernel under which an event happened; '' if unknown."""
+        return str(self.evidence.get(BOOT) or "") if self.is_event else ""
+
     def says_the_same(self, other: HostCondition) -> bool:
-        """Whether both ask for the same, until the same moment. Only the evidence and the beginning may differ."""
-        return (self.key, self.severity, self.message, self.until) == (
+        """Whether both ask for the same, until the same moment. The evidence, but for the
+        boot, and the beginning may differ."""
+        return (self.key, self.severity, self.message, self.until, self.boot) == (
             other.key,
             other.severity,
             other.message,
             other.until,
+            other.boot,
         )
 
 

@@ -30,10 +30,9 @@ def take_signal(round_: Round, signal: Signal) -> None:
             for one in host.conditions:
                 if one.condition.key == (source, kind, subject):
                     _end(round_, host.host_id, one.condition)
-        case ConditionsStand(sources, keys):
+        case ConditionsStand() as stand:
             for condition in [one.condition for one in host.conditions]:
-                is_over = condition.source in sources and condition.key not in keys
-                if is_over and condition.since <= signal.at:  # else it began after that was sent
+                if condition.since <= signal.at and _denies(stand, condition):  # else it began after that was sent
                     _end(round_, host.host_id, condition)
 
 
@@ -127,15 +126,24 @@ def _sentence(text: str) -> str:
 
 
 def _begin(round_: Round, host: HostView, condition: HostCondition) -> None:
-    """A repetition changes nothing; a change of severity ends an operator's overruling."""
+    """A repetition changes nothing; a change of severity, or of the boot, ends an operator's overruling."""
     known = next((one for one in host.conditions if one.condition.key == condition.key), None)
     if known is None and len(host.conditions) >= MAX_CONDITIONS:
         return
     if known is None or not known.condition.says_the_same(condition):
-        stays = known is not None and known.is_overruled and known.condition.severity is condition.severity
+        before = known.condition if known is not None and known.is_overruled else None
+        stays = before is not None and (before.severity, before.boot) == (condition.severity, condition.boot)
         round_.change_condition(host.host_id, condition, is_overruled=stays)
         if round_.hosts[host.host_id].is_broken and not host.is_broken:
             round_.broke.add(host.host_id)
+
+
+def _denies(stand: ConditionsStand, condition: HostCondition) -> bool:
+    """Whether a host that says what stands says that this does not. An event ends with its boot, and not before."""
+    if condition.source not in stand.sources or condition.key in stand.keys:
+        return False
+    is_of_another_boot = bool(condition.boot and stand.boot) and condition.boot != stand.boot
+    return is_of_another_boot or not condition.is_event
 
 
 def _end(round_: Round, host_id: str, condition: HostCondition) -> None:

@@ -192,6 +192,37 @@ def test_conditions_whose_end_was_lost_end_once_their_host_says_what_stands() ->
     assert look(host_view, stand, source="c").conditions == ()
 
 
+def event(boot: str) -> HostCondition:
+    seen = {"event": True, "boot": boot} if boot else {"event": True}
+    return HostCondition("xid", Severity.CRITICAL, "Xid 79.", "probe kernel-log", NOW - 3600, "gpu 3 xid 79", seen)
+
+
+@pytest.mark.parametrize(
+    ("happened", "now", "is_over"), [("b1", "b1", False), ("b1", "", False), ("", "b1", False), ("b1", "b2", True)]
+)
+def test_an_event_ends_with_its_boot_and_not_because_its_host_knows_nothing_of_it(
+    happened: str, now: str, is_over: bool
+) -> None:
+    """A new state folder, or one that cannot be read: the kernel's log is read from its end."""
+    xid = event(happened)
+    idle = view(hosts=(*HOSTS[:2], cordoned(xid)))
+    outcome = look(idle, ConditionsStand((xid.source,), (), now), source="c")
+    assert outcome.conditions == ((ConditionChange("c", xid, has_ended=True),) if is_over else ())
+    assert [decision.rule for decision in outcome.decisions] == ["release_a_recovered_host"] * is_over
+    named = ConditionsStand((xid.source,), (xid.key,), now)
+    assert look(idle, named, source="c").conditions == (), "it happened again"
+
+
+def test_an_event_of_another_boot_is_another_event() -> None:
+    """The database never got the end of the first."""
+    xid, again = event("b1"), event("b2")
+    idle = view(hosts=(*HOSTS[:2], with_conditions("c", xid, overruled=True, state=HostState.SPARE)))
+    assert look(idle, ConditionBegan(xid), source="c").empty
+    outcome = look(idle, ConditionBegan(again), source="c")
+    assert outcome.conditions == (ConditionChange("c", again),)
+    assert only(outcome) == (DecisionKind.CORDON, "cordon_a_host_with_a_condition")
+
+
 def one_host_job() -> JobView:
     job = submitted()
     return msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, nnodes=1))

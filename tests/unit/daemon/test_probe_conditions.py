@@ -31,7 +31,7 @@ XID = ProbeFinding("xid", Severity.WARNING, "Xid 63.", "gpu 1 xid 63", {"xid": 6
 
 
 def apply(standing: dict, reading: Reading, now: float = NOW, source: str = "probe gpu") -> tuple[list[str], list[str]]:
-    found = news(standing, source, reading, now)
+    found = news(standing, source, reading, now, "b1")
     for condition in found.ended:
         del standing[condition.key]
     standing.update((condition.key, condition) for condition in found.began)
@@ -53,6 +53,7 @@ def test_an_event_stands_for_its_time_and_is_renewed_seldom() -> None:
     assert apply(standing, Reading(events=(XID,))) == (["xid"], [])
     (condition,) = standing.values()
     assert (condition.since, condition.until) == (NOW, NOW + 100)
+    assert (condition.is_event, condition.boot) == (True, "b1")
     assert apply(standing, Reading(), NOW + 10) == ([], []), "the next reading does not end it"
     assert apply(standing, Reading(events=(XID,)), NOW + 20) == ([], [])
     assert apply(standing, Reading(events=(XID,)), NOW + 60) == (["xid"], [])
@@ -122,6 +123,7 @@ def test_a_file_that_goes_ends_its_condition_whatever_it_says(tmp_path: Path) ->
     )
     assert apply(standing, files.read(), source="file") == (["ecc"], [])
     assert [condition.evidence for condition in standing.values()] == [{"count": 7}], "a file's is no event"
+    assert not any(condition.is_event for condition in standing.values())
     (tmp_path / "a.json").unlink()
     assert apply(standing, files.read(), source="file") == ([], ["ecc"])
 
@@ -227,6 +229,10 @@ def daemon(folder: Path, incarnation: str = "i1") -> Iterator[Daemon]:
     made.database.close()
 
 
+def stands(one: Daemon) -> list[ConditionsStand]:
+    return [body for body in one.told if isinstance(body, ConditionsStand)]
+
+
 def test_conditions_survive_the_daemon(tmp_path: Path) -> None:
     with daemon(tmp_path) as first:
         began = asyncio.run(first.run(probe := Script(Reading((HOT,), (XID,))), until=lambda: probe.reads > 3))
@@ -295,13 +301,42 @@ def test_a_host_with_a_new_state_folder_says_what_stands_once_its_probes_have_lo
     with daemon(tmp_path) as one:
 
         def until() -> bool:
-            stand = [body for body in one.told if isinstance(body, ConditionsStand)]
-            if stand:
+            if stands(one):
                 released.set()
-            return stand == expected
+            return stands(one) == expected
 
         asyncio.run(one.book.say_again(is_new_folder=True))
         asyncio.run(one.run(probe, late, until=until))
+
+
+def test_what_a_database_was_not_told_is_owed_to_it_by_later_daemons(tmp_path: Path) -> None:
+    gpu, late = ConditionsStand(("probe gpu",), (), "b1"), ConditionsStand(("probe late",), (), "b1")
+    with daemon(tmp_path) as first:  # it ends before a probe has looked
+        asyncio.run(first.book.say_again(is_new_folder=True))
+        assert first.told == []
+    with daemon(tmp_path, "i2") as second:  # it ends before the second probe finds a driver
+        second.book.boot = "b1"
+        later = Script(NotAvailableError("no driver"))
+        later.source = "probe late"
+        asyncio.run(second.run(Script(Reading()), later, until=lambda: bool(stands(second))))
+        assert stands(second) == [gpu]
+        asyncio.run(second.outbox.committed({"i2": 1}))
+    with daemon(tmp_path, "i3") as third:
+        third.book.boot = "b1"
+        later = Script(Reading())
+        later.source = "probe late"
+        asyncio.run(third.run(Script(Reading()), later, until=lambda: bool(stands(third))))
+        assert stands(third) == [late], "and what it was told is not said again"
+
+
+def test_a_host_that_cannot_read_what_it_knew_says_under_which_boot_it_knows_nothing(tmp_path: Path) -> None:
+    with daemon(tmp_path) as one:
+        asyncio.run(one.facts.set("conditions", '[{"kind": "of a newer release"}]'))
+        one.book.boot = "b1"
+        probe = Script(Reading())
+        asyncio.run(one.run(probe, until=lambda: probe.reads > 3))
+        asyncio.run(one.book.say_again(is_new_folder=False))
+        assert one.told == [ConditionsStand(("probe gpu",), (), "b1")]
 
 
 def test_a_host_that_never_had_a_condition_tells_another_database_nothing(tmp_path: Path) -> None:
