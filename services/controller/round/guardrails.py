@@ -22,6 +22,7 @@ from flyball import backoff
 from flyball.contracts.cluster import Phase
 from flyball.contracts.decisions import Harm, Incident
 from flyball.contracts.error_classes import ErrorClass, error_class_of
+from services.controller.round import given_up
 from services.controller.round.diagnosis import FALSE_ALARM, HARMS, newest_common_step
 from services.controller.round.view import GenerationView, JobView, PastFailure, PolicySettings, RankView
 
@@ -164,10 +165,10 @@ def hosts_alike(failure: PastFailure, failures: Iterable[PastFailure], now: Iter
 
 def failures_within(incident: Incident, job: JobView) -> list[PastFailure]:
     """Return the failures that the incident's decisions were about, since the job's last progress: each decision grants
-    one generation at most."""
+    one generation at most. A note that a host was given up is none."""
     newest = job.generation.generation if job.generation is not None else incident.generation
     first = newest - incident.decisions_made - incident.decisions_before
-    return [failure for failure in job.failures if failure.generation >= first]
+    return [f for f in job.failures if f.generation >= first and not given_up.is_note(f)]
 
 
 def is_another_fault(failure: PastFailure, earlier: Sequence[PastFailure]) -> bool:

@@ -11,7 +11,7 @@ from flyball.contracts.checkpoints import Lineage
 from flyball.contracts.cluster import HostRanks, HostState, JobState
 from flyball.contracts.decisions import ActionState, DecisionKind
 from flyball.contracts.error_classes import gpu_memory_in_use
-from services.controller.round import diagnosis, fewer_hosts, given_up, guardrails, hang_findings, plans
+from services.controller.round import diagnosis, fewer_hosts, guardrails, hang_findings, plans
 from services.controller.round.choices import spare_choice
 from services.controller.round.diagnosis import DRAIN_REQUESTED, WORKER_EXCEPTION
 from services.controller.round.round import Case
@@ -124,7 +124,7 @@ def restart_on_a_broken_host(case: Case) -> Verdict | None:
     if not lost or any(case.round.is_silent(host_id) for host_id in lost) or waited_s < case.settings.start_patience_s:
         return None
     failures = guardrails.failures_within(case.this_incident, case.job)
-    failed = Counter(failure.host_id for failure in failures if not given_up.is_note(failure))
+    failed = Counter(failure.host_id for failure in failures)
     if any(failed[host_id] > 1 for host_id in lost):
         return None
     broken = f"{listed(lost)} {'has a critical condition' if len(lost) == 1 else 'have critical conditions'}"

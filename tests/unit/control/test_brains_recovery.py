@@ -10,6 +10,8 @@ from flyball.contracts.cluster import HostRanks, HostState, JobState, Phase, Wor
 from flyball.contracts.decisions import ActionState, DecisionKind, IncidentState
 from flyball.contracts.identity import run_id
 from flyball.contracts.reports.signals import HostSilent, WorkerExited
+from services.controller.round import given_up
+from services.controller.round.round import Case, Round
 from services.controller.round.view import HostView, JobView, PastFailure
 from tests.checked_rules import decide
 from tests.policy_views import (
@@ -317,6 +319,18 @@ def test_a_fault_that_has_nothing_to_do_with_the_earlier_ones_has_decisions_of_i
     outcome = decide(view(job=job, incidents=[verifying], actions=[action()]), [say(exited())], SETTINGS, NOW)
     (same,) = outcome.incidents
     assert (same.incident_id, same.decisions_made, same.decisions_before) == ("inc-1", made, before)
+
+
+def test_a_host_that_was_given_up_and_fails_then_is_no_second_failure() -> None:
+    """Its note on the record is no failure, so the new one is compared with real ones only."""
+    earlier = PastFailure(1, "worker_exception", "ValueError", "boom", 47, "a")
+    noticed = incident(cause="preemption_notice", host_id="b")
+    note = given_up.note_of(Case(Round(view(incidents=[noticed]), SETTINGS, NOW), JOB, noticed))
+    assert note is not None and given_up.is_note(note)
+    job = msgspec.structs.replace(JOB, failures=(earlier, note))
+    verifying = incident(state=IncidentState.VERIFYING, decisions_made=7)
+    outcome = decide(view(job=job, incidents=[verifying], actions=[action()]), [say(exited())], SETTINGS, NOW)
+    assert [(same.decisions_made, same.decisions_before) for same in outcome.incidents] == [(1, 7)]
 
 
 def test_independent_faults_without_a_new_step_come_to_an_end_too() -> None:
