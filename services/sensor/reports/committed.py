@@ -18,25 +18,33 @@ LOOK_AGAIN_S = 0.1
 class CommittedPositions:
     """A cache of the highest committed seq per sender, a source with its incarnation: hosts choose their incarnations'
     names, so these are not unique. It asks the database only about senders whose signals have come since. Belongs to
-    one event loop."""
+    one event loop.
+
+    An older database may take the place of the one that was read. Its hosts then send committed signals again, and must
+    not be told what the former one had: they would keep the signals back for good. So a position that a host was told
+    is forgotten when its signals come again, until it is read again. What was read is told with the next reply,
+    whatever that host reports: this corrects what was read too early."""
 
     def __init__(self, read: Callable[[Sequence[Sender]], dict[Sender, int]], clock: Clock) -> None:
         self._read = read
         self._clock = clock
         self._committed: OrderedDict[Sender, int] = OrderedDict()
         self._newest: dict[Sender, int] = {}  # of senders to look up
+        self._untold: dict[str, set[str]] = {}  # source -> incarnations whose positions no reply has told since
 
     def expect(self, source: str, incarnation: str, seq: int) -> None:
-        """A signal was received: look it up until it is committed. Also one that was: its host may send it again
-        because an older database took the place of the one that is known here."""
+        """A signal was received: look it up until it is committed. Also one that was."""
         sender = source, incarnation
+        if seq <= self._committed.get(sender, -1) and incarnation not in self._untold.get(source, ()):
+            del self._committed[sender]
         if sender in self._newest or len(self._newest) < MAX_SENDERS:
             self._newest[sender] = max(seq, self._newest.get(sender, seq))
 
     def known(self, source: str, incarnations: Iterable[str]) -> dict[str, int]:
-        """incarnation -> the highest committed seq, as far as it is known."""
+        """incarnation -> the highest committed seq, as far as it is known, to be told to the source. Of these
+        incarnations, and of those of which there is news."""
         found = {}
-        for incarnation in incarnations:
+        for incarnation in {*incarnations, *self._untold.pop(source, ())}:
             seq = self._committed.get((source, incarnation))
             if seq is not None:
                 found[incarnation] = seq
@@ -67,9 +75,15 @@ class CommittedPositions:
         """Take in what the database knows of the senders that it was asked about. A sender without an entry has nothing
         committed. Its host must be told so: after the loss of a database it may have to skip numbers."""
         for sender, seq in (dict.fromkeys(asked, 0) | dict(fresh)).items():
+            if self._committed.get(sender) != seq:
+                self._untold.setdefault(sender[0], set()).add(sender[1])
             self._committed[sender] = seq
             self._committed.move_to_end(sender)
             if self._newest.get(sender, -1) <= seq:
                 self._newest.pop(sender, None)
         while len(self._committed) > MAX_SENDERS:
-            self._committed.popitem(last=False)
+            (source, incarnation), _ = self._committed.popitem(last=False)
+            untold = self._untold.get(source, set())
+            untold.discard(incarnation)
+            if not untold:
+                self._untold.pop(source, None)

@@ -1,8 +1,7 @@
-"""The sensor's queue, its writer, and its cache of committed signals."""
+"""The sensor's queue and its writer."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Sequence
 
@@ -17,9 +16,8 @@ from flyball.contracts.reports.signals import EngineStatus, PreemptionNotice, Ra
 from flyball.contracts.wire import WIRE_VERSION
 from services.rules.stream import Cursor, Delivered
 from services.runtime.telemetry import Metrics
-from services.runtime.wakeup import AsyncWakeup, LocalWakeup
+from services.runtime.wakeup import LocalWakeup
 from services.sensor.reports import report_writer
-from services.sensor.reports.committed import CommittedPositions
 from services.sensor.reports.report_queue import Received, ReportQueue
 from services.sensor.reports.report_writer import ReportWriter
 from services.sensor.rules.step_log import StepSummary
@@ -339,69 +337,3 @@ def test_stopping_does_not_wait_for_an_absent_database(rig: Rig) -> None:
     rig.thread.start()
     until(lambda: rig.bus.attempts >= 1)
     rig.end()
-
-
-def test_committed_positions_are_read_only_while_something_is_outstanding() -> None:
-    asked: list[list[Sender]] = []
-    committed = {("h", "i1"): 2}
-
-    def read(senders: Sequence[Sender]) -> dict[Sender, int]:
-        asked.append(list(senders))
-        return {sender: committed[sender] for sender in senders if sender in committed}
-
-    async def scenario() -> None:
-        wakeup = LocalWakeup()
-        changed = AsyncWakeup(wakeup, "events")
-        positions = CommittedPositions(read, SystemClock())
-        task = asyncio.create_task(positions.run(changed))
-        positions.expect("h", "i1", 3)
-        async with asyncio.timeout(60):
-            while not positions.known("h", ["i1"]):
-                await asyncio.sleep(0)
-        assert positions.known("h", ["i1"]) == {"i1": 2}
-        committed["h", "i1"] = 3
-        wakeup.notify("events")
-        async with asyncio.timeout(60):
-            while positions.known("h", ["i1"]) != {"i1": 3}:
-                await asyncio.sleep(0)
-        assert positions.known("h", ["i1", "i2"]) == {"i1": 3}
-        assert positions.known("other", ["i1"]) == {}
-        n_asked = len(asked)
-        positions.expect("h", "i9", 1)
-        wakeup.notify("events")
-        async with asyncio.timeout(60):
-            while len(asked) == n_asked:
-                await asyncio.sleep(0)
-        assert all(question == [("h", "i9")] for question in asked[n_asked:])
-        task.cancel()
-
-    asyncio.run(scenario())
-
-
-def test_a_committed_signal_that_comes_again_is_looked_up_as_the_database_may_be_an_older_one() -> None:
-    """Swarm seed 33181: a backup took its place beneath the sensor, which told the hosts what the former one had."""
-    positions = CommittedPositions(lambda _: {}, SystemClock())
-    positions.expect("h", "i1", 3)
-    positions.update([("h", "i1")], {("h", "i1"): 3})
-    assert positions.outstanding() == []
-    positions.expect("h", "i1", 2)
-    assert positions.outstanding() == [("h", "i1")]
-    positions.update([("h", "i1")], {("h", "i1"): 3})
-    assert positions.outstanding() == [], "the reply was lost, no more"
-    positions.expect("h", "i1", 2)
-    positions.update([("h", "i1")], {("h", "i1"): 1})
-    assert positions.known("h", ["i1"]) == {"i1": 1}, "the host sends all from 2 on"
-    assert positions.outstanding() == [("h", "i1")]
-
-
-def test_a_sender_unknown_to_the_database_has_nothing_committed() -> None:
-    """Not only one that this sensor knew before: after the loss of a database a restarted sensor meets hosts whose
-    spools begin at a later number. Without a reply such a host would resend for ever what can never be committed."""
-    positions = CommittedPositions(lambda _: {}, SystemClock())
-    positions.expect("h", "i1", 12)
-    asked = positions.outstanding()
-    positions.expect("late", "i1", 3)  # after the question
-    positions.update(asked, {})
-    assert positions.known("h", ["i1"]) == {"i1": 0}
-    assert positions.known("late", ["i1"]) == {}
-    assert positions.outstanding() == [("h", "i1"), ("late", "i1")]
