@@ -9,18 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
+
 from flyball.contracts.checkpoints import CheckpointSpec, ShardCopy, Tier, branch
 from flyball.contracts.cluster import HostRanks, Placement
 from flyball.contracts.decisions import CommandResult, GenerationPlan, StopWorkers
 from services.actuator.ports import ActionProgress
-from services.rules.recovery_point import plan_restore
+from services.rules.recovery_point import newest_step, plan_restore
 
 
 def nobody_knows_the_job(
     progress: ActionProgress, following: GenerationPlan, results: Mapping[str, CommandResult]
 ) -> bool:
     """Whether copies may lie where no engine that answered has looked. An engine that knows the job lists some copy,
-    once there is one; one that lists none of the store has not reached it. `results`: of the stopped hosts."""
+    once there is one; one that lists none of the store has not reached it. `results`: of the stopped hosts.
+
+    What a generation stored, it had in memory first. So if its hosts still have a step of its own, and the database
+    knows of none that is newer in the store, there is nothing to look for."""
     plan = progress.plan
     if not following.parent_lineage or not _outlives_engines(plan.spec.checkpoint):
         return False
@@ -29,7 +34,20 @@ def nobody_knows_the_job(
         return False  # all have looked
     copies = [copy for result in results.values() for copy in result.copies if copy.job == plan.job]
     lists_store = any(copy.tier is Tier.PERSISTENT for copy in copies)
-    return not copies or (bool(progress.persistent_copies) and not lists_store)
+    if not copies:
+        return True
+    return bool(progress.persistent_copies) and not lists_store and not _memory_is_ahead(progress, following, results)
+
+
+def _memory_is_ahead(progress: ActionProgress, following: GenerationPlan, results: Mapping[str, CommandResult]) -> bool:
+    """Whether the answers alone give a step of the stopped generation, at least as new as all that the database knows
+    in the store. A step of an older generation shows less: the database may have gone back, too, and hosts that were
+    left long ago still have it."""
+    alone = placement_of(msgspec.structs.replace(progress, persistent_copies=()), following, results).restore
+    if alone is None or alone.source_generation != progress.plan.generation:
+        return False
+    stored = newest_step(progress.persistent_copies, following.parent_lineage, progress.plan.spec.world_size)
+    return stored is None or alone.step >= stored
 
 
 def _outlives_engines(checkpoint: CheckpointSpec) -> bool:

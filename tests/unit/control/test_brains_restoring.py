@@ -26,6 +26,8 @@ DEFAULT_DISK = msgspec.structs.replace(
 )
 PLAN = msgspec.structs.replace(MIGRATE, spec=STORED, warm_hosts=())
 NOTHING = CommandResult(free_port=31_000)
+IN_MEMORY = CommandResult(copies=(copy(58, 0, "a"), copy(58, 1, "a")))
+BACK = msgspec.structs.replace(PLAN, generation=3, next=msgspec.structs.replace(NEXT, generation=4, parent=3))
 
 
 def stored(step: int) -> tuple[ShardCopy, ...]:
@@ -84,6 +86,10 @@ def test_of_lost_hosts_the_spares_list_the_store() -> None:
         (PLAN, CommandResult(copies=(copy(58, 0, "a"),)), None, False),  # it knows the job, and nothing is stored yet
         (PLAN, CommandResult(copies=(copy(58, 0, "a"),)), 16, True),  # it cannot have seen the store
         (PLAN, CommandResult(copies=stored(40)), 16, False),
+        (PLAN, IN_MEMORY, 16, False),  # it cannot have seen the store, and needs not
+        (PLAN, IN_MEMORY, 58, False),
+        (PLAN, IN_MEMORY, 60, True),
+        (BACK, IN_MEMORY, 16, True),  # of an older generation: the newest one's hosts may be those that are lost
         (msgspec.structs.replace(PLAN, spec=OWN_DISKS), NOTHING, None, True),
         (msgspec.structs.replace(PLAN, spec=DEFAULT_DISK), NOTHING, None, False),
         (msgspec.structs.replace(PLAN, spec=SPEC), NOTHING, None, False),
