@@ -139,6 +139,10 @@ class EngineHost:
         """As a daemon asks to which the supervisor has said that no step is suspect."""
         return self.ask(GetStatus(clean_steps={}))
 
+    def stays_in_touch(self) -> None:
+        """The supervisor answers from now on: no step stays in the store because others may have found it there."""
+        self.ask(GetStatus(in_touch_until_s=time.monotonic() + 3600.0, clean_steps={}))
+
     @property
     def address(self) -> str:
         return self.status.address

@@ -102,6 +102,8 @@ def test_a_ddp_job_on_four_hosts_takes_the_room_of_one_and_comes_back(cluster: C
         cluster.host(name, BROADCAST="on")
     job = Job(cluster, until)
     job.begin()
+    for host in job.hosts:
+        host.stays_in_touch()
     for step in (0, 1, 2, 3):
         job.save(step)
         until(lambda step=step: job.sealed(step))
