@@ -51,6 +51,7 @@ class SignalOutbox:
         self._in_memory = False
         self._kept: dict[tuple[str, int], Signal] = {}  # the newest committed ones
         self._committed: dict[str, int] = {}  # highest committed number by incarnation
+        self._again: set[tuple[str, int]] = set()  # kept ones that are due again, and have not been sent since
         self.has_gap = False  # the database lacks signals that have left the spool
         self._lock = asyncio.Lock()  # signals are stored in the order of their numbers
 
@@ -102,6 +103,7 @@ class SignalOutbox:
             if not number or size <= BATCH_BYTES
         ]
         self._sent_at.update(((s.incarnation, s.seq), now) for s in due)
+        self._again.difference_update((s.incarnation, s.seq) for s in due)
         return tuple(due)
 
     def repeat(self, is_meant: Callable[[SignalBody], bool]) -> None:
@@ -125,7 +127,9 @@ class SignalOutbox:
         return len(self._sent_at) < len(self._pending)
 
     async def committed(self, upto: Mapping[str, int]) -> None:
-        """Drop what the controller has committed. If that is less than before, its database went back in time."""
+        """Drop what the controller has committed. If that is less than before, its database went back in time. A reply
+        that was on its way when signals became due again is of the database from before: it does not cover these."""
+        upto = {i: min([seq, *(n - 1 for again, n in self._again if again == i)]) for i, seq in upto.items()}
         if went_back(self._committed, upto):
             await self.send_again()
         is_news = any(self._committed.get(incarnation, 0) != seq for incarnation, seq in upto.items())
@@ -134,6 +138,7 @@ class SignalOutbox:
             for key in [key for key in self._pending if key[1] <= upto.get(key[0], 0)]:
                 self._kept[key] = self._pending.pop(key)
                 self._sent_at.pop(key, None)
+                self._again.discard(key)
             self._unstored = deque((s, also) for s, also in self._unstored if s.seq > upto.get(s.incarnation, 0))
             room = 0 if self._unstored else MAX_KEPT  # on a full disk, uncommitted signals come first
             gone = list(self._kept)[: max(len(self._kept) - room, 0)]
@@ -153,6 +158,7 @@ class SignalOutbox:
             return False
         again, self._kept = self._kept, {}
         self._pending = {**again, **self._pending}
+        self._again.update(again)
         self._committed = {}
         await Facts(self._database).set(COMMITTED_FACT, "{}")
         return True

@@ -108,6 +108,33 @@ def test_committed_signals_are_sent_again_when_fewer_are_committed(tmp_path):
     asyncio.run(scenario())
 
 
+def test_a_reply_that_was_on_its_way_does_not_cover_what_is_due_again(tmp_path):
+    async def scenario() -> None:
+        clock = Clock()
+        box, database = spool(tmp_path, clock, "one")
+        for text in "abc":
+            await box.put(EngineRestarted(text))
+        box.due()
+        await box.committed({"one": 3})
+        assert box.due() == ()  # a report without signals
+        await box.send_again()  # meanwhile another database answers a poll
+        await box.committed({"one": 3})  # the sensor has heard neither of this database nor of these signals
+        assert not box.has_gap
+        database.close()
+        box, database = spool(tmp_path, clock, "two")
+        assert await box.load() == 3, "also after a kill -9"
+        await box.send_again()
+        assert [s.seq for s in box.due()] == [1, 2, 3]
+        await box.committed({"one": 1})
+        clock.now_s += 1.0
+        assert [s.seq for s in box.due()] == [2, 3]
+        await box.committed({"one": 3})
+        assert not box.has_uncommitted
+        database.close()
+
+    asyncio.run(scenario())
+
+
 def test_the_spool_keeps_the_newest_committed_and_reports_what_left_it(tmp_path):
     async def scenario() -> None:
         box, database = spool(tmp_path, Clock(), "one")
