@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from flyball.contracts.reports.conditions import EVENT, MAX_CONDITIONS, MAX_REQUEST_BYTES, ConditionRequest
+from flyball.contracts.reports.conditions import BOOT, EVENT, MAX_CONDITIONS, MAX_REQUEST_BYTES, ConditionRequest
 from flyball.contracts.wire import MALFORMED, decoder_of
 from host_daemon.probes.findings import NotAvailableError, ProbeFinding, Reading
 
@@ -77,5 +77,5 @@ class ConditionFiles:
                 _log.error("condition_file_ignored", path=str(path), error=str(error))
             return version, said
         subject = asked.subject or name.removesuffix(".json")
-        evidence = {key: value for key, value in asked.evidence.items() if key != EVENT}
+        evidence = {key: value for key, value in asked.evidence.items() if key not in (BOOT, EVENT)}
         return version, ProbeFinding(asked.kind, asked.severity, asked.message, subject, evidence, asked.ttl_s)

@@ -26,7 +26,8 @@ class NotAvailableError(Exception):
 
 
 class ProbeFinding(msgspec.Struct, frozen=True):
-    """Something that a probe found. `ttl_s`: how long an event stands; 0.0: until it is ended."""
+    """Something that a probe found. `ttl_s`: how long an event stands; 0.0: until it is ended. `is_remembered`: a probe
+    that did not see what was before may not find it."""
 
     kind: str
     severity: Severity
@@ -34,6 +35,7 @@ class ProbeFinding(msgspec.Struct, frozen=True):
     subject: str = ""
     evidence: Evidence = {}
     ttl_s: float = 0.0
+    is_remembered: bool = False
 
 
 class Reading(msgspec.Struct, frozen=True):
@@ -75,8 +77,7 @@ def news(standing: Standing, source: str, reading: Reading, now: float, boot: st
     began = []
     for key, finding in found.items():
         known = mine.get(key)
-        evidence = finding.evidence if key in states else {**finding.evidence, EVENT: True, BOOT: boot}
-        condition = _condition(finding, source, now, evidence)
+        condition = _condition(finding, source, now, _marks(finding, boot, is_event=key not in states))
         if known is None and room <= 0:
             continue
         if known is None or known.severity is not finding.severity or _runs_out(known, finding, now):
@@ -100,7 +101,13 @@ def _runs_out(known: HostCondition, finding: ProbeFinding, now: float) -> bool:
     return known.until > 0.0 and known.until - now < finding.ttl_s / 2
 
 
-def _condition(finding: ProbeFinding, source: str, now: float, evidence: Evidence) -> HostCondition:
+def _marks(finding: ProbeFinding, boot: str, *, is_event: bool) -> Evidence:
+    if is_event:
+        return {EVENT: True, BOOT: boot}
+    return {BOOT: boot} if finding.is_remembered else {}
+
+
+def _condition(finding: ProbeFinding, source: str, now: float, marks: Evidence) -> HostCondition:
     return HostCondition(
         kind=finding.kind,
         severity=finding.severity,
@@ -108,6 +115,6 @@ def _condition(finding: ProbeFinding, source: str, now: float, evidence: Evidenc
         source=source,
         since=now,
         subject=finding.subject[:100],
-        evidence=evidence,
+        evidence={**finding.evidence, **marks},
         until=now + finding.ttl_s if finding.ttl_s else 0.0,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import msgspec
 from flyball.contracts.reports.conditions import Severity
 from host_daemon.probes.findings import NotAvailableError, ProbeFinding, Reading
 
+GPU_LOST = "gpu-lost"
 CORRECTED_PER_HOUR = 100  # ECC errors of one GPU; more are a trend
 HOUR_S = 3_600.0
 SLOW_LOOKS = 6  # in a row with the same reason, before it counts: short dips are normal
@@ -44,7 +45,8 @@ class Gpu(msgspec.Struct, frozen=True):
 def gpu_findings(gpu: Gpu, corrected_in_hour: int, slow_looks: Mapping[int, int]) -> list[ProbeFinding]:
     """What is wrong with a GPU. `slow_looks`: throttle bit -> how often in a row it was set."""
     if gpu.is_lost:
-        return [ProbeFinding("gpu-lost", Severity.CRITICAL, f"GPU {gpu.name} does not answer any more.", gpu.name)]
+        message = f"GPU {gpu.name} does not answer any more."
+        return [ProbeFinding(GPU_LOST, Severity.CRITICAL, message, gpu.name, is_remembered=True)]
     found = []
     if gpu.has_remap_failed:
         message = f"GPU {gpu.name} could not replace a bad row of its memory: it has to be repaired."
@@ -90,12 +92,14 @@ class Gpus:
         nvml: Any | None,  # noqa: ANN401 - pynvml has no types
         monotonic_s: Callable[[], float],
         interval_s: float = 5.0,
+        lost: Iterable[str] = (),
     ) -> None:
-        """`nvml`: what has pynvml's functions; None: pynvml."""
+        """`nvml`: what has pynvml's functions; None: pynvml. `lost`: GPUs that an earlier daemon of this boot reported
+        as lost, so that they are still known to be missed."""
         self._nvml = nvml
         self.interval_s = interval_s
         self._monotonic_s = monotonic_s
-        self._known: set[str] = set()  # PCI addresses of those that answered
+        self._known = set(lost)  # PCI addresses of those that answered once
         self._trends: dict[str, Trend] = {}
         self._slow: dict[str, dict[int, int]] = {}
         self._is_open = False

@@ -14,7 +14,7 @@ from host_daemon.probes.clock_jumps import ClockJumps
 from host_daemon.probes.condition_files import ConditionFiles
 from host_daemon.probes.disks import Disks
 from host_daemon.probes.findings import Probe
-from host_daemon.probes.gpus import Gpus, RecordedNvml
+from host_daemon.probes.gpus import GPU_LOST, Gpus, RecordedNvml
 from host_daemon.probes.kernel_log import KernelLog
 from host_daemon.probes.links import LINK_DOWN, Links
 from host_daemon.probes.notices.node_taints import NodeApi, NodeTaints, api_of
@@ -54,6 +54,7 @@ async def watch_conditions(
         lambda: written_folders(settings.state_dir, settings.shm_dir, jobs()),
         standing=book.standing.values(),
         marks=marks,
+        same_boot=not rebooted,
         node=api_of(settings),
     )
     await probing.run(probes, rebooted=rebooted)
@@ -68,18 +69,21 @@ def probes_of(
     *,
     standing: Iterable[HostCondition] = (),
     marks: Mapping[str, str] = MappingProxyType({}),
+    same_boot: bool = True,
     node: NodeApi | None = None,
 ) -> tuple[Probe, ...]:
-    """`root`: what stands for / in tests. `standing`: what earlier daemons reported. `marks`: how far the probes of
-    this boot had read, by source."""
+    """`root`: what stands for / in tests. `standing`: what earlier daemons reported, `same_boot`: under this boot.
+    `marks`: how far the probes of this boot had read, by source."""
     nvml = None if root == REAL_ROOT else RecordedNvml(root / "nvml.json")
-    down = {c.subject: c.severity for c in standing if c.kind == LINK_DOWN and c.source == Links.source}
+    known = tuple(standing)
+    lost = [c.subject for c in known if same_boot and c.kind == GPU_LOST and c.source == Gpus.source]
+    down = {c.subject: c.severity for c in known if c.kind == LINK_DOWN and c.source == Links.source}
     return (
         KernelLog(root / "dev/kmsg", marks.get(KernelLog.source, ""), root / "sys/block"),
         Pressure(root, interval_s),
         Disks(folders, interval_s),
         ClockJumps(host_clock),
-        Gpus(nvml, host_clock.monotonic_s, interval_s),
+        Gpus(nvml, host_clock.monotonic_s, interval_s, lost),
         Links(root, down, interval_s),
         NodeTaints(node or NodeApi("", "")),
         ConditionFiles(conditions_dir),

@@ -17,7 +17,7 @@ MAX_CONDITIONS: Final = 64  # that stand on one host
 MAX_REQUEST_BYTES: Final = 16 << 10  # of one condition, in a request or in a file
 MAX_TTL_S: Final = 30 * 86_400.0
 EVENT: Final = "event"  # the key in the evidence of an event: it is seen once, and a later reading does not show it
-BOOT: Final = "boot"  # the key in the evidence of an event: the boot of the kernel under which it happened
+BOOT: Final = "boot"  # the key in the evidence of what is remembered: the boot of the kernel under which it began
 
 _WHOLE_NAME = NAME_PATTERN.removesuffix("$") + r"\Z"
 ConditionKind = Annotated[str, msgspec.Meta(pattern=_WHOLE_NAME)]
@@ -71,9 +71,14 @@ class HostCondition(msgspec.Struct, frozen=True):
         return self.evidence.get(EVENT) is True
 
     @property
+    def is_remembered(self) -> bool:
+        """Whether a reading may not show it to a host whose memory is new: an event, or what is no longer there."""
+        return self.is_event or BOOT in self.evidence
+
+    @property
     def boot(self) -> str:
-        """The boot of the kernel under which an event happened; '' if unknown."""
-        return str(self.evidence.get(BOOT) or "") if self.is_event else ""
+        """The boot of the kernel under which what is remembered began; '' if unknown."""
+        return str(self.evidence.get(BOOT) or "")
 
     def says_the_same(self, other: HostCondition) -> bool:
         """Whether both ask for the same, until the same moment. The evidence, but for the

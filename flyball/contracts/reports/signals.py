@@ -246,8 +246,8 @@ class ConditionEnded(msgspec.Struct, frozen=True, tag="condition_ended"):
 
 class ConditionsStand(msgspec.Struct, frozen=True, tag="conditions_stand"):
     """Of all conditions of the sender's host that these sources report, these stand. Sent to a supervisor that may know
-    of others: its database went back, or the host lost its state folder. Of events that says nothing unless they are of
-    another boot: the host may have lost what it knew of them, and no reading shows them again."""
+    of others: its database went back, or the host lost its state folder. Of what is remembered, that says nothing
+    unless it is of another boot: the host may have lost what it knew, and no reading may show it again."""
 
     sources: Annotated[tuple[ConditionSource, ...], msgspec.Meta(max_length=64)]
     keys: Annotated[tuple[ConditionKey, ...], msgspec.Meta(max_length=MAX_CONDITIONS)]

@@ -139,11 +139,11 @@ def _begin(round_: Round, host: HostView, condition: HostCondition) -> None:
 
 
 def _denies(stand: ConditionsStand, condition: HostCondition) -> bool:
-    """Whether a host that says what stands says that this does not. An event ends with its boot, and not before."""
+    """Whether a host that says what stands says that this does not. What is remembered counts until its boot ends."""
     if condition.source not in stand.sources or condition.key in stand.keys:
         return False
     is_of_another_boot = bool(condition.boot and stand.boot) and condition.boot != stand.boot
-    return is_of_another_boot or not condition.is_event
+    return is_of_another_boot or not condition.is_remembered
 
 
 def _end(round_: Round, host_id: str, condition: HostCondition) -> None:

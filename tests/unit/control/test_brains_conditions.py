@@ -213,6 +213,13 @@ def test_an_event_ends_with_its_boot_and_not_because_its_host_knows_nothing_of_i
     assert look(idle, named, source="c").conditions == (), "it happened again"
 
 
+def test_a_gpu_that_is_no_longer_listed_is_lost_until_its_host_is_rebooted() -> None:
+    lost = msgspec.structs.replace(LOST, evidence={"boot": "b1"})
+    idle = view(hosts=(*HOSTS[:2], cordoned(lost)))
+    assert look(idle, ConditionsStand((lost.source,), (), "b1"), source="c").empty
+    assert only(look(idle, ConditionsStand((lost.source,), (), "b2"), source="c"))[0] is DecisionKind.UNCORDON
+
+
 def test_an_event_of_another_boot_is_another_event() -> None:
     """The database never got the end of the first."""
     xid, again = event("b1"), event("b2")

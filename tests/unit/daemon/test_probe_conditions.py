@@ -18,7 +18,9 @@ from flyball.contracts.reports.conditions import MAX_CONDITIONS, HostCondition, 
 from flyball.contracts.reports.signals import ConditionBegan, ConditionEnded, ConditionsStand, SignalBody
 from host_daemon.probes.condition_files import ConditionFiles
 from host_daemon.probes.findings import NotAvailableError, ProbeFinding, Reading, news
+from host_daemon.probes.gpus import Gpus
 from host_daemon.probes.probing import Probing
+from host_daemon.probes.suite import probes_of
 from host_daemon.store.condition_book import ConditionBook
 from host_daemon.store.database import HostDatabase
 from host_daemon.store.facts import Facts
@@ -61,6 +63,15 @@ def test_an_event_stands_for_its_time_and_is_renewed_seldom() -> None:
     assert (condition.since, condition.until) == (NOW, NOW + 160)
 
 
+def test_a_state_that_is_remembered_has_its_boot() -> None:
+    standing: dict = {}
+    lost = ProbeFinding("gpu-lost", Severity.CRITICAL, "GPU 2 is lost.", "gpu 2", is_remembered=True)
+    apply(standing, Reading((HOT, lost)))
+    hot, gone = standing.values()
+    assert (hot.is_remembered, gone.is_remembered, gone.boot, gone.is_event) == (False, True, "b1", False)
+    assert apply(standing, Reading((HOT,))) == ([], ["gpu-lost"]), "it is listed again"
+
+
 def test_other_sources_are_left_alone_and_all_is_bounded() -> None:
     other = HostCondition("thermal", Severity.INFO, "m.", "probe x", NOW)
     standing = {other.key: other}
@@ -68,6 +79,15 @@ def test_other_sources_are_left_alone_and_all_is_bounded() -> None:
     many = tuple(msgspec.structs.replace(HOT, subject=f"gpu {number}") for number in range(2 * MAX_CONDITIONS))
     apply(standing, Reading(many))
     assert len(standing) == MAX_CONDITIONS
+
+
+def test_the_next_daemon_still_misses_a_lost_gpu_unless_the_host_was_rebooted(tmp_path: Path) -> None:
+    put(tmp_path / "nvml.json", {"gpus": [{"pci": "00000000:3b:00.0", "celsius": 40}]})
+    lost = HostCondition("gpu-lost", Severity.CRITICAL, "m.", "probe gpu", NOW, "0000:5e:00.0")
+    for same_boot, subjects in ((True, [lost.subject]), (False, [])):
+        probes = probes_of(tmp_path, 5.0, tmp_path, SystemClock(), dict, standing=[lost], same_boot=same_boot)
+        (gpus,) = (probe for probe in probes if isinstance(probe, Gpus))
+        assert [finding.subject for finding in gpus.read().states] == subjects
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -119,11 +139,17 @@ def test_a_file_that_goes_ends_its_condition_whatever_it_says(tmp_path: Path) ->
     files, standing = ConditionFiles(tmp_path), {}
     put(
         tmp_path / "a.json",
-        {"kind": "ecc", "severity": "warning", "message": "m.", "ttl_s": 600, "evidence": {"event": True, "count": 7}},
+        {
+            "kind": "ecc",
+            "severity": "warning",
+            "message": "m.",
+            "ttl_s": 600,
+            "evidence": {"event": True, "boot": "b1", "count": 7},
+        },
     )
     assert apply(standing, files.read(), source="file") == (["ecc"], [])
     assert [condition.evidence for condition in standing.values()] == [{"count": 7}], "a file's is no event"
-    assert not any(condition.is_event for condition in standing.values())
+    assert not any(condition.is_remembered for condition in standing.values())
     (tmp_path / "a.json").unlink()
     assert apply(standing, files.read(), source="file") == ([], ["ecc"])
 

@@ -204,7 +204,7 @@ def test_a_gpu_that_is_lost(box: Box) -> None:
     assert box.look({**WELL, "lost": True}, other) == [("gpu-lost", "critical")]
     assert box.look(WELL) == [("gpu-lost", "critical")], "NVML does not even count it any more"
     (finding,) = box.probe.read().states
-    assert finding.subject == "0000:5e:00.0"
+    assert finding.subject == "0000:5e:00.0" and finding.is_remembered
     assert box.look(WELL, other) == []
 
 
