@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
+from sqlalchemy import Connection, insert
+
+from services.store.decisions.past_actions import WINDOW_S, PastActions
+from services.store.sql.tables import actions, decisions
+
+OLD, NEW = 3000, 6  # actions before the window, and in it
 
 
 def test_the_past_of_a_job_is_read_again_only_when_its_own_incidents_or_actions_change(
@@ -43,3 +50,36 @@ def test_an_open_incident_is_decoded_once_until_it_changes(stores, make) -> None
     assert again is first
     stores.commit(incidents=(msgspec.structs.replace(first, message="It is another one."),))
     assert stores.decisions.load_view().incidents[0].message == "It is another one."
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_of_years_of_actions_only_those_of_the_last_hour_are_read(stores, clock, jobs: int) -> None:
+    """A controller that begins reads the past of all jobs at once."""
+    names = [f"job-{n}" for n in range(jobs)]
+    rows = []
+    for number in range(1, OLD + NEW + 1):
+        is_old = number <= OLD
+        started_at = clock.wall_s() - (WINDOW_S + OLD - number if is_old else OLD + NEW - number)
+        rows.append(({"number": number, "incident": 1, "job": names[number % jobs]}, started_at))
+    with stores.db.write() as connection:
+        decided = {"kind": "restart_in_place", "epoch": 1, "document": "{}"}
+        connection.execute(insert(decisions), [row | decided | {"at": at} for row, at in rows])
+        done = {"plan": "{}", "state": "succeeded", "ended": True, "phase": "start", "attempt": 1, "version": 1}
+        done |= {"message": "", "ended_at": 0.0}
+        connection.execute(insert(actions), [row | done | {"started_at": at} for row, at in rows])
+    with stores.db.read() as connection:
+        before = rows_read(connection, is_sqlite=stores.db.is_sqlite)
+        past = PastActions(clock).read(connection, (), {}, shown=names, present=names)
+        after = rows_read(connection, is_sqlite=stores.db.is_sqlite)
+    assert [len(past[name].acted_at) for name in names] == [NEW // jobs] * jobs
+    assert after - before < OLD / 2, "and the question how many reads some, too"
+
+
+def rows_read(connection: Connection, *, is_sqlite: bool) -> int:
+    """By this connection so far. SQLite does not count them."""
+    if is_sqlite:
+        return 0
+    found = connection.exec_driver_sql("SHOW SESSION STATUS LIKE 'Handler_read%%'").all()
+    return sum(
+        int(count) for name, count in found if name != "Handler_read_rnd_next"
+    )  # the status itself is such a read

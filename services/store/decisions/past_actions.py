@@ -15,7 +15,6 @@ from services.record.recoveries import RECOVERING, newest_recoveries
 from services.store.sql.tables import actions, decisions, incidents
 
 DECISIONS_READ = 64  # per job
-ACTIONS_READ = 1000  # per job
 WINDOW_S = 3600.0
 _NOTHING: frozenset[str | int] = frozenset()
 
@@ -91,17 +90,20 @@ def _recoveries(connection: Connection, job: str) -> tuple[PastRecovery, ...]:
 
 
 def _acted_at(connection: Connection, jobs: Sequence[str], since: float) -> Mapping[str, list[float]]:
+    # No index has the times, and for this order MySQL goes through the actions backwards, all that were ever stored. So
+    # it is told where to stop: their numbers grow with time.
+    before = select(actions.c.number).where(actions.c.started_at <= since).order_by(actions.c.number.desc()).limit(1)
     query = (
         select(actions.c.job, actions.c.started_at)
         .join(decisions, decisions.c.number == actions.c.number)
         .where(
+            actions.c.number > (connection.scalar(before) or 0),
             actions.c.job.in_(jobs),
             actions.c.incident.is_not(None),
             actions.c.started_at > since,
             decisions.c.kind.not_in([DecisionKind.TAKE_STACKS.value, DecisionKind.CHECK_HOSTS.value]),  # they only look
         )
         .order_by(actions.c.number.desc())
-        .limit(ACTIONS_READ * len(jobs))
     )
     found: dict[str, list[float]] = {job: [] for job in jobs}
     for job, started_at in connection.execute(query):
