@@ -15,6 +15,7 @@ from ckpt_engine.counters import Counters
 from ckpt_engine.host.daemon_contact import DaemonContact
 from ckpt_engine.host.engine_host import EngineHost
 from ckpt_engine.peers.cohort_shards import CohortShards
+from ckpt_engine.rules.retention_rules import newest_that_fit
 from ckpt_engine.rules.tier_schedule import StepMarks, TierSchedule
 from ckpt_engine.slots.rank_segments import SegmentOptions
 from ckpt_engine.tiers.memory import JobSlots, MemoryTier
@@ -33,6 +34,7 @@ from flyball.contracts.errors import FlyballError
 log = structlog.get_logger()
 
 REPORTED_STEPS = 16  # the newest of each disk tier: it may keep more for ever, and a message has a size limit
+_LEFT_COPIES = 6000  # of each disk tier, for the same reason: of a shared store, a host lists the copies of all ranks
 
 
 def open_disks(
@@ -63,7 +65,7 @@ def open_disks(
 
 
 def left_copies(job: str, history: JobHistory, host: EngineHost) -> list[ShardCopy]:
-    """The copies that this host and the store still have of a job that does not run here. It ended, or never ran here.
+    """The newest copies that this host and the store still have of a job that does not run here (any more).
     Raises if one place cannot be read: with half an answer the job would go on from an older step."""
     slots = JobSlots(host.shm_prefix, job, host.host_id, SegmentOptions.of(host.settings))
     slots.use_run(history.run)
@@ -73,7 +75,7 @@ def left_copies(job: str, history: JobHistory, host: EngineHost) -> list[ShardCo
         slots.close()
     for disk in open_disks(history.spec, job=job, run=history.run, host=host, ranks=()).values():
         disk.scan()
-        found += disk.newest_copies(history.lineage, REPORTED_STEPS)
+        found += newest_that_fit(disk.newest_copies(history.lineage, REPORTED_STEPS), _LEFT_COPIES)
     return found
 
 

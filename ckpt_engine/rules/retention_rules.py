@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
 from ckpt_engine.contracts.peer_wire import MAX_REPORTED_STEPS, TierNaming
@@ -23,6 +24,19 @@ def reported_steps(held: Sequence[int], policy: TierPolicy) -> tuple[int, ...]:
     every = policy.keep_every
     others = [step for step in held if step % every] if every else []
     return tuple(sorted({*held[newest], *others[newest]}))[-MAX_REPORTED_STEPS:]
+
+
+def newest_that_fit(copies: Iterable[ShardCopy], most: int) -> list[ShardCopy]:
+    """The copies of the newest steps, whole steps only: as many as make no more than `most`, and always one."""
+    by_step: defaultdict[int, list[ShardCopy]] = defaultdict(list)
+    for copy in copies:
+        by_step[copy.step].append(copy)
+    found: list[ShardCopy] = []
+    for step in sorted(by_step, reverse=True):
+        if found and len(found) + len(by_step[step]) > most:
+            break
+        found += by_step[step]
+    return found
 
 
 def newest_alive(

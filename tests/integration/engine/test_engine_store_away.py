@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckpt_engine.contracts.control_views import RestoreState
+from ckpt_engine.host import durable_tiers
+from ckpt_engine.host.engine_host import EngineHost
+from ckpt_engine.peers.broadcast.bandwidths import MeasuredBandwidths
+from ckpt_engine.settings import EngineSettings
 from flyball.contracts.checkpoints import CheckpointSpec, JobHistory, LineageEntry, RestorePlan, Tier, branch
+from flyball.contracts.clock import SystemClock
 from flyball.contracts.on_host.engine_wire import Flush
 
 if TYPE_CHECKING:
@@ -77,7 +82,7 @@ def test_a_step_that_is_gone_from_a_store_that_is_there_is_not_waited_for(
 
 
 def test_an_engine_that_does_not_know_the_job_lists_what_is_in_the_store_if_it_is_told_where_to_look(
-    cluster: Cluster, trainer: Callable[..., Trainer], until: Until
+    cluster: Cluster, trainer: Callable[..., Trainer], until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All hosts of the job are lost. A spare never heard of it, and one knows a generation that was replaced."""
     share: Path = cluster.root / "share"
@@ -94,8 +99,15 @@ def test_an_engine_that_does_not_know_the_job_lists_what_is_in_the_store_if_it_i
     a.lose()
     b.lose()
     assert not spare.ask(Flush(JOB, 60.0)).copies
-    request = Flush(JOB, 60.0, history=JobHistory(spec, lineage, RUN))
+    history = JobHistory(spec, lineage, RUN)
+    request = Flush(JOB, 60.0, history=history)
     for host in (spare, old):
         found = {(c.generation, c.step, c.rank) for c in host.ask(request).copies if c.tier is Tier.PERSISTENT}
         assert {(2, 2, 0), (2, 2, 1)} <= found
         assert all(generation == 2 for generation, _, _ in found)
+    monkeypatch.setattr(durable_tiers, "_LEFT_COPIES", 3)  # of thousands of ranks, all steps are too long a message
+    root = cluster.root / "here"
+    root.mkdir()
+    bandwidths = MeasuredBandwidths(root / "bandwidths", SystemClock())
+    here = EngineHost("here", root, str(root / "flyball-test"), EngineSettings(), bandwidths)
+    assert {copy.step for copy in durable_tiers.left_copies(JOB, history, here)} == {2}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_engine.contracts.peer_wire import TierNaming
-from ckpt_engine.rules.retention_rules import removable
+from ckpt_engine.rules.retention_rules import newest_that_fit, removable
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier
 
 LINEAGE = (LineageEntry(1, 10), LineageEntry(2))  # generation 2 runs; it restored step 10 of 1
@@ -45,3 +45,11 @@ def test_of_multiples_only_whole_steps_stay() -> None:
         sealed={(2, 15)},
     )
     assert found == [torn]
+
+
+@pytest.mark.parametrize(("most", "steps"), [(6, {10, 15, 20}), (5, {15, 20}), (4, {15, 20}), (2, {20}), (1, {20})])
+def test_an_answer_has_the_newest_steps_that_fit_whole_and_always_one(most: int, steps: set[int]) -> None:
+    copies = [ShardCopy("job", 2, step, rank, Tier.PERSISTENT, "", 1, "") for step in (10, 15, 20) for rank in (0, 1)]
+    found = newest_that_fit(copies, most)
+    assert sorted(found) == [copy for copy in copies if copy.step in steps]
+    assert newest_that_fit([], most) == []
