@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import tarfile
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,14 @@ def axe_core(kept: Path) -> str:
     """Return the script; '' if npm cannot fetch it here, with a warning."""
     packed = kept / f"axe-core-{VERSION}.tgz"
     if not packed.exists():
-        fetch = ["npm", "pack", f"axe-core@{VERSION}", "--pack-destination", str(kept)]
-        try:
-            subprocess.run(fetch, check=True, capture_output=True, timeout=60.0)
-        except (OSError, subprocess.SubprocessError) as error:
-            warnings.warn(f"pages are not checked by axe-core, which npm did not fetch: {error}", stacklevel=2)
-            return ""
+        with tempfile.TemporaryDirectory(dir=kept) as folder:  # other workers of xdist see it once it is whole
+            fetch = ["npm", "pack", f"axe-core@{VERSION}", "--pack-destination", folder]
+            try:
+                subprocess.run(fetch, check=True, capture_output=True, timeout=60.0)
+            except (OSError, subprocess.SubprocessError) as error:
+                warnings.warn(f"pages are not checked by axe-core, which npm did not fetch: {error}", stacklevel=2)
+                return ""
+            (Path(folder) / packed.name).replace(packed)
     with tarfile.open(packed) as tar:
         member = tar.extractfile("package/axe.min.js")
         assert member is not None

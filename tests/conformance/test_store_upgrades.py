@@ -128,7 +128,8 @@ def test_what_the_first_release_wrote_is_read(upgraded: Database, stores_in, clo
 
 
 def test_what_the_first_release_began_is_ended(upgraded: Database, stores_in, clock, make) -> None:  # type: ignore[no-untyped-def]
-    """Another controller leads, continues where the last one was, and carries the restart on to its start."""
+    """Another controller leads, continues where the last one was, and carries the restart on to its start. No host
+    lists a copy when it stops its ranks, so those that start them look for copies first."""
     stores = stores_in(upgraded)
     clock.now_s = 1_003.0
     bus, wakeup = EmbeddedBus(upgraded), LocalWakeup()
@@ -139,10 +140,11 @@ def test_what_the_first_release_began_is_ended(upgraded: Database, stores_in, cl
     before = stores.decisions.cursor()
     loop.run_once()
     assert stores.decisions.cursor().position == before.position + 1
-    for host in ("host-a", "host-b"):
-        for handed in stores.actions.commands_for(host, clock.now_s):
-            stores.actions.record(make.update(handed.command_id))
-    executor.run_once()
+    for _ in ("stop", "list"):
+        for host in ("host-a", "host-b"):
+            for handed in stores.actions.commands_for(host, clock.now_s):
+                stores.actions.record(make.update(handed.command_id))
+        executor.run_once()
     (handed,) = stores.actions.commands_for("host-a", clock.now_s)
     assert handed.command_id == "act-4.start.host-a.1" and handed.fence.generation == 3
 
