@@ -256,8 +256,8 @@ def _failed_starts_are_free(facts: Iterable[Fact], record: Record) -> Iterator[V
     adopted_by = adopting(record)
     for before, after in pairwise(record.generations):
         number = before.plan.generation
-        if after.decision in adopted_by:
-            continue  # restarts used in between were lost with the database
+        if adopted_by & {before.decision, after.decision}:
+            continue  # restarts used in between, or why a start failed, were lost with the database
         if number in not_started - has_failed and after.plan.restart_count > before.plan.restart_count:
             yield Violation("start_charged", f"generation {number} could not be started, but cost a restart")
 

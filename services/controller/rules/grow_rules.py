@@ -58,17 +58,15 @@ def find(round_: Round, job: JobView, generation: GenerationView) -> None:
 
 def follow(round_: Round, job: JobView, incident: Incident) -> None:
     """Close an undecided incident if another generation has begun, no host is free any more, or the job is not to grow
-    any more: not before ranks that parked for it are released. Note a failed attempt on the job's record."""
+    any more: not before ranks that parked for it are released."""
     case, generation = Case(round_, job, incident), job.generation
     if generation is None:
         return
     if preemption_rules.save_failed(case) or incident.decisions_made >= case.settings.max_decisions_per_incident:
-        if not _has_failed_before(job, generation):
-            failed = PastFailure(generation.generation, ROOM_TO_GROW, "", "", -1)
-            round_.change_job(job.spec.job, job.state, job.message, failed)
-    elif preemption_rules.last_action(case) is not None:
         return
-    elif generation.generation != incident.generation or not _joining(case) or not case.settings.grow:
+    if preemption_rules.last_action(case) is not None:
+        return
+    if generation.generation != incident.generation or not _joining(case) or not case.settings.grow:
         round_.advance(incident, IncidentEvent.CLEARED)
 
 
@@ -80,7 +78,8 @@ def restart_on_more_hosts(case: Case) -> Verdict | None:
 
 
 def give_up_after_a_failed_save(case: Case) -> Verdict | None:
-    """If the ranks could not save, or too many actions have not ended it, let them train on as they are."""
+    """If the ranks could not save, or too many actions have not ended it, let them train on as they are. The job's
+    record says so: it is not tried again in this generation."""
     incident, limit = case.this_incident, case.settings.max_decisions_per_incident
     has_failed = preemption_rules.save_failed(case)
     if not has_failed and incident.decisions_made < limit:
@@ -93,6 +92,7 @@ def give_up_after_a_failed_save(case: Case) -> Verdict | None:
         plan=plan,
         evidence={"decisions": incident.decisions_made},
         gives_up=True,
+        notes=PastFailure(case.this_generation.generation, ROOM_TO_GROW, "", "", -1),
     )
 
 
