@@ -53,6 +53,7 @@ from simulator.ports.bus import MemoryEventLog
 from simulator.ports.decision_store import MemoryDecisionStore
 from simulator.ports.memory import Memory
 from simulator.ports.status_store import MemoryJobStore, MemoryStatusStore
+from tests.manual_clock import ManualClock
 
 
 @pytest.fixture(autouse=True)
@@ -135,19 +136,6 @@ def db(ready_url: str) -> Iterator[Database]:
     database = Database(ready_url)
     yield database
     database.close()
-
-
-class ManualClock:
-    """Stands still unless told."""
-
-    def __init__(self) -> None:
-        self.now_s = 1_000.0
-
-    def wall_s(self) -> float:
-        return self.now_s
-
-    def monotonic_s(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

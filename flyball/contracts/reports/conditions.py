@@ -81,8 +81,8 @@ class HostCondition(msgspec.Struct, frozen=True):
         return str(self.evidence.get(BOOT) or "")
 
     def says_the_same(self, other: HostCondition) -> bool:
-        """Whether both ask for the same, until the same moment. The evidence, but for the
-        boot, and the beginning may differ."""
+        """Whether both ask for the same, until the same moment. The beginning may differ, and the evidence but for the
+        boot."""
         return (self.key, self.severity, self.message, self.until, self.boot) == (
             other.key,
             other.severity,

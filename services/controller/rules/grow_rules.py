@@ -62,9 +62,8 @@ def follow(round_: Round, job: JobView, incident: Incident) -> None:
     case, generation = Case(round_, job, incident), job.generation
     if generation is None:
         return
-    if preemption_rules.save_failed(case) or incident.decisions_made >= case.settings.max_decisions_per_incident:
-        return
-    if preemption_rules.last_action(case) is not None:
+    is_given_up = incident.decisions_made >= case.settings.max_decisions_per_incident
+    if is_given_up or preemption_rules.last_action(case) is not None:
         return
     if generation.generation != incident.generation or not _joining(case) or not case.settings.grow:
         round_.advance(incident, IncidentEvent.CLEARED)

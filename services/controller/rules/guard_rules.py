@@ -73,7 +73,7 @@ def cordon_no_more_hosts(case: Case, wanted: Verdict) -> Verdict | None:
     if not why:
         return None
     reason = f"{wanted.reason} {listed(wanted.cordons)} is not cordoned: {why}."
-    notes = given_up.note_of(case) if wanted.gives_up and case.incident is not None else None
+    notes = given_up.note_of(case) if wanted.gives_up and case.incident is not None else wanted.notes
     return msgspec.structs.replace(wanted, cordons=(), reason=reason, notes=notes)
 
 

@@ -123,8 +123,7 @@ def restart_on_a_broken_host(case: Case) -> Verdict | None:
     waited_s = case.now - case.this_incident.since
     if not lost or any(case.round.is_silent(host_id) for host_id in lost) or waited_s < case.settings.start_patience_s:
         return None
-    failures = guardrails.failures_within(case.this_incident, case.job)
-    failed = Counter(failure.host_id for failure in failures)
+    failed = Counter(failure.host_id for failure in guardrails.failures_within(case.this_incident, case.job))
     if any(failed[host_id] > 1 for host_id in lost):
         return None
     broken = f"{listed(lost)} {'has a critical condition' if len(lost) == 1 else 'have critical conditions'}"

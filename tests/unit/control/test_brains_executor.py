@@ -21,17 +21,7 @@ from flyball.contracts.identity import Fence
 from services.actuator.executor import AWAY_AFTER_S, MAX_FAULTS, Executor
 from services.actuator.ports import ActionProgress, OutboxCommand, PlaybookStep
 from services.runtime.wakeup import LocalWakeup
-
-
-class ManualClock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def wall_s(self) -> float:
-        return self.now_s
-
-    def monotonic_s(self) -> float:
-        return self.now_s
+from tests.manual_clock import ManualClock
 
 
 class Actions:

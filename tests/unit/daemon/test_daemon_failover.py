@@ -5,18 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from host_daemon.link.http_client import GO_HOME_AFTER_S, Endpoints
+from tests.manual_clock import ManualClock
 
 URLS = ("http://a", "http://b", "http://c")
-
-
-class ManualClock:
-    now_s = 1_000.0
-
-    def wall_s(self) -> float:
-        return self.now_s
-
-    def monotonic_s(self) -> float:
-        return self.now_s
 
 
 def test_every_host_tries_all_servers_starting_with_its_own() -> None:

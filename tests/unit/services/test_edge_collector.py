@@ -6,21 +6,11 @@ import subprocess
 import sys
 
 from services.runtime.process import LONG_S, SCAN_ALL_EVERY_S, FreezeOld
-
-
-class ManualClock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def wall_s(self) -> float:
-        return self.now_s
-
-    def monotonic_s(self) -> float:
-        return self.now_s
+from tests.manual_clock import ManualClock
 
 
 def test_what_survives_a_long_collection_is_frozen_for_an_hour() -> None:
-    clock = ManualClock()
+    clock = ManualClock(0.0)
     done: list[str] = []
     leave_out = FreezeOld(clock, freeze=lambda: done.append("freeze"), unfreeze=lambda: done.append("unfreeze"))
 

@@ -15,19 +15,7 @@ from host_daemon.store.outbox import SignalOutbox
 from services.runtime.wakeup import AsyncWakeup, LocalWakeup
 from services.sensor.reports import committed
 from services.sensor.reports.committed import CommittedPositions
-
-
-class ManualClock:
-    """A clock that moves only on request."""
-
-    def __init__(self) -> None:
-        self.now_s = 1_000.0
-
-    def wall_s(self) -> float:
-        return self.now_s
-
-    def monotonic_s(self) -> float:
-        return self.now_s
+from tests.manual_clock import ManualClock
 
 
 def test_committed_positions_are_read_only_while_something_is_outstanding() -> None:

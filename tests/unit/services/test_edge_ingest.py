@@ -27,6 +27,7 @@ from services.sensor.detector.fault_detector import DetectorSettings, FaultDetec
 from services.sensor.reports.committed import CommittedPositions
 from services.sensor.reports.ingest import Ingest
 from services.sensor.reports.report_queue import ReportQueue
+from tests.manual_clock import ManualClock
 
 
 def report(host_id: str) -> Report:
@@ -49,21 +50,8 @@ def report(host_id: str) -> Report:
     )
 
 
-class ManualClock:
-    """A clock that moves only on request."""
-
-    def __init__(self) -> None:
-        self.now_s = 1_000_000.0
-
-    def wall_s(self) -> float:
-        return self.now_s
-
-    def monotonic_s(self) -> float:
-        return self.now_s
-
-
 def test_a_signal_of_the_sensor_is_published_again_until_it_is_committed() -> None:
-    clock = ManualClock()
+    clock = ManualClock(1_000_000.0)
     queue = ReportQueue(max_items=1000, max_size_bytes=1_000_000)
     stored: dict[Sender, int] = {}
     committed = CommittedPositions(lambda _: dict(stored), clock)
@@ -123,7 +111,7 @@ def test_a_sensor_whose_database_is_away_doubts_that_a_host_is_silent() -> None:
             super().doubt(now_s, for_s)
             self.doubted.set()
 
-    clock = ManualClock()
+    clock = ManualClock(1_000_000.0)
     queue = ReportQueue(max_items=1000, max_size_bytes=1_000_000)
     detector = Detector(DetectorSettings())
     ingest = Ingest(
@@ -169,7 +157,7 @@ def test_a_sensor_whose_database_is_away_doubts_that_a_host_is_silent() -> None:
     ],
 )
 def test_a_report_of_another_release_is_refused_and_its_host_is_alive(body: bytes) -> None:
-    clock, metrics = ManualClock(), Metrics()
+    clock, metrics = ManualClock(1_000_000.0), Metrics()
     queue = ReportQueue(max_items=1000, max_size_bytes=1_000_000)
     detector = FaultDetector(DetectorSettings())
     ingest = Ingest(
@@ -207,7 +195,7 @@ def test_a_report_of_another_release_is_refused_and_its_host_is_alive(body: byte
 
 
 def test_a_host_that_sends_too_much_is_refused_and_alive_and_its_quiet_neighbour_is_accepted() -> None:
-    clock, metrics = ManualClock(), Metrics()
+    clock, metrics = ManualClock(1_000_000.0), Metrics()
     queue = ReportQueue(max_items=1000, max_size_bytes=64 << 20)
     ingest = Ingest(
         sensor_id="s",

@@ -35,6 +35,7 @@ from services.sensor.rules.early_steps import EarlySteps
 from services.sensor.rules.placed import Placed, given_in
 from services.sensor.rules.step_log import StepSummary
 from services.store.reports.placements import Placements
+from tests.manual_clock import ManualClock
 
 HUGE = 2**31 - 1
 PLAN = GenerationPlan("job", 3, 2, (HostRanks("a", "", "", (0, 1)), HostRanks("b", "", "", (2, 3))), {}, (), 0)
@@ -126,17 +127,6 @@ def test_what_is_reported_once_of_a_generation_that_is_new_here_passes() -> None
     many = report(steps=(steps(0, generation=4), steps(0, generation=5)), marks=(marks(2), marks(1)))
     assert PLACED.split(many)[1].completed == steps_together([steps(0, generation=4)])
     assert PLACED.split(many)[1].marks == (marks(1),)
-
-
-class ManualClock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def wall_s(self) -> float:
-        return self.now_s
-
-    def monotonic_s(self) -> float:
-        return self.now_s
 
 
 class Rig:

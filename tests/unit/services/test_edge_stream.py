@@ -13,16 +13,7 @@ from flyball.contracts.events import Event, EventKind
 from services.api.stream import HEARTBEAT_S, EventStreams
 from services.runtime.telemetry import Metrics
 from services.runtime.wakeup import AsyncWakeup, LocalWakeup
-
-
-class ManualClock:
-    now_s = 0.0
-
-    def wall_s(self) -> float:
-        return self.now_s
-
-    def monotonic_s(self) -> float:
-        return self.now_s
+from tests.manual_clock import ManualClock
 
 
 class Log:
@@ -51,7 +42,7 @@ class Log:
 
 class Rig:
     def __init__(self) -> None:
-        self.clock = ManualClock()
+        self.clock = ManualClock(0.0)
         self.log = Log(self.clock)
         self.new_events = AsyncWakeup(LocalWakeup(), "events")
         self.streams = EventStreams(
