@@ -188,7 +188,8 @@ def test_an_exception_that_comes_on_one_host_only_leaves_that_host(stack, job) -
     assert ended(one)["state"] == "succeeded"
     (incident,) = one.incidents()
     decisions = one.decisions(incident)
-    assert [d["rule"] for d in decisions] == ["restart_in_place", "leave_the_host_of_an_identical_exception"]
+    rules = [d["rule"] for d in decisions]
+    assert rules == ["restart_in_place", "leave_the_host_of_an_identical_exception"], [d["reason"] for d in decisions]
     assert "ended 2 generations on host-a, and none elsewhere" in decisions[-1]["reason"]
     assert incident["lost_steps"] <= 2
 
