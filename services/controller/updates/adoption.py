@@ -29,7 +29,8 @@ WHOLE_WITHIN_S = 20.0  # how long to wait for the other hosts of an incomplete j
 
 def take_in(round_: Round) -> None:
     """Adopt jobs of which hosts know more than the database. Until the round after its adoption, the other rules leave
-    such a job alone: the view still shows its earlier state. A round that adopts decides nothing after this."""
+    such a job alone, and its actions end: the view still shows its earlier state. A round that adopts decides nothing
+    after this."""
     reported = round_.view.standings
     open_now = {i.cause: i for i in round_.incidents.values() if i.cause in (DATABASE_OLDER, DATABASE_NEW)}
     _close_adopted(round_)
@@ -44,6 +45,8 @@ def take_in(round_: Round) -> None:
     held, ended = _newest_held(reported), _ended(reported)
     lost = {job: part for job, part in held.items() if ended.get(job, -1) < part[0] and _is_news(round_, job, part)}
     round_.unadopted |= lost.keys()
+    for job in sorted(lost):
+        round_.supersede_all(job)  # it runs elsewhere, and its newest steps are unknown here
     waits_for = _waits_for(round_, reported, lost, began)
     if waits_for:
         until, what = waits_for

@@ -7,13 +7,14 @@ import pytest
 
 from flyball.contracts.checkpoints import LineageEntry, RestorePlan, ShardSource, Tier
 from flyball.contracts.cluster import HostRanks, JobSpec, JobState, Placement
-from flyball.contracts.decisions import DecisionKind, Incident, IncidentState
+from flyball.contracts.decisions import ActionState, DecisionKind, Incident, IncidentState
 from flyball.contracts.identity import Fence
 from flyball.contracts.reports.standings import HeldJob, HostStanding, LastObeyed
 from services.actuator.rules.host_parts import host_parts
 from services.controller.round.view import GenerationView, JobView, Outcome, PolicySettings, ReportedStanding, View
 from services.controller.updates.adoption import GATHER_S, NOT_ADOPTED, OTHER_CLUSTER_S, WHOLE_WITHIN_S, merged, plan_of
 from tests.checked_rules import decide
+from tests.policy_views import action
 
 NOW = 1000.0
 SPEC = JobSpec("job", ("train.py",), "/work", nnodes=6)
@@ -300,6 +301,19 @@ def test_a_job_that_hosts_know_better_is_left_alone_until_it_is_adopted() -> Non
         outcome = looked(told(0), after_s=after_s, jobs=(stopped,))
         assert outcome.jobs == () and DecisionKind.STOP_JOB not in {d.kind for d in outcome.decisions}
     assert looked((), jobs=(stopped,)).jobs != ()
+
+
+def test_actions_of_a_job_that_hosts_know_better_end_at_their_word() -> None:
+    """They would go on for two seconds, on hosts that are not ahead, and start what the database remembers."""
+    acting = msgspec.structs.replace(unadopted(cause="host_restarted"), action_id="act-1")
+    view = View((known(4),), (), (acting,), (), (), next_incident=5, next_decision=1, cluster="mine")
+    view = msgspec.structs.replace(view, actions=(action(state=ActionState.DISPATCHED),))
+    assert decide(view, [], PolicySettings(), NOW).superseded_actions == ()
+    at_once = msgspec.structs.replace(view, standings=told(0))
+    assert decide(at_once, [], PolicySettings(), NOW).superseded_actions == ("act-1",)
+    spare = msgspec.structs.replace(told(0)[0], standing=msgspec.structs.replace(told(0)[0].standing, jobs=()))
+    unheard = msgspec.structs.replace(view, standings=(spare,))
+    assert decide(unheard, [], PolicySettings(), NOW).superseded_actions == (), "no host has said more of this job"
 
 
 def test_the_round_that_adopts_decides_nothing_else() -> None:
