@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckpt_engine.contracts.peer_plan import coordinator_host
 from flyball.contracts.checkpoints import ShardCopy, ShardSource, Tier
 from flyball.contracts.cluster import Activity, Phase, Placement, restores_another_world
 from flyball.contracts.errors import RestoreFailed
@@ -84,6 +85,7 @@ class SimulatedGeneration:
         self._parked_since: float | None = None
         self._pauses_until = 0.0
         self._committed = self._replicated = -1
+        self._given_up: dict[int, set[str]] = {}  # step -> hosts of the ranks that found no slot for it
         self._began_saving_at = 0.0
         world.after(RENDEZVOUS_TIMEOUT_S, self._check_rendezvous)
 
@@ -303,14 +305,17 @@ class SimulatedGeneration:
 
     def _save(self, step: int) -> None:
         """Save a step, unless some rank has no slot for it: while the previous one lacks replicas that can still
-        arrive."""
+        arrive. Then that rank gives the step up."""
         if not self._can_save(step):
             return
         if self._committed > self._replicated and self.world.now - self._began_saving_at >= REPLICA_WAIT_S:
             self._replicated = self._committed
             self.world.replicas_given_up += 1
         copies = [self._copy(worker, step, Tier.MEMORY, worker.host_id) for worker in self.workers.values()]
-        if not all([self._hold(copy) for copy in copies]):
+        without = {copy.host_id for copy in copies if not self._hold(copy)}
+        if without:
+            self._given_up = {given_up: at for given_up, at in self._given_up.items() if given_up > self._replicated}
+            self._given_up[step] = without
             return
         if self._committed <= self._replicated:  # else the wait for its replicas goes on
             self._began_saving_at = self.world.now
@@ -321,7 +326,17 @@ class SimulatedGeneration:
         self.world.after(self._rng.uniform(0.02, 0.3), lambda: self._replicate(step))
 
     def _hold(self, copy: ShardCopy) -> bool:
-        return self.world.hold(copy.host_id, copy, self.placement.lineage, self._replicated)
+        abandoned = self._abandoned(copy.host_id)
+        return self.world.hold(copy.host_id, copy, self.placement.lineage, self._replicated, abandoned)
+
+    def _abandoned(self, host_id: str) -> set[int]:
+        """The steps whose slots this host may use again because some rank never has them. As in production: the trainer
+        notes what it gave up (`ControlSegment.note_aborted`), its engine reports that (`RankPipeline.fail`), and rank
+        0's engine tells all (`Coordinator.failed`). So all three engines have to be there."""
+        teller, reaches = coordinator_host(self.placement), self.world.can_copy
+        if not self._given_up or not reaches(teller, host_id):
+            return set()
+        return {step for step, hosts in self._given_up.items() if any(reaches(giver, teller) for giver in hosts)}
 
     def _can_save(self, step: int) -> bool:
         """Whether every host can save. A host reports when its saves have failed for long, and when they recover."""

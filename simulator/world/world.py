@@ -3,7 +3,7 @@ only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -106,16 +106,18 @@ class World:
 
     # --- copies ------------------------------------------------------------------------------------------------------
 
-    def hold(self, host_id: str, copy: ShardCopy, lineage: Lineage, world_step: int) -> bool:
+    def hold(
+        self, host_id: str, copy: ShardCopy, lineage: Lineage, world_step: int, abandoned: Collection[int]
+    ) -> bool:
         """Put a copy into a host's slot, if the engine's rule gives it one. `world_step`: the newest step that all
-        ranks have, with replicas."""
+        ranks have, with replicas. `abandoned`: steps that some rank never has, as far as the host knows."""
         held = self.hosts[host_id].copies
         if copy in held:
             return True
         same = [c for c in held if (c.job, c.rank, c.tier) == (copy.job, copy.rank, copy.tier)]
         slots = [SlotView(i, SlotState.COMMITTED, c.generation, c.step, c.size_bytes, i) for i, c in enumerate(same)]
         slots += [SlotView(i, SlotState.EMPTY, -1, -1, 0, i) for i in range(len(same), MIN_SLOTS)]
-        chosen = choose_slot(slots, world_step, lineage, ())
+        chosen = choose_slot(slots, world_step, lineage, abandoned)
         if chosen is None:
             return False
         if chosen.index < len(same):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
-from slots_world import World
+from slots_world import Slots, World
 
 from ckpt_engine.contracts.control_views import AbandonedSteps
 from ckpt_engine.rules import slot_rules
@@ -164,6 +164,34 @@ def test_a_world_heals_at_once_of_failures_that_were_forgotten(monkeypatch: pyte
     world = HealingWithReplicas()
     world.rounds_to_heal = 4
     _heal(world, _forget_failures, flawed)
+
+
+def _alone_have_a_step(world: World) -> None:
+    """A rank began on another host, so it alone has a slot for a step while another rank's engine is away."""
+    for _ in range(2):
+        world.everyone_saves(received=True)
+    world.own[2] = Slots(world.slots)
+    for rank in range(world.ranks):
+        world.begin_save(rank)
+        world.finish_capture(rank)
+    world.begin_save(2)
+    world.finish_capture(2)
+    for rank in range(2):
+        world.begin_save(rank)
+        world.save_runs_out_of_time(rank, reported=False)
+    world.kill_an_engine(1)
+    for rank in range(world.ranks):
+        world.commit_and_replicate(rank)
+    for message in world.to_coordinator:
+        world._deliver(message)
+    assert world.coordinator.world_step == 2
+
+
+@pytest.mark.parametrize("flawed", [False, True])
+def test_a_world_heals_of_a_step_that_one_rank_alone_has(monkeypatch: pytest.MonkeyPatch, flawed: bool) -> None:
+    if flawed:
+        monkeypatch.setattr(AbandonedSteps, "__contains__", lambda *_: False)
+    _heal(HealingWithReplicas(), _alone_have_a_step, flawed)
 
 
 def _skip_while_an_older_step_is_on_its_way(world: World) -> None:

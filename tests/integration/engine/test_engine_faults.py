@@ -164,6 +164,36 @@ def test_a_peer_that_stays_away_fails_saves_and_not_for_ever(
     agree(agreed + 3)
 
 
+@pytest.mark.parametrize("away", ["a", "c"])
+def test_a_step_that_one_rank_alone_has_is_abandoned_once_the_engine_is_back(
+    cluster: Cluster, trainer: type[Trainer], until: Until, away: str
+) -> None:
+    """After a restart on fewer hosts: rank 1 is new on its host, and has two empty slots there."""
+    hosts = [cluster.host(name) for name in "abc"]
+    cluster.configure(cluster.placement({"a": (0,), "b": (1,), "c": (2,)}))
+    three = [trainer(host, rank) for rank, host in enumerate(hosts)]
+    for step in (0, 1):
+        for rank in three:
+            rank.save(step)
+        until(lambda step=step: all(rank.world_step == step for rank in three))
+    lineage = (LineageEntry(1, 1, world_size=3), LineageEntry(2, world_size=2))
+    plan = RestorePlan(1, {str(rank): (cluster.source(rank, Tier.MEMORY, host),) for rank, host in enumerate("abc")})
+    cluster.configure(cluster.placement({"a": (0,), "c": (1,)}, generation=2, lineage=lineage, restore=plan))
+    two = first, moved = trainer(hosts[0], 0, 2, lineage), trainer(hosts[2], 1, 2, lineage)
+    cluster.hosts[away].kill()
+    first.save(2)
+    moved.save(2)
+    moved.save(3)
+    world = first.segments.read_world()
+    assert first.segments.choose(world.step, lineage, world.abandoned, world.held) is None
+    first.segments.control.note_aborted(3)
+    cluster.hosts[away].start()
+    until(lambda: 3 in moved.segments.read_world().abandoned and all(rank.world_step == 2 for rank in two))
+    for rank in two:
+        rank.save(4)
+    until(lambda: all(rank.world_step == 4 for rank in two))
+
+
 def test_a_slot_that_went_bad_before_it_was_replicated_is_found_and_dropped(
     cluster: Cluster, trainer: type[Trainer], until: Until
 ) -> None:
