@@ -333,7 +333,8 @@ class Agent:
                 await self._outbox.put(WorkerStartFailed(job, generation, 0, message, STORE_ENDED), also=ended)
                 self._reporter.wake()
             else:
-                await self._records.end(record)
+                with contextlib.suppress(FlyballError):  # a full disk: a later daemon finds that it is gone
+                    await self._records.end(record)
             return
         _log.info(
             "worker_ended",

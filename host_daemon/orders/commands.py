@@ -15,6 +15,7 @@ from flyball.contracts.clock import Clock
 from flyball.contracts.decisions import (
     CheckHost,
     Command,
+    CommandBatch,
     CommandBody,
     CommandResult,
     CommandUpdate,
@@ -27,7 +28,7 @@ from flyball.contracts.decisions import (
     UpdateState,
     WarmUp,
 )
-from flyball.contracts.errors import DaemonSuperseded, FlyballError, StaleCommand, TooBusy, Unreachable
+from flyball.contracts.errors import DaemonSuperseded, FlyballError, StaleCommand, StorageFull, TooBusy, Unreachable
 from flyball.contracts.reports.rank_logs import LogRequest
 from host_daemon.link.http_client import SupervisorClient
 from host_daemon.link.superseded import RefusedPolls
@@ -137,7 +138,7 @@ class CommandLoop:
                 batch = await self._client.commands(
                     self._host_id, self._incarnation, wait_s=POLL_WAIT_S, obeyed=self._allegiance.obeyed
                 )
-                await self._allegiance.answered(batch)
+                await self._note_reply(batch)
                 if batch.report_standing or self._allegiance.has_gap:
                     await self._client.report_standing(await self._allegiance.standing())
                     await asyncio.sleep(REPORT_AGAIN_S)
@@ -164,6 +165,12 @@ class CommandLoop:
             working = {task for _, task in self._running.values()} | set(self._answers.values())
             if batch.commands and not new and working:
                 await asyncio.wait(working, timeout=REPEATED_PAUSE_S, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _note_reply(self, batch: CommandBatch) -> None:
+        try:
+            await self._allegiance.answered(batch)
+        except StorageFull as error:  # noted with a later reply; until then, too, there may be something to stop
+            _log.warning("database_not_noted", error=str(error))
 
     async def close(self) -> None:
         """Abandon running commands and unsent answers. A repeated command gets the stored answer."""

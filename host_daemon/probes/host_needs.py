@@ -6,10 +6,12 @@ import errno
 import os
 import shutil
 import socket
+import sys
 from pathlib import Path
 
 from flyball.contracts.errors import ConfigurationError, MemoryTooSmall, StorageFull
 from host_daemon.settings import DaemonSettings
+from host_daemon.store.state_dir import DATABASE_FILE
 
 MIN_DISK_BYTES = 64 << 20
 MIN_SHM_BYTES = 16 << 20  # for beacons and control words only; the engine checks the slots of each job
@@ -17,9 +19,28 @@ MIN_SHM_BYTES = 16 << 20  # for beacons and control words only; the engine check
 
 def check_host(settings: DaemonSettings) -> None:
     """Raise the error that names what this host lacks. Call it once the state folder is open."""
-    check_disk(settings.state_dir)
+    try:
+        check_disk(settings.state_dir)
+    except StorageFull as error:
+        if not _has_workers(settings.state_dir / DATABASE_FILE):
+            raise
+        sys.stderr.write(f"warning: {error.message} It starts all the same: it may have to stop workers.\n")
     check_shm(Path(settings.shm_dir))
     _check_address(settings.address)
+
+
+def _has_workers(database: Path) -> bool:
+    """Whether an earlier daemon left workers."""
+    import sqlite3  # not for each start
+
+    try:
+        connection = sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)
+        try:
+            return connection.execute("SELECT 1 FROM workers WHERE ended = 0 LIMIT 1").fetchone() is not None
+        finally:
+            connection.close()
+    except sqlite3.Error:  # there is none
+        return False
 
 
 def check_disk(state_dir: Path) -> None:

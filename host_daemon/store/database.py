@@ -47,7 +47,7 @@ class HostDatabase:
     """Opens or creates the file. Raises StateVersionMismatch if another version wrote it."""
 
     def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES) -> None:
-        self._path = path
+        self.path = path
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="daemon-database")
         try:
             self._connection = self._thread.submit(self._open, max_bytes).result()
@@ -66,8 +66,8 @@ class HostDatabase:
         self._thread.shutdown()
 
     def _open(self, max_bytes: int) -> sqlite3.Connection:
-        connection = sqlite3.connect(self._path, isolation_level=None, timeout=10.0)
-        self._path.chmod(0o600)
+        connection = sqlite3.connect(self.path, isolation_level=None, timeout=10.0)
+        self.path.chmod(0o600)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute(f"PRAGMA max_page_count = {max_bytes // _PAGE_BYTES}")
@@ -77,7 +77,7 @@ class HostDatabase:
         elif found != SCHEMA_VERSION:
             connection.close()
             raise StateVersionMismatch(
-                f"{self._path} has version {found}; this release of Flyball uses {SCHEMA_VERSION}.",
+                f"{self.path} has version {found}; this release of Flyball uses {SCHEMA_VERSION}.",
                 hint="run the release that wrote it, or choose another --state-dir; nothing was changed",
             )
         return connection
@@ -101,8 +101,8 @@ class HostDatabase:
         code = getattr(error, "sqlite_errorcode", None)  # the module's own errors have none
         if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE):
             return StorageFull(
-                f"{self._path} cannot grow: {error}.", hint=f"free space on the disk of {self._path.parent}"
+                f"{self.path} cannot grow: {error}.", hint=f"free space on the disk of {self.path.parent}"
             )
         return ConfigurationError(
-            f"{self._path} cannot be used: {error}.", hint="check the disk, or choose another --state-dir"
+            f"{self.path} cannot be used: {error}.", hint="check the disk, or choose another --state-dir"
         )

@@ -10,6 +10,7 @@ from flyball.contracts.on_host.engine_wire import ENGINE_PID_FILE, ENGINE_SOCKET
 from flyball.contracts.on_host.injected import INJECT_FOLDER
 from flyball.state_folder import StateFolder, clear_errors, write_private
 
+DATABASE_FILE = "daemon.sqlite"
 PID_FILE = "daemon.pid"  # locked by the daemon while it runs
 
 
@@ -22,7 +23,7 @@ class HostStateDir:
 
     @property
     def database(self) -> Path:
-        return self.root / "daemon.sqlite"
+        return self.root / DATABASE_FILE
 
     @property
     def engine_socket(self) -> Path:

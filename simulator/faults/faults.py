@@ -45,7 +45,7 @@ class FaultKind(StrEnum):
     PORTS_TAKEN = "ports_taken"  # when the next few generations start
     SHARE_AWAY = "share_away"  # the script is missing on all hosts when a worker is killed
     SPARE_LACKS_FILES = "spare_lacks_files"  # when another host goes down
-    HOST_DISK_FULL = "host_disk_full"  # its daemon cannot obey commands
+    HOST_DISK_FULL = "host_disk_full"  # its daemon stops and saves, but starts nothing
     HOST_FLOODS = "host_floods"  # with more signals than a host may send
     HOST_KEEPS_NO_SAVE = "host_keeps_no_save"  # every save of its ranks fails, and so the world's
     HOST_WARNS = "host_warns"  # a condition for which ranks should leave

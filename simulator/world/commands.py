@@ -32,7 +32,7 @@ from flyball.contracts.reports.signals import WorkerStartFailed
 from flyball.contracts.reports.standings import HeldJob
 from host_daemon.orders.commands import gives_way, job_of
 from host_daemon.orders.job_control import ENGINE_RETURN_S
-from host_daemon.store.command_journal import CommandAdmission, admit
+from host_daemon.store.command_journal import CommandAdmission, admit, needs_room
 from simulator.checks.history import Obeyed, StartFailed
 from simulator.world.training import SIGKILL, ProcessEnd, SimulatedGeneration, SimulatedWorker
 
@@ -40,9 +40,13 @@ if TYPE_CHECKING:
     from simulator.world.host import Host
 
 
+_FULL = "The state database cannot be written."
+
+
 class _Running(msgspec.Struct, eq=False):
     command: Command
     began_at: float
+    resumed: bool = False  # an earlier daemon began it, or its answer could not be stored
     step: int = -1  # step that an emergency save waits for
 
 
@@ -55,6 +59,7 @@ class Commands:
         # survives on disk:
         self._answers: dict[str, CommandUpdate | None] = {}  # by id of a command that was begun
         self._fences: dict[str, Fence] = {}
+        self._engine_fences: dict[str, Fence] = {}
         self.obeyed = standings.LastObeyed()
         self.ended: dict[str, int] = {}  # job -> generation
         self._jobs: dict[str, tuple[StartWorkers, Fence]] = {}  # newest per job
@@ -92,9 +97,6 @@ class Commands:
         if not self._host.is_daemon_up or command.command_id in self._running:
             return
         job = job_of(command.body)
-        if self._host.is_disk_full:  # without a record of the command it must not obey
-            self._deny(command, StorageFull.code, "The state database cannot be written.")
-            return
         answer = self._answers.get(command.command_id)
         is_known = command.command_id in self._answers
         admission = admit(command.fence, self._fences.get(job), is_known=is_known, answer=answer)
@@ -103,6 +105,9 @@ class Commands:
             return
         if admission is CommandAdmission.STALE:
             self._answer(command, UpdateState.REFUSED, code="stale_command")
+            return
+        if admission is CommandAdmission.NEW and self._host.is_disk_full and needs_room(command.body):
+            self._deny(command, StorageFull.code, _FULL)
             return
         self._fences[job] = command.fence
         self._answers.setdefault(command.command_id, None)
@@ -114,7 +119,7 @@ class Commands:
         )
         for other in [r for r in self._running.values() if gives_way(r.command, command)]:
             self._answer(other.command, UpdateState.FAILED, code="superseded", message="A newer command replaced it.")
-        running = self._running[command.command_id] = _Running(command, self._world.now)
+        running = self._running[command.command_id] = _Running(command, self._world.now, resumed)
         self._begin(running)
 
     def _deny(self, command: Command, code: str, message: str) -> None:
@@ -143,30 +148,62 @@ class Commands:
                 self._note_end(body)
                 self._end_workers(body.generation)
                 self._world.after(uniform(0.05, 0.8), self._host.while_alive(lambda: self._list_copies(running, body)))
+            case StartWorkers() if running.resumed:
+                self._answer_resumed_start(running, body)
             case StartWorkers():
-                self._end_workers(body.placement.generation - 1)
-                self._jobs[body.spec.job] = body, command.fence
-                self._stopped_ran_s = 0.0
-                self.ended.pop(body.spec.job, None)
-                problem = self._start_problem(body)
-                if problem is None:
-                    self._finish_after(uniform(0.05, 0.5), running, lambda: self._start(body))
-                else:
-                    self._fail_start(running, body, problem)
-            case SaveEmergency():
-                self._arm(running, body)
-            case FlushState():
-                if body.disarm:
-                    for group in list(self._world.groups.values()):
-                        group.release(self._host.host_id)
-                self._finish_after(uniform(0.05, 0.5), running, CommandResult)
+                self._begin_start(running, body)
+            case SaveEmergency() | FlushState():
+                self._ask_engine(running, body)
             case _:
                 self._finish_after(uniform(0.05, 0.5), running, lambda: self._look(body))
 
+    def _begin_start(self, running: _Running, body: StartWorkers) -> None:
+        self._end_workers(body.placement.generation - 1)
+        self._jobs[body.spec.job] = body, running.command.fence
+        self._engine_obeys(running.command)
+        self._stopped_ran_s = 0.0
+        self.ended.pop(body.spec.job, None)
+        problem = self._start_problem(body)
+        if problem is None:
+            self._finish_after(self._world.rng.uniform(0.05, 0.5), running, lambda: self._start(body))
+        else:
+            self._fail_start(running, body, problem)
+
+    def _ask_engine(self, running: _Running, body: SaveEmergency | FlushState) -> None:
+        is_fenced = isinstance(body, SaveEmergency) or body.disarm
+        if is_fenced and not self._engine_obeys(running.command):
+            self._answer(running.command, UpdateState.FAILED, code=StorageFull.code, message=_FULL)
+            return
+        if isinstance(body, SaveEmergency):
+            self._arm(running, body)
+            return
+        if body.disarm:
+            for group in list(self._world.groups.values()):
+                group.release(self._host.host_id)
+        self._finish_after(self._world.rng.uniform(0.05, 0.5), running, CommandResult)
+
     def _note_end(self, body: StopWorkers | EndJob) -> None:
-        if isinstance(body, EndJob):
+        if isinstance(body, EndJob) and not self._host.is_disk_full:
             self._jobs.pop(body.job, None)
             self.ended[body.job] = body.generation
+
+    def _engine_obeys(self, command: Command) -> bool:
+        """Whether the engine takes this command. It writes a newer fence down first, and has no room in reserve."""
+        job = job_of(command.body)
+        known = self._engine_fences.get(job)
+        if self._host.is_disk_full and (known is None or known < command.fence):
+            return False
+        self._engine_fences[job] = command.fence
+        return True
+
+    def _answer_resumed_start(self, running: _Running, body: StartWorkers) -> None:
+        """As the daemon: what ran when it was killed runs on, and the rest never did anything."""
+        part, generation = body.placement.host(self._host.host_id), body.placement.generation
+        ranks = part.ranks if part is not None else ()
+        if all((generation, rank) in self._host.workers for rank in ranks):
+            self._answer(running.command, UpdateState.SUCCEEDED)
+        else:
+            self._answer(running.command, UpdateState.FAILED, code="interrupted", message="Not all ranks run.")
 
     def _start_problem(self, body: StartWorkers) -> FlyballError | None:
         part = body.placement.host(self._host.host_id)
@@ -214,7 +251,9 @@ class Commands:
         """
         if self._running.get(running.command.command_id) is not running:
             return
-        if self._host.is_engine_up:
+        if isinstance(body, EndJob) and self._host.is_disk_full:
+            self._answer(running.command, UpdateState.FAILED, code=StorageFull.code, message=_FULL)
+        elif self._host.is_engine_up:
             self._answer(running.command, UpdateState.SUCCEEDED, result=self._inventory(body))
         elif self._world.now - running.began_at > ENGINE_RETURN_S:
             self._answer(running.command, UpdateState.FAILED, code="unreachable", message="The engine is away.")
@@ -290,7 +329,8 @@ class Commands:
         update = CommandUpdate(
             command.command_id, self._host.host_id, self._host.incarnation, state, at, message, code, result
         )
-        self._answers[command.command_id] = update
+        if not self._host.is_disk_full:
+            self._answers[command.command_id] = update
         if state is not UpdateState.ACKNOWLEDGED:
             self._running.pop(command.command_id, None)
         self._send(update)

@@ -26,7 +26,7 @@ from flyball.contracts.decisions import (
     StopWorkers,
     UpdateState,
 )
-from flyball.contracts.errors import Unreachable
+from flyball.contracts.errors import StorageFull, Unreachable
 from flyball.contracts.identity import Fence
 from flyball.contracts.on_host.engine_wire import EngineReply, EngineRequest, Flush, GetStatus, Release
 from flyball.contracts.reports.standings import LastObeyed
@@ -136,6 +136,24 @@ def test_a_command_interrupted_by_the_daemons_end_does_not_count_as_superseded(t
         assert [task for task in asyncio.all_tasks() if "deliver" in repr(task)] == []
 
     with_loop(tmp_path, hang, scenario)
+
+
+def test_commands_are_obeyed_even_if_it_cannot_be_noted_whose_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full, and the supervisor has another database: what runs can still be stopped."""
+
+    async def full(_allegiance: Allegiance, _batch: CommandBatch) -> None:
+        raise StorageFull("The database cannot grow.")
+
+    async def stop(command: Command, progress: CommandProgress) -> CommandResult:
+        return CommandResult()
+
+    async def scenario(loop: CommandLoop, supervisor: Supervisor, journal: CommandJournal) -> None:
+        assert (await supervisor.answers.get()).state is UpdateState.SUCCEEDED
+
+    monkeypatch.setattr(Allegiance, "answered", full)
+    with_loop(tmp_path, stop, scenario)
 
 
 def test_a_save_of_a_later_step_replaces_one_that_waits(tmp_path: Path) -> None:

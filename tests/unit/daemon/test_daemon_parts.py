@@ -23,7 +23,7 @@ from flyball.contracts.checkpoints import CheckpointSpec, Lineage, LineageEntry,
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostRanks, JobSpec, Placement
 from flyball.contracts.credentials import host_credential
-from flyball.contracts.errors import ConfigurationError, NotFound, StateVersionMismatch, UsageError
+from flyball.contracts.errors import ConfigurationError, NotFound, StateVersionMismatch, StorageFull, UsageError
 from host_daemon.kernel import free_ports
 from host_daemon.kernel.free_ports import FreePorts, is_free
 from host_daemon.kernel.processes import ExitStatus, is_alive, open_pidfd_of, read_stat, session_members, signal_pidfd
@@ -35,7 +35,9 @@ from host_daemon.settings import parse_settings
 from host_daemon.spawning.spawn_wire import StoreOrder
 from host_daemon.spawning.spawner_client import SpawnError
 from host_daemon.spawning.standby import Standbys
+from host_daemon.store.database import HostDatabase
 from host_daemon.store.state_dir import HostStateDir
+from host_daemon.store.worker_records import WorkerRecord, WorkerRecords
 from host_daemon.workers.worker_environment import COPY_PAST_CACHES, job_environment, rank_environment
 from host_daemon.workers.worker_errors import MAX_LOG_LINES, SECONDARY_LOG_LINES, read_ending, read_error
 from simulator.inject.processes import LiveProcess, send, wait_ended
@@ -297,6 +299,28 @@ def test_what_the_host_lacks_is_reported_at_the_start(tmp_path):
         check_host(parse_settings(arguments(tmp_path, address="no.such.host"), environ))
     with pytest.raises(ConfigurationError, match="/nowhere"):
         check_host(parse_settings(arguments(tmp_path), {"FLYBALL_SHM_DIR": "/nowhere"}))
+
+
+def test_on_a_full_disk_it_starts_only_if_there_may_be_workers_to_stop(tmp_path, monkeypatch, capsys):
+    async def left(*, is_running: bool) -> None:
+        database = HostDatabase(tmp_path / "state" / "daemon.sqlite")
+        records = WorkerRecords(database)
+        await records.add([WorkerRecord("job", 1, 0, 4711, 99, 5.0, "log")])
+        if not is_running:
+            await records.end(WorkerRecord("job", 1, 0, 4711, 99, 5.0, "log"))
+        database.close()
+
+    (tmp_path / "state").mkdir()
+    settings = parse_settings(arguments(tmp_path), {"FLYBALL_SHM_DIR": "/dev/shm"})
+    monkeypatch.setattr("host_daemon.probes.host_needs.MIN_DISK_BYTES", 1 << 60)
+    with pytest.raises(StorageFull, match="the daemon needs"):
+        check_host(settings)
+    asyncio.run(left(is_running=True))
+    check_host(settings)
+    assert "may have to stop workers" in capsys.readouterr().err
+    asyncio.run(left(is_running=False))
+    with pytest.raises(StorageFull, match="the daemon needs"):
+        check_host(settings)
 
 
 @pytest.mark.parametrize(
