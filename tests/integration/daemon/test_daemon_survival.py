@@ -198,7 +198,7 @@ def test_an_uncommitted_signal_is_sent_again(daemon, supervisor, make_job):
     daemon.start()
     make_job("").start()
     daemon.until("three attempts", lambda: sum(bool(r.signals) for r in supervisor.reports) >= 3)
-    assert len(supervisor.signals()) == 1
+    assert len(supervisor.exits()) == 1, supervisor.signals()
 
 
 def test_a_stale_command_is_refused_even_after_a_restart(daemon, supervisor, make_job):
