@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from flyball.contracts.checkpoints import RestorePlan, ShardSource
-from flyball.contracts.cluster import HostRanks, JobState, Placement
+from flyball.contracts.cluster import HostRanks, HostState, JobState, Placement
 from flyball.contracts.decisions import DecisionKind, GenerationPlan, Incident
 from flyball.contracts.reports.standings import HeldJob, decision_number
 from services.controller.round.round import Round
@@ -46,7 +46,8 @@ def take_in(round_: Round) -> None:
     lost = {job: part for job, part in held.items() if ended.get(job, -1) < part[0] and _is_news(round_, job, part)}
     round_.unadopted |= lost.keys()
     for job in sorted(lost):
-        round_.supersede_all(job)  # it runs elsewhere, and its newest steps are unknown here
+        if any(not _is_of_others(round_, one) for one in reported if _holds(one, job, lost[job][0])):
+            round_.supersede_all(job)  # it runs elsewhere, and its newest steps are unknown here
     waits_for = _waits_for(round_, reported, lost, began)
     if waits_for:
         until, what = waits_for
@@ -57,7 +58,7 @@ def take_in(round_: Round) -> None:
                 round_.decide_incident(incident, DecisionKind.HOLD, "wait_for_hosts_to_tell", reason)
                 round_.advance(incident, None, holding_for=what, hold_until=until)
         return
-    stuck = {job for job, part in lost.items() if _missing(*part) and any(one.ranks for _, one in part[1])}
+    stuck = {job for job, part in lost.items() if _missing(*part) and any(_runs(round_, *one) for one in part[1])}
     for job in sorted(stuck):
         _cannot_adopt(round_, job, *lost[job])
     settled = tuple(one for one in reported if not any(job.spec.job in stuck for job in one.standing.jobs))
@@ -95,9 +96,23 @@ def _settle(round_: Round, incidents: Iterable[Incident], adoption: Adoption, *,
 def _by_cause(round_: Round, reported: Iterable[ReportedStanding]) -> dict[str, list[ReportedStanding]]:
     found: dict[str, list[ReportedStanding]] = {DATABASE_NEW: [], DATABASE_OLDER: []}
     for one in reported:
-        other = one.standing.obeyed.cluster not in ("", round_.view.cluster)
-        found[DATABASE_NEW if other else DATABASE_OLDER].append(one)
+        found[DATABASE_NEW if _is_of_others(round_, one) else DATABASE_OLDER].append(one)
     return found
+
+
+def _is_of_others(round_: Round, one: ReportedStanding) -> bool:
+    """Whether the host obeyed another cluster, whose supervisor may still run."""
+    return one.standing.obeyed.cluster not in ("", round_.view.cluster)
+
+
+def _holds(one: ReportedStanding, job: str, generation: int) -> bool:
+    return any(held.spec.job == job and held.placement.generation == generation for held in one.standing.jobs)
+
+
+def _runs(round_: Round, host_id: str, held: HeldJob) -> bool:
+    """Whether the host may still run ranks of the job: what a lost host reported before is no reason to wait for it."""
+    host = round_.hosts.get(host_id)
+    return bool(held.ranks) and (host is None or host.state is not HostState.SILENT)
 
 
 def _open(round_: Round, cause: str, reported: list[ReportedStanding]) -> Incident:
@@ -166,7 +181,7 @@ def _waits_for(
     for one in reported:
         obeyed = one.standing.obeyed
         gone_at = one.told_at + OTHER_CLUSTER_S - one.standing.unanswered_s
-        if obeyed.cluster not in ("", round_.view.cluster) and round_.now < gone_at:
+        if _is_of_others(round_, one) and round_.now < gone_at:
             return gone_at, (
                 f"The supervisor of cluster {obeyed.cluster} may still run: its hosts are taken over once it has "
                 f"answered none of them for {OTHER_CLUSTER_S:.0f} s. To keep it, point the daemons at it alone"
@@ -254,7 +269,12 @@ def _cannot_adopt(round_: Round, job: str, generation: int, parts: list[tuple[st
 
 def _close_adopted(round_: Round) -> None:
     """Close incidents of jobs that are supervised by now, or that no host runs any more."""
-    running = {held.spec.job for one in round_.view.standings for held in one.standing.jobs if held.ranks}
+    running = {
+        held.spec.job
+        for one in round_.view.standings
+        for held in one.standing.jobs
+        if _runs(round_, one.standing.host_id, held)
+    }
     for incident in list(round_.incidents.values()):
         view = round_.jobs.get(incident.job)
         is_known = view is not None and _newest(view) >= incident.generation

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from flyball.contracts.checkpoints import LineageEntry, RestorePlan, ShardSource, Tier
-from flyball.contracts.cluster import HostRanks, JobSpec, JobState, Placement
+from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Placement
 from flyball.contracts.decisions import ActionState, DecisionKind, Incident, IncidentState
 from flyball.contracts.identity import Fence
 from flyball.contracts.reports.standings import HeldJob, HostStanding, LastObeyed
@@ -14,7 +14,7 @@ from services.actuator.rules.host_parts import host_parts
 from services.controller.round.view import GenerationView, JobView, Outcome, PolicySettings, ReportedStanding, View
 from services.controller.updates.adoption import GATHER_S, NOT_ADOPTED, OTHER_CLUSTER_S, WHOLE_WITHIN_S, merged, plan_of
 from tests.checked_rules import decide
-from tests.policy_views import action
+from tests.policy_views import action, host
 
 NOW = 1000.0
 SPEC = JobSpec("job", ("train.py",), "/work", nnodes=6)
@@ -314,6 +314,21 @@ def test_actions_of_a_job_that_hosts_know_better_end_at_their_word() -> None:
     spare = msgspec.structs.replace(told(0)[0], standing=msgspec.structs.replace(told(0)[0].standing, jobs=()))
     unheard = msgspec.structs.replace(view, standings=(spare,))
     assert decide(unheard, [], PolicySettings(), NOW).superseded_actions == (), "no host has said more of this job"
+    elsewhere = msgspec.structs.replace(view, standings=told(0, cluster="other", unanswered_s=1.0))
+    assert decide(elsewhere, [], PolicySettings(), NOW).superseded_actions == (), "another cluster's job, perhaps"
+
+
+@pytest.mark.parametrize(("state", "is_over"), [(HostState.HEALTHY, False), (HostState.SILENT, True)])
+def test_nobody_waits_for_ranks_of_a_host_that_is_lost(state: HostState, is_over: bool) -> None:
+    """Nothing renews what it reported, and the job would wait for a person for ever."""
+    lost = host("h1", state=state, since=NOW - 30, last_report_at=NOW - 40)
+    view = View((known(4),), (lost,), (), (), (), next_incident=5, next_decision=1, cluster="mine")
+    view = msgspec.structs.replace(view, standings=told(1))
+    outcome = decide(view, [], PolicySettings(), NOW + WHOLE_WITHIN_S)
+    assert (NOT_ADOPTED not in {i.cause for i in outcome.incidents}) is is_over
+    assert (outcome.adoption is not None and len(outcome.adoption.settled) == 1) is is_over
+    opened = msgspec.structs.replace(view, incidents=(unadopted(),))
+    assert ("inc-1" in closed(decide(opened, [], PolicySettings(), NOW))) is is_over
 
 
 def test_the_round_that_adopts_decides_nothing_else() -> None:
