@@ -73,7 +73,8 @@ class CommandJournal:
         """Decide about a command; if it will be obeyed, store it with its fence and cluster. Also returns the newest
         stored answer, if any.
 
-        Raises StorageFull if it cannot be stored; then it must not be obeyed.
+        Raises StorageFull if it cannot be stored, or another FlyballError if it is unknown what was obeyed; then it
+        must not be obeyed.
         """
 
         def decide(connection: sqlite3.Connection) -> tuple[CommandAdmission, CommandUpdate | None]:
@@ -96,7 +97,8 @@ class CommandJournal:
             if admission is CommandAdmission.NEW:
                 obeyed = self._newest(connection).after(command, cluster)
                 number = max([_taken_upto(connection), *(one.number for one in self._reserve.commands)]) + 1
-                self._reserve.add(ReservedCommand(number, job, command.fence, obeyed))
+                stored = _obeyed(connection).command_id
+                self._reserve.add(ReservedCommand(number, job, command.fence, obeyed, stored))
             return admission, answer
 
         try:
@@ -131,20 +133,24 @@ class CommandJournal:
         return await self._database.run(lambda connection: self._highest(connection, job))
 
     def _reserved(self, connection: sqlite3.Connection) -> list[ReservedCommand]:
-        """The commands that are in the reserve only, oldest first."""
+        """The commands that are in the reserve only, oldest first. Raises FlyballError if it cannot be read."""
         taken = _taken_upto(connection)
         try:
             self._reserve.open()
-            self._reserve.forget(taken)
-        except FlyballError as error:  # a folder of an older release on a full disk, say; tried again with each command
+            self._is_without_reserve = False
+        except StorageFull as error:  # a folder of an older release on a full disk, say; tried again with each command
             if not self._is_without_reserve:
                 _log.warning("no_room_reserved", error=error.message)
             self._is_without_reserve = True
+        try:
+            self._reserve.forget(taken)
+        except FlyballError as error:  # the database has them, and its number says so
+            _log.warning("reserve_not_emptied", error=error.message)
         return [one for one in self._reserve.commands if one.number > taken]
 
     def _newest(self, connection: sqlite3.Connection) -> LastObeyed:
         reserved = self._reserved(connection)
-        return reserved[-1].obeyed if reserved else _obeyed(connection)
+        return _newer(_obeyed(connection), reserved[-1]) if reserved else _obeyed(connection)
 
     def _highest(self, connection: sqlite3.Connection, job: str) -> Fence | None:
         row = connection.execute("SELECT epoch, generation FROM fences WHERE job = ?", (job,)).fetchone()
@@ -155,20 +161,32 @@ class CommandJournal:
     def _take_from_reserve(self, connection: sqlite3.Connection) -> None:
         """Move what the reserve has into the database. Its slots are free once the transaction has ended."""
         reserved = self._reserved(connection)
-        for one in reserved:
-            _store(connection, one.command_id, one.job, one.fence, one.obeyed)
         if reserved:
+            newest = self._newest(connection)
+            for one in reserved:
+                _store(connection, one.command_id, one.job, one.fence, newest)
             Facts.setting(_TAKEN_FACT, str(reserved[-1].number))(connection)
 
 
+def _newer(stored: LastObeyed, reserved: ReservedCommand) -> LastObeyed:
+    """What was obeyed last, of the newest in the database and the newest in the reserve. Pure."""
+    if stored.command_id == reserved.stored:
+        return reserved.obeyed
+    return msgspec.structs.replace(stored, epoch=max(stored.epoch, reserved.obeyed.epoch))
+
+
 def _store(connection: sqlite3.Connection, command_id: str, job: str, fence: Fence, obeyed: LastObeyed) -> None:
-    """Store a command that is not stored yet; `obeyed` includes it."""
+    """Store a command; `obeyed` includes it. A release without a reserve may have stored it, or a newer fence, while
+    the reserve waited: those stay."""
     connection.execute(
         "INSERT INTO fences (job, epoch, generation) VALUES (?, ?, ?)"
-        " ON CONFLICT (job) DO UPDATE SET epoch = excluded.epoch, generation = excluded.generation",
+        " ON CONFLICT (job) DO UPDATE SET epoch = excluded.epoch, generation = excluded.generation"
+        " WHERE (excluded.epoch, excluded.generation) > (fences.epoch, fences.generation)",
         (job, fence.epoch, fence.generation),
     )
-    connection.execute("INSERT INTO commands (command_id, job) VALUES (?, ?)", (command_id, job))
+    connection.execute(
+        "INSERT INTO commands (command_id, job) VALUES (?, ?) ON CONFLICT (command_id) DO NOTHING", (command_id, job)
+    )
     connection.execute("DELETE FROM commands WHERE number <= (SELECT max(number) FROM commands) - ?", (KEPT_ANSWERS,))
     Facts.setting(OBEYED_FACT, wire.encode(obeyed).decode())(connection)
 

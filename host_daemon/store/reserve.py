@@ -13,15 +13,17 @@ from pathlib import Path
 import msgspec
 
 from flyball.contracts import wire
-from flyball.contracts.errors import FlyballError, StorageFull
+from flyball.contracts.errors import InvalidMessage, StateVersionMismatch, StorageFull
 from flyball.contracts.identity import Fence
-from flyball.contracts.reports.standings import LastObeyed
+from flyball.contracts.reports.standings import CommandId, LastObeyed
 from flyball.state_folder import clear_errors, write_private
 
 SLOT_BYTES = 4096
 SLOTS = 256
+_BYTES = SLOTS * SLOT_BYTES
 _DIGEST_BYTES = 16
 _LENGTH_BYTES = 4
+_BLOCK_BYTES = 512  # the unit of st_blocks
 
 
 class ReservedCommand(msgspec.Struct, frozen=True):
@@ -31,6 +33,7 @@ class ReservedCommand(msgspec.Struct, frozen=True):
     job: str
     fence: Fence
     obeyed: LastObeyed  # this command included
+    stored: CommandId  # the newest in the database then; if it has another, a release without a reserve ran since
 
     @property
     def command_id(self) -> str:
@@ -51,16 +54,19 @@ class Reserve:
         return sorted(self._slots.values(), key=lambda command: command.number)
 
     def open(self) -> None:
-        """Read the file, or make it, also if somebody removed it; harmless if repeated. Raises StorageFull or
-        ConfigurationError if it cannot be made: then nothing can be added."""
-        if self._is_there and self._path.exists():
-            return
-        self._is_there = False
-        with clear_errors(self._path):
-            data = self._path.read_bytes() if self._path.exists() else b""
-            read = {slot: _unpacked(data[slot * SLOT_BYTES :][:SLOT_BYTES]) for slot in range(SLOTS)}
-            self._slots |= {slot: command for slot, command in read.items() if command is not None}
-            if len(data) != SLOTS * SLOT_BYTES:
+        """Read the file, or make it, also if somebody removed it; harmless if repeated.
+
+        Raises StorageFull if there is no room to make it: then nothing can be added. Raises ConfigurationError if it
+        cannot be used, or StateVersionMismatch if another release wrote it: then nobody knows which fences it has.
+        """
+        with clear_errors(self._path, hint="check the disk: the file may have orders that must not be forgotten"):
+            if self._is_there and self._path.exists():
+                return
+            self._is_there = False
+            size, allocated, found = self._read()
+            self._slots |= found
+            self._is_there = size == _BYTES
+            if not self._is_there or allocated < _BYTES:  # a backup was restored with holes, say: it reserves nothing
                 write_private(self._path, b"".join(_packed(self._slots.get(slot)) for slot in range(SLOTS)))
         self._is_there = True
 
@@ -69,21 +75,40 @@ class Reserve:
         slot = self._free_slot() if self._is_there else None
         if slot is None:
             raise StorageFull(f"There is no room left in {self._path}.", hint="free space on that disk")
-        self._write(slot, _packed(command))
+        self._write({slot: _packed(command)})
         self._slots[slot] = command
 
     def forget(self, upto: int) -> None:
         """The database has the commands up to this number. Raises ConfigurationError if they cannot be removed."""
-        for slot, command in list(self._slots.items()):
-            if command.number <= upto:
-                self._write(slot, _packed(None))
+        gone = [slot for slot, command in self._slots.items() if command.number <= upto]
+        if gone:
+            self._write(dict.fromkeys(gone, _packed(None)))
+            for slot in gone:
                 del self._slots[slot]
 
-    def _write(self, slot: int, data: bytes) -> None:
+    def _read(self) -> tuple[int, int, dict[int, ReservedCommand]]:
+        """The bytes of the file, those that it has on the disk, and its commands by slot. Raises OSError or
+        StateVersionMismatch."""
+        try:
+            with self._path.open("rb") as file:
+                status, data = os.fstat(file.fileno()), file.read()
+        except FileNotFoundError:
+            return 0, 0, {}
+        if len(data) > _BYTES:
+            raise _of_another_release(self._path)
+        try:
+            read = {slot: _unpacked(data[slot * SLOT_BYTES :][:SLOT_BYTES]) for slot in range(SLOTS)}
+        except InvalidMessage as error:
+            raise _of_another_release(self._path) from error
+        found = {slot: command for slot, command in read.items() if command is not None}
+        return len(data), status.st_blocks * _BLOCK_BYTES, found
+
+    def _write(self, slots: Mapping[int, bytes]) -> None:
         with clear_errors(self._path):
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
             try:
-                os.pwrite(descriptor, data, slot * SLOT_BYTES)
+                for slot, data in slots.items():
+                    os.pwrite(descriptor, data, slot * SLOT_BYTES)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -116,14 +141,19 @@ def _packed(command: ReservedCommand | None) -> bytes:
 
 
 def _unpacked(slot: bytes) -> ReservedCommand | None:
+    """What a slot has; None: nothing, or a torn command. Raises InvalidMessage if another release wrote it."""
     length = int.from_bytes(slot[_DIGEST_BYTES:][:_LENGTH_BYTES], "big")
     body = slot[_DIGEST_BYTES:][: _LENGTH_BYTES + length]
     if not length or _digest(body) != slot[:_DIGEST_BYTES]:
         return None
-    try:
-        return wire.decode(body[_LENGTH_BYTES:], ReservedCommand)
-    except FlyballError:  # of another release
-        return None
+    return wire.decode(body[_LENGTH_BYTES:], ReservedCommand)
+
+
+def _of_another_release(path: Path) -> StateVersionMismatch:
+    return StateVersionMismatch(
+        f"{path} has commands that this release of Flyball cannot read.",
+        hint="run the release that wrote it, or remove the file if no job runs on this host",
+    )
 
 
 def _digest(data: bytes) -> bytes:

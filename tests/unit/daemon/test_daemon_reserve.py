@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
 import os
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
+from structlog.testing import capture_logs
 
+from flyball.contracts import wire
 from flyball.contracts.cluster import JobSpec
 from flyball.contracts.decisions import (
     Command,
@@ -23,26 +24,28 @@ from flyball.contracts.decisions import (
     UpdateState,
     WarmUp,
 )
-from flyball.contracts.errors import StorageFull
+from flyball.contracts.errors import ConfigurationError, StateVersionMismatch, StorageFull
 from flyball.contracts.identity import Fence
 from flyball.contracts.reports.standings import LastObeyed
-from host_daemon.store.command_journal import RESERVE_FILE, CommandAdmission, CommandJournal
-from host_daemon.store.database import HostDatabase
+from host_daemon.store.command_journal import OBEYED_FACT, RESERVE_FILE, CommandAdmission, CommandJournal
 from host_daemon.store.reserve import SLOT_BYTES, SLOTS, Reserve, ReservedCommand
-
-T = TypeVar("T")
+from tests.small_database import SmallDatabase
 
 SPEC = JobSpec("job", ("train.py",), "/code", 1)
 
 
 def reserved(number: int, job: str = "job") -> ReservedCommand:
-    return ReservedCommand(number, job, Fence(1, number), LastObeyed("cluster", 1, f"c{number}"))
+    return ReservedCommand(number, job, Fence(1, number), LastObeyed("cluster", 1, f"c{number}"), stored="")
 
 
 def opened(path: Path) -> Reserve:
     reserve = Reserve(path)
     reserve.open()
     return reserve
+
+
+def no_room(_descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
@@ -99,10 +102,6 @@ def test_without_room_for_it_nothing_can_be_added_until_there_is(
 ) -> None:
     reserve = Reserve(tmp_path / "reserve")
     with monkeypatch.context() as full:
-
-        def no_room(_descriptor: int) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
         full.setattr(os, "fsync", no_room)
         with pytest.raises(StorageFull):
             reserve.open()
@@ -116,23 +115,58 @@ def test_without_room_for_it_nothing_can_be_added_until_there_is(
     assert opened(tmp_path / "reserve").commands == [reserved(1)]
 
 
+def test_one_that_a_backup_restored_with_holes_gets_its_room_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "reserve"
+    opened(path).add(reserved(1))
+    slot = path.read_bytes()[:SLOT_BYTES]
+    path.unlink()
+    path.write_bytes(slot)
+    os.truncate(path, SLOTS * SLOT_BYTES)
+    assert path.stat().st_blocks * 512 < SLOTS * SLOT_BYTES
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", no_room)
+        reserve = Reserve(path)
+        with pytest.raises(StorageFull):
+            reserve.open()
+    reserve.open()
+    reserve.add(reserved(2))  # the hole may find room after all
+    assert opened(path).commands == [reserved(1), reserved(2)]
+    assert path.stat().st_blocks * 512 >= SLOTS * SLOT_BYTES
+
+
+def test_many_commands_are_forgotten_with_one_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve = opened(tmp_path / "reserve")
+    for number in range(1, 6):
+        reserve.add(reserved(number))
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    reserve.forget(4)
+    reserve.forget(4)
+    assert len(synced) == 1
+    assert opened(tmp_path / "reserve").commands == [reserved(5)]
+
+
+def test_one_of_another_release_is_refused_and_stays(tmp_path: Path) -> None:
+    path = tmp_path / "reserve"
+    opened(path).add(reserved(1))
+    text = b'{"number": 2, "fence_of_the_job": [7, 7]}'
+    body = len(text).to_bytes(4, "big") + text
+    slot = (hashlib.blake2b(body, digest_size=16).digest() + body).ljust(SLOT_BYTES, b"\0")
+    with path.open("r+b") as file:
+        file.seek(SLOT_BYTES)
+        file.write(slot)
+    other = path.read_bytes()
+    with pytest.raises(StateVersionMismatch, match="cannot read"):
+        opened(path)
+    assert path.read_bytes() == other
+    path.write_bytes(bytes(2 * SLOTS * SLOT_BYTES))
+    with pytest.raises(StateVersionMismatch, match="cannot read"):
+        opened(path)
+
+
 # --- the journal ------------------------------------------------------------------------------------------------------
-
-
-class SmallDatabase(HostDatabase):
-    """Refuses every change while it is full, as SQLite does."""
-
-    is_full = False
-
-    async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        def checked(connection: sqlite3.Connection) -> T:
-            before = connection.total_changes
-            result = work(connection)
-            if self.is_full and connection.total_changes != before:
-                raise StorageFull("It cannot grow.")
-            return result
-
-        return await super().run(checked)
 
 
 def command(name: str, epoch: int, generation: int, body: CommandBody | None = None) -> Command:
@@ -207,6 +241,86 @@ def test_what_the_database_took_is_not_taken_again_after_a_kill(tmp_path: Path) 
         journal, database = journal_at(tmp_path, is_full=False)
         assert await journal.obeyed() == LastObeyed("cluster", 1, "three")
         assert await admission(journal, command("four", 1, 4)) is CommandAdmission.NEW
+        database.close()
+
+    asyncio.run(scenario())
+
+
+def test_while_the_reserve_cannot_be_read_nothing_is_obeyed(tmp_path: Path) -> None:
+    """It may have a newer fence than the database."""
+
+    async def scenario() -> None:
+        journal, database = journal_at(tmp_path, is_full=True)
+        assert await admission(journal, command("stop", 2, 1)) is CommandAdmission.NEW
+        database.close()
+        (tmp_path / RESERVE_FILE).rename(tmp_path / "aside")
+        (tmp_path / RESERVE_FILE).mkdir()  # reading it fails
+
+        journal, database = journal_at(tmp_path, is_full=False)
+        for _ in range(2):
+            with pytest.raises(ConfigurationError, match=RESERVE_FILE):
+                await admission(journal, command("late", 1, 9))
+        with pytest.raises(ConfigurationError):
+            await journal.obeyed()
+        (tmp_path / RESERVE_FILE).rmdir()
+        (tmp_path / "aside").rename(tmp_path / RESERVE_FILE)
+        assert await admission(journal, command("late", 1, 9)) is CommandAdmission.STALE
+        database.close()
+
+    asyncio.run(scenario())
+
+
+def test_each_loss_of_the_reserve_is_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        journal, database = journal_at(tmp_path, is_full=False)
+        await journal.obeyed()
+        for _ in range(2):
+            (tmp_path / RESERVE_FILE).unlink()
+            with monkeypatch.context() as full:
+                full.setattr(os, "fsync", no_room)
+                await journal.obeyed()
+                await journal.obeyed()
+            await journal.obeyed()
+        database.close()
+
+    with capture_logs() as logs:
+        asyncio.run(scenario())
+    assert [entry["event"] for entry in logs] == ["no_room_reserved"] * 2
+
+
+def test_what_a_release_without_a_reserve_obeyed_meanwhile_stays(tmp_path: Path) -> None:
+    """After a downgrade and an upgrade, the database has newer fences than the reserve, and maybe its commands."""
+
+    def older_release(connection: sqlite3.Connection) -> None:
+        connection.execute("INSERT INTO fences (job, epoch, generation) VALUES ('job', 3, 1)")
+        answer = wire.encode(CommandUpdate("two", "host-a", "one", UpdateState.SUCCEEDED, 5.0))
+        connection.execute("INSERT INTO commands (command_id, job, answer) VALUES ('two', 'job', ?)", (answer,))
+        obeyed = wire.encode(LastObeyed("cluster", 3, "older")).decode()
+        connection.execute("INSERT INTO facts (name, value) VALUES (?, ?)", (OBEYED_FACT, obeyed))
+
+    async def scenario() -> None:
+        journal, database = journal_at(tmp_path, is_full=True)
+        for name, generation in (("one", 1), ("two", 2)):
+            assert await admission(journal, command(name, 1, generation)) is CommandAdmission.NEW
+        other = command("other", 4, 1, StopWorkers("other", 1, 0.0))
+        assert (await journal.admit(other, "other", "cluster"))[0] is CommandAdmission.NEW
+        database.is_full = False
+        await database.run(older_release)
+        database.close()
+
+        journal, database = journal_at(tmp_path, is_full=False)
+        assert await journal.obeyed() == LastObeyed("cluster", 4, "older")
+        assert await admission(journal, command("late", 2, 9)) is CommandAdmission.STALE
+        answer = CommandUpdate("late", "host-a", "one", UpdateState.REFUSED, 5.0)
+        await journal.store(answer, "job")  # takes over what is reserved
+        assert opened(tmp_path / RESERVE_FILE).commands != []
+        assert await journal.obeyed() == LastObeyed("cluster", 4, "older")
+        assert opened(tmp_path / RESERVE_FILE).commands == []
+        assert (await journal.fence("job"), await journal.fence("other")) == (Fence(3, 1), Fence(4, 1))
+        assert await admission(journal, command("later", 2, 10)) is CommandAdmission.STALE
+        assert await admission(journal, command("two", 3, 1)) is CommandAdmission.ANSWERED
+        assert await admission(journal, command("new", 3, 2)) is CommandAdmission.NEW
+        assert await journal.obeyed() == LastObeyed("cluster", 4, "new")
         database.close()
 
     asyncio.run(scenario())
