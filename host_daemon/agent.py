@@ -14,7 +14,7 @@ import structlog
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.decisions import Command, CommandResult
-from flyball.contracts.errors import DaemonSuperseded, FlyballError
+from flyball.contracts.errors import DaemonSuperseded, FlyballError, StorageFull
 from flyball.contracts.on_host.segments import shm_prefix
 from flyball.contracts.reports.signals import STORE_ENDED, EngineRestarted, SignalBody, WorkerExited, WorkerStartFailed
 from flyball.contracts.reports.succession import MAX_PREDECESSORS
@@ -241,6 +241,7 @@ class Agent:
                     self._notices.run(),
                     self._watch_conditions(),
                     self._meet_engine(),
+                    self._control.complete_ends(),
                 )
             ]
             await end_requested.wait()
@@ -308,8 +309,10 @@ class Agent:
         before = tuple((await self._facts.get(INCARNATIONS_FACT) or "").split())
         self._reporter.predecessors = self._http.predecessors = before
         mine = " ".join((self._incarnation, *before)[:MAX_PREDECESSORS])
-        with contextlib.suppress(FlyballError):  # a full disk: the next daemon is accepted a little later
+        try:
             await self._facts.set(INCARNATIONS_FACT, mine)
+        except StorageFull as error:  # the next daemon is accepted a little later
+            _log.warning("incarnation_not_recorded", error=error.message)
 
     async def _carry_out(self, command: Command, progress: CommandProgress) -> CommandResult:
         try:
@@ -333,8 +336,10 @@ class Agent:
                 await self._outbox.put(WorkerStartFailed(job, generation, 0, message, STORE_ENDED), also=ended)
                 self._reporter.wake()
             else:
-                with contextlib.suppress(FlyballError):  # a full disk: a later daemon finds that it is gone
+                try:
                     await self._records.end(record)
+                except StorageFull as error:  # a later daemon finds that it is gone
+                    _log.warning("store_end_not_recorded", job=job, error=error.message)
             return
         _log.info(
             "worker_ended",

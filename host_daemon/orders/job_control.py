@@ -22,7 +22,7 @@ from flyball.contracts.decisions import (
     TakeStacks,
     WarmUp,
 )
-from flyball.contracts.errors import FlyballError, NotFound, StaleCommand, Unreachable
+from flyball.contracts.errors import FlyballError, NotFound, StorageFull, Unreachable
 from flyball.contracts.on_host.engine_wire import (
     Arm,
     AwaitSaved,
@@ -42,6 +42,7 @@ from host_daemon.engine.engine_process import EngineKeeper
 from host_daemon.kernel.free_ports import FreePorts
 from host_daemon.orders.commands import CommandFailed, CommandProgress
 from host_daemon.orders.generation_start import GenerationStarter
+from host_daemon.orders.job_ends import ENGINE_WAIT_S, JobEnds
 from host_daemon.spawning.standby import Standbys
 from host_daemon.store.facts import OwedReleases
 from host_daemon.store.worker_records import JobRecord, WorkerRecords
@@ -50,7 +51,6 @@ from host_daemon.workers.stacks import StackSource, take_stands
 from host_daemon.workers.worker_environment import expected_environment, job_environment
 from host_daemon.workers.workers import Worker, WorkerTable
 
-ENGINE_WAIT_S = 5.0  # for an engine that is restarting, before workers are started without it
 ENGINE_RETURN_S = 10.0  # for one that was killed; waiting longer would use up the time for ending a job
 ENGINE_MARGIN_S = 2.0  # for the reply, beyond the time that the engine itself gets
 LAST_FLUSH_S = 5.0  # when the daemon ends
@@ -88,7 +88,6 @@ class JobControl:
         self._standbys = standbys
         self._starter = starter
         self._records = records
-        self._owed = owed
         self._signal = signal
         self._engine = engine
         self._engine_client = engine_client
@@ -98,6 +97,7 @@ class JobControl:
         self._environ = environ
         self._secrets: dict[str, tuple[Mapping[str, str], dict[str, str]]] = {}  # job -> sealed and unsealed values
         self._jobs: dict[str, JobRecord] = {}
+        self._ends = JobEnds(owed=owed, records=records, engine=engine, engine_client=engine_client, held=self._jobs)
         self._stopped_ran_s: dict[str, float] = {}  # job -> the longest that a rank of its newest generation ran
 
     async def carry_out(  # noqa: PLR0911 - one for each kind of command
@@ -166,12 +166,11 @@ class JobControl:
         """Send a restarted engine the running generations, and the releases of jobs that ended meanwhile."""
         for record in list(self._jobs.values()):
             await self._configure(record)
-        try:
-            for request in await self._owed.load():
-                if request.job not in self._jobs:  # else a job of that name runs again and owns the memory
-                    await self._release(request, ENGINE_WAIT_S)
-        except FlyballError as error:  # they stay owed
-            _log.error("owed_releases_not_known", error=str(error))
+        await self._ends.free_owed()
+
+    async def complete_ends(self) -> None:
+        """Complete the ends of jobs for which the disk had no room, until cancelled."""
+        await self._ends.run()
 
     async def stop_all(self, *, at_most_s: float, flush: bool) -> None:
         """End every worker of this host, each with its job's grace but at most `at_most_s`. With `flush`, then copy the
@@ -372,27 +371,21 @@ class JobControl:
         await self._stop_workers(body.job, body.generation, body.grace_s)
         positions = self._positions(body.job, body.generation)
         release = Release(command.fence, body.job, body.keep_memory, body.drop_disk)
-        await self._owed.add(release)
-        await self._release(release, command.deadline_s)
+        is_certain = await self._ends.free(release, command.deadline_s)
         self._beacons.remove(body.job)
         self._standbys.drop(body.job)
         self._jobs.pop(body.job, None)
         self._stopped_ran_s.pop(body.job, None)
         self._secrets.pop(body.job, None)
-        await self._records.forget(body.job, body.generation)
+        await self._ends.forget(body.job, body.generation)
+        if not is_certain:
+            raise CommandFailed(
+                "The workers have ended. Their memory is not free yet, and there is no room to record that it must be.",
+                code=StorageFull.code,
+                result=CommandResult(positions=positions),
+                hint="free space on the disk of the state folder",
+            )
         return CommandResult(positions=positions)
-
-    async def _release(self, request: Release, timeout_s: float) -> None:
-        """Have the engine free the memory of a job that ended. If it cannot be reached, the release stays owed."""
-        try:
-            if not await self._engine.wait_alive(ENGINE_WAIT_S):
-                raise Unreachable("The checkpoint engine is away.", hint="the daemon restarts it; see engine.log")
-            await self._engine_client.ask(request, timeout_s=timeout_s)
-        except FlyballError as error:
-            _log.error("engine_not_released", job=request.job, code=error.code, error=str(error))
-            if error.code != StaleCommand.code:  # stale: a job of that name runs again and owns the memory
-                return
-        await self._owed.remove(request)
 
     async def _configure(self, record: JobRecord) -> None:
         request = Configure(record.fence, self._host_id, record.placement, record.spec.checkpoint)

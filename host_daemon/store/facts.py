@@ -58,7 +58,9 @@ class OwedReleases:
         return await self._database.run(work)
 
     async def add(self, request: Release) -> None:
+        """Raises StorageFull if there is no room for it."""
         await self._facts.set(_RELEASE_PREFIX + request.job, msgspec.json.encode(request).decode())
 
     async def remove(self, request: Release) -> None:
+        """Raises StorageFull if it was there and there is no room to remove it."""
         await self._facts.remove(_RELEASE_PREFIX + request.job)

@@ -47,6 +47,7 @@ class WorkerRecords:
 
     def __init__(self, database: HostDatabase) -> None:
         self._database = database
+        self._unrecorded: dict[str, int] = {}  # jobs that ended on a full disk -> generation
 
     async def load(self) -> tuple[list[tuple[WorkerRecord, bool]], list[JobRecord]]:
         """All workers, each with whether its end was reported as a signal, and the jobs of this host."""
@@ -65,6 +66,7 @@ class WorkerRecords:
         """A generation begins after all older workers have ended: forget those, and the last placement."""
         blob = msgspec.json.encode(record)
         job = record.spec.job
+        self._unrecorded.pop(job, None)
 
         def work(connection: sqlite3.Connection) -> None:
             connection.execute("DELETE FROM workers WHERE job = ? AND ended = 1", (job,))
@@ -103,14 +105,27 @@ class WorkerRecords:
         )
 
     async def forget(self, job: str, generation: int) -> None:
-        """Forget a job that ended, except for its newest generation."""
+        """Forget a job that ended, except for its newest generation. Raises StorageFull: then only this daemon knows,
+        until `record_ends` finds room."""
+        self._unrecorded[job] = generation
+        await self.record_ends()
+
+    async def record_ends(self) -> None:
+        """Store the ends of jobs that a full disk refused. Raises StorageFull."""
+        ends = self._unrecorded.copy()
+        if not ends:
+            return
 
         def work(connection: sqlite3.Connection) -> None:
-            connection.execute("DELETE FROM workers WHERE job = ?", (job,))
-            connection.execute("DELETE FROM jobs WHERE job = ?", (job,))
-            Facts.setting(ENDED_FACT + job, str(generation))(connection)
+            for job, generation in ends.items():
+                connection.execute("DELETE FROM workers WHERE job = ?", (job,))
+                connection.execute("DELETE FROM jobs WHERE job = ?", (job,))
+                Facts.setting(ENDED_FACT + job, str(generation))(connection)
 
         await self._database.run(work)
+        for job, generation in ends.items():
+            if self._unrecorded.get(job) == generation:
+                del self._unrecorded[job]
 
     async def ended(self) -> dict[str, int]:
         """The jobs that ended last on this host, each with its newest generation."""
@@ -120,4 +135,4 @@ class WorkerRecords:
                 (f"{ENDED_FACT}%", MAX_ENDED),
             ).fetchall()
         )
-        return {name.removeprefix(ENDED_FACT): int(value) for name, value in rows}
+        return {name.removeprefix(ENDED_FACT): int(value) for name, value in rows} | self._unrecorded

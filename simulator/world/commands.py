@@ -32,6 +32,7 @@ from flyball.contracts.reports.signals import WorkerStartFailed
 from flyball.contracts.reports.standings import HeldJob
 from host_daemon.orders.commands import gives_way, job_of
 from host_daemon.orders.job_control import ENGINE_RETURN_S
+from host_daemon.orders.job_ends import AGAIN_S, ENGINE_WAIT_S
 from host_daemon.store.command_journal import CommandAdmission, admit, needs_room
 from simulator.checks.history import Obeyed, StartFailed
 from simulator.world.training import SIGKILL, ProcessEnd, SimulatedGeneration, SimulatedWorker
@@ -63,7 +64,10 @@ class Commands:
         self.obeyed = standings.LastObeyed()
         self.ended: dict[str, int] = {}  # job -> generation
         self._jobs: dict[str, tuple[StartWorkers, Fence]] = {}  # newest per job
+        self._owed: dict[str, tuple[Command, EndJob]] = {}  # ended jobs whose memory the engine has yet to free
         self._ran_s: dict[int, float] = {}  # generation that is not stopped -> the longest that an ended rank ran
+        # does not, unless there is room:
+        self._unrecorded: dict[str, tuple[StartWorkers, Fence]] = {}  # ended jobs that the disk still has
         self.restart()
 
     def restart(self) -> None:
@@ -71,6 +75,14 @@ class Commands:
         self._running: dict[str, _Running] = {}
         self._stopped_ran_s = 0.0  # the longest that a rank of the newest generation had run when it was stopped
         self.outgoing: dict[str, CommandUpdate] = {}  # not known to have arrived
+        if self._host.is_disk_full:
+            for job, held in self._unrecorded.items():
+                self._jobs[job] = held
+                self._owed.pop(job, None)
+                self.ended.pop(job, None)
+        self._unrecorded = {}
+        if self._owed:
+            self._world.after(AGAIN_S, self._host.while_alive(self._complete_ends))
 
     def delivered(self, update: CommandUpdate) -> None:
         """The control plane received a reply."""
@@ -144,10 +156,12 @@ class Commands:
             return
         body, uniform = command.body, self._world.rng.uniform
         match body:
-            case StopWorkers() | EndJob():
-                self._note_end(body)
+            case StopWorkers():
                 self._end_workers(body.generation)
                 self._world.after(uniform(0.05, 0.8), self._host.while_alive(lambda: self._list_copies(running, body)))
+            case EndJob():
+                self._end_workers(body.generation)
+                self._world.after(uniform(0.05, 0.8), self._host.while_alive(lambda: self._end_job(running, body)))
             case StartWorkers() if running.resumed:
                 self._answer_resumed_start(running, body)
             case StartWorkers():
@@ -163,6 +177,7 @@ class Commands:
         self._engine_obeys(running.command)
         self._stopped_ran_s = 0.0
         self.ended.pop(body.spec.job, None)
+        self._unrecorded.pop(body.spec.job, None)
         problem = self._start_problem(body)
         if problem is None:
             self._finish_after(self._world.rng.uniform(0.05, 0.5), running, lambda: self._start(body))
@@ -182,10 +197,38 @@ class Commands:
                 group.release(self._host.host_id)
         self._finish_after(self._world.rng.uniform(0.05, 0.5), running, CommandResult)
 
-    def _note_end(self, body: StopWorkers | EndJob) -> None:
-        if isinstance(body, EndJob) and not self._host.is_disk_full:
-            self._jobs.pop(body.job, None)
-            self.ended[body.job] = body.generation
+    def _end_job(self, running: _Running, body: EndJob) -> None:
+        """Free the job's memory and forget it. On a full disk this is recorded later."""
+        if self._running.get(running.command.command_id) is not running:
+            return
+        if not self._host.is_engine_up and self._world.now - running.began_at < ENGINE_WAIT_S:
+            self._world.after(0.2, self._host.while_alive(lambda: self._end_job(running, body)))
+            return
+        result = CommandResult(positions=self._positions(body.generation))
+        held = self._jobs.pop(body.job, None)
+        self.ended[body.job] = body.generation
+        self._owed[body.job] = running.command, body
+        if self._host.is_disk_full and held is not None:
+            self._unrecorded[body.job] = held
+        self._complete_ends()
+        if self._host.is_disk_full and body.job in self._owed:
+            self._answer(running.command, UpdateState.FAILED, code=StorageFull.code, message=_FULL, result=result)
+        else:
+            self._answer(running.command, UpdateState.SUCCEEDED, result=result)
+
+    def _complete_ends(self) -> None:
+        """Free and record what is left of jobs that ended: again and again, as the daemon."""
+        for job, (command, body) in list(self._owed.items()):
+            if job in self._jobs:  # it runs again and owns the memory
+                del self._owed[job]
+            elif self._host.is_engine_up and self._engine_obeys(command):
+                del self._owed[job]
+                if not body.keep_memory:
+                    self._world.free(job, self._host.host_id)
+        if not self._host.is_disk_full:
+            self._unrecorded = {}
+        if self._owed or self._unrecorded:
+            self._world.after(AGAIN_S, self._host.while_alive(self._complete_ends))
 
     def _engine_obeys(self, command: Command) -> bool:
         """Whether the engine takes this command. It writes a newer fence down first, and has no room in reserve."""
@@ -243,7 +286,7 @@ class Commands:
         self._stopped_ran_s = max([self._stopped_ran_s, *stopped])
         self._ran_s = {of: ran_s for of, ran_s in self._ran_s.items() if of > upto_generation}
 
-    def _list_copies(self, running: _Running, body: StopWorkers | EndJob) -> None:
+    def _list_copies(self, running: _Running, body: StopWorkers) -> None:
         """Reply to a stop with all copies.
 
         Without the list the job would go on from an older step, so wait for an engine that is away, and finally report
@@ -251,24 +294,24 @@ class Commands:
         """
         if self._running.get(running.command.command_id) is not running:
             return
-        if isinstance(body, EndJob) and self._host.is_disk_full:
-            self._answer(running.command, UpdateState.FAILED, code=StorageFull.code, message=_FULL)
-        elif self._host.is_engine_up:
+        if self._host.is_engine_up:
             self._answer(running.command, UpdateState.SUCCEEDED, result=self._inventory(body))
         elif self._world.now - running.began_at > ENGINE_RETURN_S:
             self._answer(running.command, UpdateState.FAILED, code="unreachable", message="The engine is away.")
         else:
             self._world.after(0.2, self._host.while_alive(lambda: self._list_copies(running, body)))
 
-    def _inventory(self, body: StopWorkers | EndJob) -> CommandResult:
-        group = self._world.groups.get(body.generation)
-        history = body.history.lineage if isinstance(body, StopWorkers) and body.history is not None else None
-        beacons = group.beacons.get(self._host.host_id, {}) if group is not None else {}
+    def _inventory(self, body: StopWorkers) -> CommandResult:
         return CommandResult(
-            positions=tuple(RankPosition(rank, step) for rank, step in sorted(beacons.items())),
-            copies=self._host.reported_copies(history),
+            positions=self._positions(body.generation),
+            copies=self._host.reported_copies(body.history.lineage if body.history is not None else None),
             free_port=29501,
         )
+
+    def _positions(self, generation: int) -> tuple[RankPosition, ...]:
+        group = self._world.groups.get(generation)
+        beacons = group.beacons.get(self._host.host_id, {}) if group is not None else {}
+        return tuple(RankPosition(rank, step) for rank, step in sorted(beacons.items()))
 
     def _start(self, body: StartWorkers) -> CommandResult:
         part = body.placement.host(self._host.host_id)

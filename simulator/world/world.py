@@ -79,7 +79,7 @@ class World:
         self.granted_at: dict[int, float] = {}  # by generation
         self.facts: list[Fact] = []
         self.copies_changed = 0  # how often copies were written or removed
-        self.memories_lost = 0  # how often a host lost its memory
+        self.memories_lost = 0  # how often a host lost its memory, or was told to free it
         self.replicas_given_up = 0  # how often ranks went on without a replica of a step
         self.ports_taken = 0  # number of generations that will find their port taken
 
@@ -132,6 +132,14 @@ class World:
         for name in sorted(hosts):
             host = self.hosts[name]
             host.copies[:] = [c for c in host.copies if c.job != job or (c.generation, c.step) >= (generation, step)]
+
+    def free(self, job: str, host_id: str) -> None:
+        """The job ended: an engine frees its slots."""
+        copies = self.hosts[host_id].copies
+        if any(c.job == job for c in copies):
+            copies[:] = [c for c in copies if c.job != job]
+            self.memories_lost += 1
+            self.copies_changed += 1
 
     def can_copy(self, source: str, target: str) -> bool:
         """Whether the engines of two hosts reach each other."""

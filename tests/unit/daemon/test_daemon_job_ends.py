@@ -1,0 +1,146 @@
+"""A job that ends frees its memory, also on a full disk; what could not be recorded then is recorded later."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flyball.contracts.cluster import HostRanks, JobSpec, Placement
+from flyball.contracts.decisions import Command, CommandResult, EndJob, RankPosition
+from flyball.contracts.errors import StorageFull, Unreachable
+from flyball.contracts.identity import Fence
+from flyball.contracts.on_host.engine_wire import EngineReply, EngineRequest, Release
+from host_daemon.orders.commands import CommandFailed, CommandProgress
+from host_daemon.orders.job_control import JobControl
+from host_daemon.store.facts import OwedReleases
+from host_daemon.store.worker_records import JobRecord, WorkerRecords
+from tests.small_database import SmallDatabase
+
+SPEC = JobSpec("job", ("train.py",), "/code", 1)
+PLACEMENT = Placement("job", 1, 1, (HostRanks("host", "127.0.0.1", "", (0,)),), "127.0.0.1", 1, {}, (), None)
+RECORD = JobRecord(SPEC, PLACEMENT, Fence(1, 1))
+END = Command("act-2.end.host.1", "act-2", "host", Fence(1, 1), EndJob("job", 1, 0.0), 30.0)
+RELEASE = Release(Fence(1, 1), "job")
+POSITIONS = (RankPosition(0, 7),)
+
+
+class Host:
+    """A daemon's job control on a small disk, with a fake engine, and one job whose workers have ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self.database = SmallDatabase(folder / "daemon.sqlite")
+        self.is_engine_away = False
+        self.asked: list[EngineRequest] = []
+        self.records, self.owed = WorkerRecords(self.database), OwedReleases(self.database)
+        given: dict[str, Any] = dict.fromkeys(("signal", "ports", "checker"))
+        given["workers"] = SimpleNamespace(of=lambda *_, **__: [], stop=self._nothing)
+        given["starter"] = SimpleNamespace(forget_store=lambda _: None)
+        given["standbys"] = SimpleNamespace(keep=lambda *_: None, drop=lambda _: None)
+        given["beacons"] = SimpleNamespace(positions=lambda *_, **__: POSITIONS, remove=lambda _: None)
+        given["engine"] = SimpleNamespace(wait_alive=self._wait_alive)
+        given["engine_client"] = SimpleNamespace(ask=self._ask)
+        self.control = JobControl(host_id="host", environ={}, records=self.records, owed=self.owed, **given)
+
+    async def _nothing(self, *_: object) -> None:
+        """Nothing runs."""
+
+    async def _wait_alive(self, _timeout_s: float) -> bool:
+        return not self.is_engine_away
+
+    async def _ask(self, request: EngineRequest, *, timeout_s: float = 1.0) -> EngineReply:
+        if self.is_engine_away:
+            raise Unreachable("It died this moment.")
+        self.asked.append(request)
+        return EngineReply(ok=True)
+
+    async def begin(self) -> None:
+        await self.records.begin(RECORD)
+        self.control.take_over(RECORD)
+
+    async def end(self) -> CommandResult:
+        progress = CommandProgress(resumed=False, acknowledged=False, acknowledge=self._nothing)
+        return await self.control.carry_out(END, progress)
+
+    async def complete(self) -> None:
+        await self.control._ends.complete()
+
+    async def on_disk(self) -> tuple[int, dict[str, int]]:
+        """The number of jobs, and those that ended: what the next daemon finds."""
+        records = WorkerRecords(self.database)
+        return len((await records.load())[1]), dict(await records.ended())
+
+
+def on_a_host(folder: Path, scenario: Callable[[Host], Awaitable[None]]) -> None:
+    async def run() -> None:
+        host = Host(folder)
+        await host.begin()
+        await scenario(host)
+        host.database.close()
+
+    asyncio.run(run())
+
+
+def test_memory_is_freed_on_a_full_disk_and_the_end_recorded_once_there_is_room(tmp_path: Path) -> None:
+    async def scenario(host: Host) -> None:
+        host.database.is_full = True
+        assert (await host.end()).positions == POSITIONS
+        assert host.asked == [RELEASE]
+        assert host.control.held(0.0) == ()
+        assert await host.records.ended() == {"job": 1}, "a supervisor that asks hears of it"
+        await host.complete()
+        assert await host.on_disk() == (1, {})
+        host.database.is_full = False
+        await host.complete()
+        assert await host.on_disk() == (0, {"job": 1})
+        assert host.asked == [RELEASE]
+
+    on_a_host(tmp_path, scenario)
+
+
+def test_memory_that_the_engine_cannot_free_on_a_full_disk_is_freed_later(tmp_path: Path) -> None:
+    async def scenario(host: Host) -> None:
+        host.database.is_full = host.is_engine_away = True
+        for _ in range(2):
+            with pytest.raises(CommandFailed) as failed:
+                await host.end()
+            assert failed.value.code == StorageFull.code
+            assert failed.value.result.positions == POSITIONS
+        await host.complete()
+        assert (host.asked, host.control.held(0.0)) == ([], ())
+        host.is_engine_away = False
+        await host.complete()
+        await host.complete()
+        assert host.asked == [RELEASE]
+
+    on_a_host(tmp_path, scenario)
+
+
+def test_an_engine_that_comes_back_on_a_full_disk_frees_what_was_recorded(tmp_path: Path) -> None:
+    async def scenario(host: Host) -> None:
+        host.is_engine_away = True
+        await host.end()
+        host.database.is_full, host.is_engine_away = True, False
+        await host.control.configure_engine()
+        assert host.asked == [RELEASE]
+        assert await host.owed.load() == [RELEASE], "once more after a restart, which is harmless"
+
+    on_a_host(tmp_path, scenario)
+
+
+def test_a_job_that_runs_again_keeps_its_memory_and_its_record(tmp_path: Path) -> None:
+    async def scenario(host: Host) -> None:
+        host.database.is_full = host.is_engine_away = True
+        with pytest.raises(CommandFailed):
+            await host.end()
+        host.database.is_full = host.is_engine_away = False
+        await host.begin()
+        await host.complete()
+        assert host.asked == []
+        assert await host.on_disk() == (1, {})
+
+    on_a_host(tmp_path, scenario)
