@@ -70,8 +70,8 @@ class Allegiance:
                 await self._outbox.send_again()
             await self._book.say_again(is_new_folder=not self._database)
             self._wake()
-            self._database = batch.incarnation
             await self._facts.set(DATABASE_FACT, batch.incarnation)
+            self._database = batch.incarnation
 
     @property
     def has_gap(self) -> bool:

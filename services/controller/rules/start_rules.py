@@ -33,8 +33,8 @@ _LONG_BACK_OFF_S = 45.0  # once patience is over
 
 
 def note_failed_starts(round_: Round, incident: Incident, generation: GenerationView) -> None:
-    """Add to an incident the hosts that could not start the current generation, or could not record the order to stop
-    the previous one. If several hosts fail alike, no host is to blame: cordoned ones may have work again."""
+    """Add to an incident the hosts that could not start the current generation, or had no room left even for the order
+    to stop the previous one. If several hosts fail alike, no host is to blame: cordoned ones may have work again."""
     known = {(start.host_id, start.code): start for start in incident.failed_starts}
     # Failures belong to one row if no more than the longest pause and the longest attempt lie between them.
     settings = round_.settings_of(round_.jobs[incident.job].spec)
@@ -105,7 +105,8 @@ def leave_a_host_that_cannot_start(case: Case) -> Verdict | None:
     if not failed or (everywhere and len(failed) > 1):
         return None
     names = tuple(dict.fromkeys(start.host_id for start in failed))
-    given_up = names if generation.started_at == 0.0 else ()  # they cannot even record the order to stop
+    # No start was sent yet: even the order to stop found no room, not even in the reserve (docs/decisions/0038).
+    given_up = names if generation.started_at == 0.0 else ()
     if given_up and plans.loses_without(case, generation, given_up):
         return None  # a person must make room there
     tried = {start.host_id for start in incident.failed_starts}

@@ -36,7 +36,7 @@ from host_daemon.link.superseded import RefusedPolls
 from host_daemon.orders.commands import CommandFailed, CommandLoop, CommandProgress
 from host_daemon.orders.job_control import JobControl
 from host_daemon.settings import DaemonSettings
-from host_daemon.store.allegiance import Allegiance
+from host_daemon.store.allegiance import DATABASE_FACT, Allegiance
 from host_daemon.store.command_journal import CommandAdmission, CommandJournal
 from host_daemon.store.condition_book import ConditionBook
 from host_daemon.store.database import HostDatabase
@@ -44,6 +44,7 @@ from host_daemon.store.facts import Facts, OwedReleases
 from host_daemon.store.outbox import SignalOutbox
 from host_daemon.store.worker_records import STORE_RANK, JobRecord, WorkerRecord, WorkerRecords
 from host_daemon.workers.workers import Worker
+from tests.small_database import SmallDatabase
 
 COMMAND = Command("act-1.stop.host.1", "act-1", "host", Fence(1, 1), StopWorkers("job", 1, 0.0), 30.0)
 
@@ -154,6 +155,37 @@ def test_commands_are_obeyed_even_if_it_cannot_be_noted_whose_they_are(
 
     monkeypatch.setattr(Allegiance, "answered", full)
     with_loop(tmp_path, stop, scenario)
+
+
+def test_whose_commands_they_are_is_noted_once_there_is_room(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        database = SmallDatabase(tmp_path / "daemon.sqlite")
+        outbox = SignalOutbox(database, SystemClock(), source="host", incarnation="one")
+        facts = Facts(database)
+        await facts.set(DATABASE_FACT, "first")
+        allegiance = Allegiance(
+            host_id="host",
+            incarnation="one",
+            clock=SystemClock(),
+            facts=facts,
+            journal=CommandJournal(database),
+            records=WorkerRecords(database),
+            outbox=outbox,
+            book=ConditionBook(facts, outbox),
+            held=lambda _: (),
+            wake=lambda: None,
+        )
+        await allegiance.load()
+        batch = CommandBatch((), incarnation="second")
+        database.is_full = True
+        with pytest.raises(StorageFull):
+            await allegiance.answered(batch)
+        database.is_full = False
+        await allegiance.answered(batch)
+        assert await facts.get(DATABASE_FACT) == "second"
+        database.close()
+
+    asyncio.run(scenario())
 
 
 def test_a_save_of_a_later_step_replaces_one_that_waits(tmp_path: Path) -> None:
