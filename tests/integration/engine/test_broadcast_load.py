@@ -3,6 +3,7 @@ them. The store, a process of its own, counts what it gives out."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -101,17 +102,24 @@ def test_a_host_that_does_not_share_is_not_waited_for(job: Job) -> None:
     job.await_restored()
 
 
+def _bytes_at(path: Path, offset: int, count: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(count)
+
+
 def test_bytes_that_are_damaged_before_they_are_passed_on_are_read_from_the_store(job: Job, until: Until) -> None:
     job.save({"a": (0,), "b": (1,)})
     for host_id in job.ranks:
         job.start(host_id, FLYBALL_CKPT_BROADCAST="on")
     a, b = job.cluster.hosts["a"], job.cluster.hosts["b"]
     job.begin("a")
-    until(lambda: a.status.counters.get("store_bytes_read", 0) > ALIKE_BYTES // 3)
+    at, right = ALIKE_BYTES // 4, job.saved[0][ALIKE_BYTES // 4 :][:100]
+    until(lambda: any(_bytes_at(path, at, len(right)) == right for path in a.segments()))
     (slot,) = [path for path in a.segments() if path.suffix in (".s0", ".s1")]
     with slot.open("r+b") as file:  # in what it has read, and is about to pass on
-        file.seek(ALIKE_BYTES // 4)
-        file.write(bytes(100))
+        file.seek(at)
+        file.write(bytes(len(right)))
     job.begin("b")
     job.await_restored("b")
     (skipped,) = b.logged("broadcast_source_skipped")
