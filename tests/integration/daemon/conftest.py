@@ -305,11 +305,15 @@ class Daemon:
         return path.read_text() if path.exists() else ""
 
     def clean_up(self) -> None:
+        self.kill_all()
+        shutil.rmtree(self.shm_dir)
+
+    def kill_all(self) -> None:
+        """Kill whatever this test started."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait(DEADLINE_S)
         until("the end of everything that this test started", self._all_killed)
-        shutil.rmtree(self.shm_dir)
 
     def _all_killed(self) -> bool:
         owned = self.owned()

@@ -44,7 +44,8 @@ def small_disk(daemon) -> Iterator[Path]:
     if made.returncode:
         pytest.skip(f"file systems cannot be mounted here: {made.stderr.strip()}")
     yield daemon.state_dir
-    subprocess.run(["umount", "--lazy", daemon.state_dir], check=True)
+    daemon.kill_all()  # first: its workers are found by the files there
+    subprocess.run(["umount", daemon.state_dir], check=True)
 
 
 def fill(folder: Path) -> Path:
