@@ -39,7 +39,7 @@ def _has_workers(database: Path) -> bool:
             return connection.execute("SELECT 1 FROM workers WHERE ended = 0 LIMIT 1").fetchone() is not None
         finally:
             connection.close()
-    except sqlite3.Error:  # there is none
+    except sqlite3.Error:  # there is none, or the daemon could not open it either
         return False
 
 

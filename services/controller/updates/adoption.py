@@ -45,8 +45,9 @@ def take_in(round_: Round) -> None:
     held, ended = _newest_held(reported), _ended(reported)
     lost = {job: part for job, part in held.items() if ended.get(job, -1) < part[0] and _is_news(round_, job, part)}
     round_.unadopted |= lost.keys()
-    for job in sorted(lost):
-        if any(not _is_of_others(round_, one) for one in reported if _holds(one, job, lost[job][0])):
+    others = {one.standing.host_id for one in reported if _is_of_others(round_, one)}
+    for job, (_, parts) in sorted(lost.items()):
+        if any(host_id not in others for host_id, _ in parts):
             round_.supersede_all(job)  # it runs elsewhere, and its newest steps are unknown here
     waits_for = _waits_for(round_, reported, lost, began)
     if waits_for:
@@ -103,10 +104,6 @@ def _by_cause(round_: Round, reported: Iterable[ReportedStanding]) -> dict[str, 
 def _is_of_others(round_: Round, one: ReportedStanding) -> bool:
     """Whether the host obeyed another cluster, whose supervisor may still run."""
     return one.standing.obeyed.cluster not in ("", round_.view.cluster)
-
-
-def _holds(one: ReportedStanding, job: str, generation: int) -> bool:
-    return any(held.spec.job == job and held.placement.generation == generation for held in one.standing.jobs)
 
 
 def _runs(round_: Round, host_id: str, held: HeldJob) -> bool:
