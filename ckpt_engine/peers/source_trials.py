@@ -53,8 +53,8 @@ class SourceTrials:
         patience_s = min(_STORE_AWAY_S, self._generation.configure.spec.restore_timeout_s / 2)
         deadline_s = time.monotonic() + patience_s
         earlier = len(reasons)
-        is_away = True
-        while is_away:
+        looks_again, was_away = True, False
+        while looks_again:
             del reasons[earlier:]
             is_away = False
             for step in steps():
@@ -65,8 +65,10 @@ class SourceTrials:
                 except (FlyballError, OSError) as error:
                     self.demote(rank, f"{step.source.tier} of {step.source.host_id or 'the store'}", error, reasons)
                     is_away = is_away or (step.origin is Origin.PERSISTENT and self._is_away(error))
-            is_away = is_away and time.monotonic() < deadline_s
-            if is_away and self._generation.ended.wait(_LOOK_AGAIN_S):
+            # A store that came back between the read and the look at it was not there to be read.
+            looks_again = (is_away or was_away) and time.monotonic() < deadline_s
+            was_away = is_away
+            if looks_again and self._generation.ended.wait(_LOOK_AGAIN_S):
                 self.check_wanted()
         raise RestoreFailed(
             f"No source has step {self._plan.step} of rank {rank}. "
