@@ -11,7 +11,6 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pymysql
 import pytest
@@ -20,11 +19,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
-sys.path.append(str(Path(__file__).parent))  # tests are no packages: the module beside this one is found by path
-pytest.register_assert_rewrite("http_receiver", "own_servers", "own_processes", "engine_hosts", "resharded_job")
+pytest.register_assert_rewrite("support")
 
-from own_servers import OwnMariaDb, OwnRedis  # noqa: E402 - found by the path above
-from warm_python import WarmPython  # noqa: E402
+from support.commands.warm_python import WarmPython  # noqa: E402
+from support.servers.own_servers import OwnMariaDb, OwnRedis  # noqa: E402 - found by the path above
 
 # Hundreds of processes are started, and each would compile all of Flyball for itself.
 sys.dont_write_bytecode = False

@@ -1,7 +1,7 @@
 """What kind of error ended a worker: one table from the lines that PyTorch, NCCL, gloo and the kernel print. Pure.
 
 The daemon classifies, since it has the log; the controller does so for exits that an older daemon reported. Recorded
-lines, with their sources, are in tests/error_lines.py.
+lines, with their sources, are in tests/support/jobs/error_lines.py.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser_driver import Browser
+from support.servers.browser import Browser
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from goodput_runs import interrupted_run
+from support.jobs.goodput_runs import interrupted_run
 
 from goodput.account.timeline_bins import binned
 from goodput.calculator import analyse

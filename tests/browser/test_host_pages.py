@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from browser_driver import CHROMIUM, DEADLINE_S, Browser
+from support.servers.browser import CHROMIUM, DEADLINE_S, Browser
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostFacts

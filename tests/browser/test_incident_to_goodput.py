@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-from browser_driver import CHROMIUM, DEADLINE_S, Browser
-from page_audit import axe_core, serious_findings
-from waits import until
+from support.clocks.waits import until
+from support.servers.browser import CHROMIUM, DEADLINE_S, Browser
+from support.servers.page_audit import axe_core, serious_findings
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostFacts, JobSpec, Phase

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from browser_driver import CHROMIUM, DEADLINE_S, Browser
-from page_audit import axe_core, serious_findings
-from run_folders import environment_of, run_folder
+from support.commands.run_folders import environment_of, run_folder
+from support.servers.browser import CHROMIUM, DEADLINE_S, Browser
+from support.servers.page_audit import axe_core, serious_findings
 
 PICTURES = Path(__file__).parents[2] / ".pictures"
 SCRIPT = """

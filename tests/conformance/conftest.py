@@ -11,8 +11,9 @@ from pathlib import Path
 import msgspec
 import pymysql
 import pytest
-from ready_databases import SERVER, ReadyDatabases, mariadb_url
 from sqlalchemy import event, insert, update
+from support.clocks.manual import ManualClock
+from support.stores.ready_databases import SERVER, ReadyDatabases, mariadb_url
 
 from flyball.contracts.checkpoints import LineageEntry, RestorePlan, branch
 from flyball.contracts.clock import SystemClock
@@ -53,7 +54,6 @@ from simulator.ports.bus import MemoryEventLog
 from simulator.ports.decision_store import MemoryDecisionStore
 from simulator.ports.memory import Memory
 from simulator.ports.status_store import MemoryJobStore, MemoryStatusStore
-from tests.manual_clock import ManualClock
 
 
 @pytest.fixture(autouse=True)

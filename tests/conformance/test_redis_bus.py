@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-from own_servers import free_port
+from support.servers.own_servers import free_port
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import ConfigurationError, FlyballError, TooBusy, Unreachable

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from http_receiver import DEADLINE_S, Receiver
+from support.servers.http_receiver import DEADLINE_S, Receiver
 
 from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import Alternative, Decision, DecisionKind

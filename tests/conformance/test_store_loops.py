@@ -9,7 +9,7 @@ import sys
 import threading
 
 import pytest
-from waits import until
+from support.clocks.waits import until
 
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.clock import SystemClock

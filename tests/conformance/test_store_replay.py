@@ -8,7 +8,7 @@ import threading
 import msgspec
 import pytest
 from sqlalchemy import delete, insert, select, update
-from waits import until
+from support.clocks.waits import until
 
 from flyball.cli.main import run_cli
 from flyball.contracts.decisions import CommandResult, Decision, Incident, RankPosition

@@ -8,8 +8,8 @@ import threading
 from typing import Any, cast
 
 from google.protobuf.json_format import ParseDict
-from http_receiver import DEADLINE_S, Receiver
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from support.servers.http_receiver import DEADLINE_S, Receiver
 
 from services.api.outgoing.traces import TraceExporter
 from services.store.read.closed_incidents import SqlClosedIncidents

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from waits import until
+from support.clocks.waits import until
 
 from flyball.contracts.cluster import Phase, RankStatus
 from services.actuator.executor import Executor

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from own_servers import free_port
+from support.servers.own_servers import free_port
 from users_machine import Command, User
 from users_scripts import TRAIN, Steps
 

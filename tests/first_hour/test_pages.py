@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from own_servers import free_port
 from page_runner import fences_of, follow
+from support.servers.own_servers import free_port
 from users_machine import ROOT, User
 
 PAGES = sorted([*(ROOT / "docs" / "tutorial").glob("*.md"), *(ROOT / "docs" / "how-to").glob("*.md")])

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from kept_json import in_json
+from support.stores.kept_json import in_json
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 RANKS = 2

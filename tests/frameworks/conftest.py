@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parent))
 pytest.register_assert_rewrite("framework_runs")
 
 from framework_runs import Place  # noqa: E402 - found by the path above
-from own_processes import processes_of  # noqa: E402
+from support.commands.own_processes import processes_of  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

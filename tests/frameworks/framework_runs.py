@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from own_commands import run_here
-from run_folders import environment_of
+from support.commands.here import run_here
+from support.commands.run_folders import environment_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DEADLINE_S = 300.0

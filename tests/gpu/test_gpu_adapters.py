@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from gpu_training import Training, assert_same, contents, keep_busy
+from support.jobs.gpu_training import Training, assert_same, contents, keep_busy
 
 from ckpt_engine.contracts.notices import Notice, ReplayDiffered
 from ckpt_engine.dcp.stager import FlyballStager, release_staged

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 import torch
-from gpu_training import Training, assert_same, contents, keep_busy, saved_tensors
+from support.jobs.gpu_training import Training, assert_same, contents, keep_busy, saved_tensors
 
 from ckpt_engine.trainer.capture import device_copies
 from ckpt_engine.trainer.capture.device_copies import CudaStreams, pin_memory, unpin_memory

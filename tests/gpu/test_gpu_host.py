@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_folders import environment_of
-from waits import until
+from support.clocks.waits import until
+from support.commands.run_folders import environment_of
 
 from flyball.contracts.cluster import Activity
 from flyball.contracts.decisions import CheckHost, CommandResult

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_training import Training, assert_same, contents, keep_busy
+from support.jobs.gpu_training import Training, assert_same, contents, keep_busy
 
 import flyball
 from flyball.contracts.checkpoints import branch

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_folders import environment_of, run_folder
+from support.commands.run_folders import environment_of, run_folder
 
 TIMEOUT_S = 150.0
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"

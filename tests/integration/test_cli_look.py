@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_commands import run_here
+from support.commands.here import run_here
 
 from flyball.cli.look.kinds import NAMES
 from flyball.cli.reach.client import ApiClient

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from own_commands import run_here
-from own_processes import processes_of
-from run_folders import environment_of, run_folder
-from waits import until
+from support.clocks.waits import until
+from support.commands.here import run_here
+from support.commands.own_processes import processes_of
+from support.commands.run_folders import environment_of, run_folder
 
 TIMEOUT_S = 300.0
 

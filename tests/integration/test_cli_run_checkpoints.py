@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_folders import environment_of, run_folder
 from safetensors import safe_open
+from support.commands.run_folders import environment_of, run_folder
 
 from flyball.cli.reach.client import ApiClient
 from flyball.cli.reach.places import find_supervisor

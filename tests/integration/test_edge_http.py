@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from described_replies import DescribedReplies
-from waits import until
+from support.clocks.waits import until
+from support.servers.described_replies import DescribedReplies
 
 from flyball.cli.main import run_cli
 from flyball.contracts.checkpoints import PeerTransport, SaveInterval

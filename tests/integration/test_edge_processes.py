@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from waits import until
+from support.clocks.waits import until
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.credentials import host_credential

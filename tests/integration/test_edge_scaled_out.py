@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from waits import until
+from support.clocks.waits import until
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostFacts, JobSpec, Phase

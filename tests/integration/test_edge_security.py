@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from waits import until
+from support.clocks.waits import until
 
 from flyball.cli.main import run_cli
 from flyball.contracts.clock import SystemClock

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waits import until
+from support.clocks.waits import until
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import ConfigurationError, NotFound, UsageError

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from waits import until
+from support.clocks.waits import until
 
 from services.main import Supervisor
 from services.settings import load_settings

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from own_servers import free_port
+from support.servers.own_servers import free_port
 
 from ckpt_engine.rules.slot_rules import SlotState
 from ckpt_engine.slots.rank_segments import RankSegments

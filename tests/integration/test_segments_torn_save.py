@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from warm_python import WarmPython
+from support.commands.warm_python import WarmPython
 
 from ckpt_engine.rules.slot_rules import SlotState
 from ckpt_engine.slots.rank_segments import RankSegments

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from waits import until
+from support.clocks.waits import until
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.events import Event, EventKind

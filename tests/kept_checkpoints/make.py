@@ -14,8 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kept_json import in_json
-from saved_steps import truth, write_step
+from support.jobs.saved_steps import truth, write_step
+from support.stores.kept_json import in_json
 
 from ckpt_engine.trainer.path_saves.path_saver import process_saver
 

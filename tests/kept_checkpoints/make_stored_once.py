@@ -14,7 +14,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from saved_steps import truth
+from support.jobs.saved_steps import truth
 
 from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.counters import Counters

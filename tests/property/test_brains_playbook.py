@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.policy.checked import advance
 
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, ShardCopy, Tier
 from flyball.contracts.cluster import HostRanks, JobSpec
@@ -26,7 +27,6 @@ from flyball.contracts.identity import Fence
 from services.actuator.ports import ActionProgress, OutboxCommand
 from services.actuator.rules.host_parts import host_parts
 from services.actuator.rules.playbook import LIST, PHASES, START, STOP, may_start
-from tests.checked_rules import advance
 
 SPEC = JobSpec(job="job", argv=("t.py",), workdir="/", nnodes=2, nproc_per_node=1)
 NEXT = GenerationPlan(

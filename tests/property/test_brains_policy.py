@@ -9,6 +9,7 @@ from random import Random
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.policy.checked import decide
 
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier
 from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase, WorkerError
@@ -46,7 +47,6 @@ from services.controller.round.view import (
     StandingCondition,
     View,
 )
-from tests.checked_rules import decide
 
 NOW = 10_000.0
 HOSTS = ("a", "b", "c", "d")

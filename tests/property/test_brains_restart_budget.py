@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
+from support.policy.checked import decide
 
 from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase
 from flyball.contracts.decisions import DecisionKind, GenerationPlan
 from flyball.contracts.reports.signals import Signal, WorkerExited
 from services.controller.round.view import GenerationView, HostView, JobView, PolicySettings, RankView, View
-from tests.checked_rules import decide
 
 NOW = 100_000.0
 SETTINGS = PolicySettings()

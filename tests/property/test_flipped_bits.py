@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import xxhash
-from engine_reports import signals_of
-from policy_views import HOSTS, JOB, NOW, SETTINGS, decided, say, view
 from safetensors.numpy import save
+from support.hosts.engine_reports import signals_of
+from support.policy.views import HOSTS, JOB, NOW, SETTINGS, decided, say, view
 
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format import shard_format

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from fake_ranks import Placements, as_rank, local, spread
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from saved_steps import write_shard
+from support.jobs.fake_ranks import Placements, as_rank, local, spread
+from support.jobs.saved_steps import write_shard
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.jobs.goodput_runs import START, interrupted_run
 
 from flyball.contracts.events import Event, EventKind
 from goodput.calculator import calculate
 from services.record.retention_rules import SPAN_S, is_prompt_signal, merge_steps
-from tests.goodput_runs import START, interrupted_run
 
 
 def summed_up(events: Sequence[Event], sensors: int, at_once: int, late_every: int, save_s: float = 0.0) -> list[Event]:

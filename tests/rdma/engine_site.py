@@ -22,8 +22,8 @@ os.environ |= {"ENGINE_HOSTS_DEADLINE_S": "300", "ENGINE_HOSTS_LOOK_S": "0.02"} 
 import msgspec
 import numpy as np
 import xxhash
-from engine_hosts import DEADLINE_S, EngineHost, Trainer, wait_until
 from safetensors.numpy import save
+from support.hosts.engines import DEADLINE_S, EngineHost, Trainer, wait_until
 
 from ckpt_engine.host import server as engine_server
 from ckpt_engine.rules.slot_rules import SlotState

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_commands import run_here
-from rdma_hosts import with_low_memlock
+from support.commands.here import run_here
+from support.hosts.rdma import with_low_memlock
 
 from ckpt_engine.peers.transport.rdma.verbs import RdmaPort, RdmaUnavailable, hw_counters, read_ports
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from rdma_hosts import with_low_memlock
+from support.hosts.rdma import with_low_memlock
 
 from ckpt_engine.contracts.peer_wire import Reply
 from ckpt_engine.peers.transport.port import ByteCounters

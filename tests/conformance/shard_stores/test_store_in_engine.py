@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import save
-from waits import until
+from support.clocks.waits import until
 
 from ckpt_engine.contracts.control_views import RestoreState
 from ckpt_engine.counters import Counters

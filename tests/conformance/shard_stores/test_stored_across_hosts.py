@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import xxhash
-from alike_shards import Tensors, as_payload, ddp_state, hsdp_state
-from waits import until
+from support.clocks.waits import until
+from support.stores.alike_shards import Tensors, as_payload, ddp_state, hsdp_state
 
 from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_wire import StorageDecision, StorageStage, StorageVote, TierNaming

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from alike_shards import Tensors, as_payload, ddp_state, hsdp_state
 from safetensors.numpy import load
+from support.stores.alike_shards import Tensors, as_payload, ddp_state, hsdp_state
 
 from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_wire import TierNaming

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pymysql
 import pytest
-from ready_databases import SERVER
+from support.stores.ready_databases import SERVER
 
 from flyball.contracts.errors import Conflict
 from services.store.sql.database import Database

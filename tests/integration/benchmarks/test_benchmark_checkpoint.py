@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from waits import until
+from support.clocks.waits import until
 
 from flyball.contracts.on_host.engine_wire import ENGINE_SOCKET
 from flyball.contracts.on_host.segments import shm_prefix

@@ -15,7 +15,7 @@ from math import fsum
 from pathlib import Path
 
 import pytest
-from own_processes import processes_of
+from support.commands.own_processes import processes_of
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "goodput_under_faults.py"
 SMALL = ["--width", "64", "--layers", "2", "--step-floor-s", "0.05", "--save-every", "20", "--repeats", "1"]

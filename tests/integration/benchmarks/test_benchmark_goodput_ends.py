@@ -13,8 +13,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from own_processes import processes_of
-from waits import until
+from support.clocks.waits import until
+from support.commands.own_processes import processes_of
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 sys.path.append(str(Path(__file__).parents[3] / "examples"))

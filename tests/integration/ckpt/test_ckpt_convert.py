@@ -21,9 +21,9 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from ckpt_sites import Site
-from engine_hosts import wait_until
-from own_commands import run_here
-from saved_steps import bytes_of, same, write_step
+from support.commands.here import run_here
+from support.hosts.engines import wait_until
+from support.jobs.saved_steps import bytes_of, same, write_step
 
 from ckpt_engine.contracts.import_wire import ForeignFormat, ImportRequest
 from ckpt_engine.format import manifest as manifests

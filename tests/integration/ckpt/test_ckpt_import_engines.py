@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kept_json import of_json
-from own_commands import run_here
-from saved_steps import same
+from support.commands.here import run_here
+from support.jobs.saved_steps import same
+from support.stores.kept_json import of_json
 
 from ckpt_engine.contracts.import_wire import ImportRequest
 from ckpt_engine.inspect.foreign_sources import Sources, find_sources

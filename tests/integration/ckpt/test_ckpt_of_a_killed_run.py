@@ -14,8 +14,8 @@ import msgspec
 import psutil
 import pytest
 from ckpt_sites import Site
-from own_processes import is_of
 from safetensors import safe_open
+from support.commands.own_processes import is_of
 
 SCRIPT = """
 import time

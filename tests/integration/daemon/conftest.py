@@ -19,8 +19,8 @@ from typing import TypeVar
 import msgspec
 import psutil
 import pytest
-from own_processes import is_of
-from own_servers import free_port
+from support.commands.own_processes import is_of
+from support.servers.own_servers import free_port
 
 from flyball.contracts import wire
 from flyball.contracts.checkpoints import LineageEntry

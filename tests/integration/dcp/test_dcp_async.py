@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from warm_python import WarmPython
+from support.commands.warm_python import WarmPython
 
 TIMEOUT_S = 240.0
 

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from warm_python import WarmPython
+from support.commands.warm_python import WarmPython
 
 from host_daemon.kernel.free_ports import FreePorts
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from engine_hosts import JOB, EngineHost, Trainer, wait_until
-from resharded_job import Make, Ranks, ReshardedJob
-from stored_replicas import CountedStore
+from support.hosts.engines import JOB, EngineHost, Trainer, wait_until
+from support.jobs.resharded import Make, Ranks, ReshardedJob
+from support.stores.stored_replicas import CountedStore
 
 from flyball.contracts.checkpoints import (
     CheckpointSpec,

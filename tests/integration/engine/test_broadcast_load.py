@@ -14,7 +14,7 @@ from flyball.contracts.fault_points import VARIABLE
 if TYPE_CHECKING:
     from tests.integration.engine.conftest import Cluster
 
-from stored_replicas import ALIKE_BYTES, CountedStore, Job, Until
+from support.stores.stored_replicas import ALIKE_BYTES, CountedStore, Job, Until
 
 
 @pytest.fixture

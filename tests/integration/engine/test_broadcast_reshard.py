@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from engine_hosts import JOB, EngineHost, Trainer, wait_until
-from stored_replicas import ALIKE_BYTES, LINEAGE, RUN, STEP, CountedStore, Job
+from support.hosts.engines import JOB, EngineHost, Trainer, wait_until
+from support.stores.stored_replicas import ALIKE_BYTES, LINEAGE, RUN, STEP, CountedStore, Job
 
 from ckpt_engine.contracts.control_views import RestoreAnswer, RestoreState
 from ckpt_engine.contracts.notices import RestoreMoved

@@ -10,9 +10,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from own_servers import free_port
 from safetensors.torch import load
-from warm_python import WarmPython
+from support.commands.warm_python import WarmPython
+from support.servers.own_servers import free_port
 
 from ckpt_engine.rules.slot_rules import SlotState
 from ckpt_engine.slots.rank_segments import RankSegments

@@ -6,8 +6,8 @@ import json
 import os
 from pathlib import Path
 
-from own_servers import free_port
-from warm_python import WarmPython
+from support.commands.warm_python import WarmPython
+from support.servers.own_servers import free_port
 
 from flyball.contracts.on_host import worker_env
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from engine_hosts import JOB, Trainer
 from safetensors.numpy import save
+from support.hosts.engines import JOB, Trainer
 
 from ckpt_engine.contracts.control_views import RestoreState
 from ckpt_engine.format.verified_read import MemorySink, read_verified

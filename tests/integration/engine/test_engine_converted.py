@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from attached_jobs import attached
-from engine_hosts import JOB
-from own_commands import run_here
+from support.commands.here import run_here
+from support.hosts.engines import JOB
+from support.jobs.attached import attached
 
 from ckpt_engine.format.stored_layout import read_file
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, Tier

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from warm_python import WarmPython
+from support.commands.warm_python import WarmPython
 
 from ckpt_engine.path_saves.path_memory import memory_root
 from ckpt_engine.slots.rank_segments import RankSegments

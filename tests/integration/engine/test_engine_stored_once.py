@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from attached_jobs import attached
-from engine_hosts import JOB, Trainer
-from fake_ranks import as_rank, local, spread
 from safetensors.numpy import load_file, save
+from support.hosts.engines import JOB, Trainer
+from support.jobs.attached import attached
+from support.jobs.fake_ranks import as_rank, local, spread
 from torch.distributed.tensor import Replicate, Shard
 
 from ckpt_engine.format.stored_layout import HEADER_TENSOR

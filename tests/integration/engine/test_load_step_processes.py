@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sharded_models import MODELS, run_ranks
-from warm_python import WarmPython
+from support.commands.warm_python import WarmPython
+from support.jobs.sharded_models import MODELS, run_ranks
 
 SCRIPT = """
 from ckpt_engine.format import manifest as manifests

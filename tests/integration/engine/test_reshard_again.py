@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from engine_hosts import wait_until
-from resharded_job import STEP, Make, Ranks, truth
+from support.hosts.engines import wait_until
+from support.jobs.resharded import STEP, Make, Ranks, truth
 
 if TYPE_CHECKING:
     from tests.integration.engine.conftest import Cluster

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 import torch
-from engine_hosts import JOB, wait_until
-from fake_ranks import as_rank
-from resharded_job import STEP, Make, Ranks, ReshardedJob, state_of, truth
+from support.hosts.engines import JOB, wait_until
+from support.jobs.fake_ranks import as_rank
+from support.jobs.resharded import STEP, Make, Ranks, ReshardedJob, state_of, truth
 
 from ckpt_engine.contracts.control_views import RestoreState
 from ckpt_engine.contracts.wanted_chunks import WantedChunks, WantedShard, wanted_name

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from resharded_job import Make, Ranks, needed_bytes
+from support.jobs.resharded import Make, Ranks, needed_bytes
 
 from flyball.contracts.checkpoints import Tier
 

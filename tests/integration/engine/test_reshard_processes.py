@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from engine_hosts import wait_until
-from resharded_job import Ranks, ReshardedJob
-from sharded_models import MODELS, run_ranks
-from warm_python import WarmPython
+from support.commands.warm_python import WarmPython
+from support.hosts.engines import wait_until
+from support.jobs.resharded import Ranks, ReshardedJob
+from support.jobs.sharded_models import MODELS, run_ranks
 
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.cluster import Placement

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 import torch
-from attached_jobs import attached
+from support.jobs.attached import attached
 
 from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts.checkpoints import CheckpointSpec, Lineage, LineageEntry, RestorePlan, ShardSource, Tier

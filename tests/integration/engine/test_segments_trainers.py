@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from warm_python import WarmPython, WarmScript
+from support.commands.warm_python import WarmPython, WarmScript
 
 from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts import wire

@@ -13,10 +13,10 @@ from typing import Any
 
 import psutil
 import pytest
-from own_commands import run_here
-from run_folders import environment_of
 from sqlalchemy import text
-from waits import until
+from support.clocks.waits import until
+from support.commands.here import run_here
+from support.commands.run_folders import environment_of
 
 from flyball.cli.reach.client import ApiClient
 from flyball.cli.reach.local_runs import find_run

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from own_servers import free_port
-from run_folders import environment_of, run_folder
+from support.commands.run_folders import environment_of, run_folder
+from support.servers.own_servers import free_port
 
 from flyball.cli.reach.client import ApiClient
 from flyball.contracts.errors import NotFound

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_folders import environment_of, run_folder
+from support.commands.run_folders import environment_of, run_folder
 
 
 @pytest.fixture

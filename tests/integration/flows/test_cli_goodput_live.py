@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
-from goodput_runs import interrupted_run
 from sqlalchemy import update
+from support.jobs.goodput_runs import interrupted_run
 
 from flyball.cli.main import run_cli
 from flyball.contracts.cluster import JobSpec

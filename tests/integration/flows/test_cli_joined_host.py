@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from own_commands import run_here
-from run_folders import environment_of, run_folder
-from user_terminal import FLYBALL, UserTerminal
+from support.commands.here import run_here
+from support.commands.run_folders import environment_of, run_folder
+from support.commands.terminal import FLYBALL, UserTerminal
 
 from flyball.cli.reach.client import ApiClient
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_servers import free_port
+from support.servers.own_servers import free_port
 
 from flyball.cli.reach.client import ApiClient
 from flyball.contracts.errors import NotFound, Unreachable

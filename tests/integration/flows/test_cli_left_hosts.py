@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import environment_of, run_folder
-from waits import until
+from support.clocks.waits import until
+from support.commands.run_folders import environment_of, run_folder
 
 from flyball.cli.main import run_cli
 from flyball.cli.reach.client import ApiClient

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_commands import run_here
-from run_folders import environment_of, run_folder
+from support.commands.here import run_here
+from support.commands.run_folders import environment_of, run_folder
 
 TIMEOUT_S = 240.0
 SCRIPT = """

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from own_processes import processes_of
-from run_folders import environment_of, run_folder
+from support.commands.own_processes import processes_of
+from support.commands.run_folders import environment_of, run_folder
 
 TIMEOUT_S = 300.0
 TRAINER = """

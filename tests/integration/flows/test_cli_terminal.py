@@ -14,8 +14,8 @@ from typing import IO
 
 import psutil
 import pytest
-from run_folders import environment_of, run_folder
-from user_terminal import FLYBALL, UserTerminal
+from support.commands.run_folders import environment_of, run_folder
+from support.commands.terminal import FLYBALL, UserTerminal
 
 TIMEOUT_S = 300.0
 

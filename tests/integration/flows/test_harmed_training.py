@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from harmed_runs import run_to_its_end
+from support.commands.harmed_runs import run_to_its_end
 
 RANKS, FLIP_STEP, NAN_STEP, MORE_STEPS = 4, 70, 140, 20
 

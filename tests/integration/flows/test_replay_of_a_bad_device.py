@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from harmed_runs import run_to_its_end
+from support.commands.harmed_runs import run_to_its_end
 
 RANKS, EVERY, BAD_STEP, MORE_STEPS = 2, 20, 40, 30
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from own_servers import free_port
+from support.servers.own_servers import free_port
 
 from flyball.contracts.cluster import Phase
 from services.sensor.detector.stances import Stance

@@ -8,8 +8,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from own_commands import run_here
 from recovery_processes import PATIENT, detector
+from support.commands.here import run_here
 
 STANDING = """
 import os, pathlib, sys, threading

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from own_commands import run_here
-from warm_python import WarmPython
+from support.commands.here import run_here
+from support.commands.warm_python import WarmPython
 
 import flyball
 from ckpt_engine.path_saves.finish import sweep

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from left_runs import left
-from user_terminal import UserTerminal
+from support.commands.left_runs import left
+from support.commands.terminal import UserTerminal
 
 from flyball.cli import completion
 from flyball.cli.commands import as_click

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from own_commands import run_here
+from support.commands.here import run_here
 
 from flyball.cli.look.watch import text_of
 from flyball.cli.reach.event_stream import parse

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from left_runs import left
-from own_commands import run_here
-from rdma_hosts import EMPTY, IPV4, LINK_LOCAL, V1, V2, add_port, add_stack, with_low_memlock
+from support.commands.here import run_here
+from support.commands.left_runs import left
+from support.hosts.rdma import EMPTY, IPV4, LINK_LOCAL, V1, V2, add_port, add_stack, with_low_memlock
 
 from ckpt_engine.peers.transport.rdma import verbs
 from ckpt_engine.peers.transport.rdma.verbs import RdmaUnavailable

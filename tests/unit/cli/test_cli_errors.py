@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from own_commands import run_here
+from support.commands.here import run_here
 
 from flyball.cli.main import run_cli
 from flyball.cli.show.output import announce, print_error, print_fields, print_table

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
-from left_runs import left
-from own_commands import run_here
+from support.commands.here import run_here
+from support.commands.left_runs import left
 
 from flyball.cli import completion
 from flyball.cli.commands import as_click

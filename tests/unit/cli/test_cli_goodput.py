@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from goodput_runs import START, interrupted_run
+from support.jobs.goodput_runs import START, interrupted_run
 
 from flyball.cli.goodput import sources as goodput_sources
 from flyball.cli.goodput import watch as goodput_watch

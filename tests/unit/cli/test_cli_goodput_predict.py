@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from goodput_runs import interrupted_run
+from support.jobs.goodput_runs import interrupted_run
 
 from flyball.cli.main import run_cli
 from goodput.calculator import calculate

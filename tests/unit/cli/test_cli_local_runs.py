@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from left_runs import left
+from support.commands.left_runs import left
 
 from flyball.cli import main
 from flyball.cli.reach.local_runs import find_run, find_runs, known_names

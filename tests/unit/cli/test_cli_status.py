@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from left_runs import left
+from support.commands.left_runs import left
 
 from flyball.cli.look import status
 from flyball.cli.look.hosts_table import print_hosts, print_transports

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support.policy.checked import decide
+from support.policy.views import action, host
 
 from flyball.contracts.checkpoints import LineageEntry, RestorePlan, ShardSource, Tier
 from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Placement
@@ -13,8 +15,6 @@ from flyball.contracts.reports.standings import HeldJob, HostStanding, LastObeye
 from services.actuator.rules.host_parts import host_parts
 from services.controller.round.view import GenerationView, JobView, Outcome, PolicySettings, ReportedStanding, View
 from services.controller.updates.adoption import GATHER_S, NOT_ADOPTED, OTHER_CLUSTER_S, WHOLE_WITHIN_S, merged, plan_of
-from tests.checked_rules import decide
-from tests.policy_views import action, host
 
 NOW = 1000.0
 SPEC = JobSpec("job", ("train.py",), "/work", nnodes=6)

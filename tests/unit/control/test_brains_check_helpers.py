@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support.policy.checked import decide
+from support.policy.views import JOB, NOW, SETTINGS, action, host, view
 
 from flyball.contracts.cluster import HostState
 from flyball.contracts.decisions import CommandResult, CommandUpdate, UpdateState
 from flyball.contracts.reports.host_checks import CheckMeasure, CheckStage, CheckState, HostCheck
 from services.controller.round import check_plans
 from services.record.answers import sum_up
-from tests.checked_rules import decide
-from tests.policy_views import JOB, NOW, SETTINGS, action, host, view
 
 RUNNING = HostCheck(CheckState.RUNNING, NOW - 5.0, "act-9")
 

@@ -6,15 +6,8 @@ from typing import Any
 
 import msgspec
 import pytest
-
-from flyball.contracts.checkpoints import CheckpointSpec
-from flyball.contracts.cluster import Phase
-from flyball.contracts.decisions import ActionPlan, ActionState, DecisionKind, Incident, IncidentState
-from flyball.contracts.orders import Order, OrderKind, OrderState
-from flyball.contracts.reports.drains import DrainState
-from services.controller.round.view import ActionView, DrainView, Outcome, PolicySettings, View
-from tests.checked_rules import decide
-from tests.policy_views import (
+from support.policy.checked import decide
+from support.policy.views import (
     GENERATION,
     JOB,
     KILLED,
@@ -31,6 +24,13 @@ from tests.policy_views import (
     submitted,
     view,
 )
+
+from flyball.contracts.checkpoints import CheckpointSpec
+from flyball.contracts.cluster import Phase
+from flyball.contracts.decisions import ActionPlan, ActionState, DecisionKind, Incident, IncidentState
+from flyball.contracts.orders import Order, OrderKind, OrderState
+from flyball.contracts.reports.drains import DrainState
+from services.controller.round.view import ActionView, DrainView, Outcome, PolicySettings, View
 
 HOLD, RESUME, SAVE = DecisionKind.HOLD, DecisionKind.RESUME, DecisionKind.EMERGENCY_CHECKPOINT
 ORDER = Order(OrderKind.CHECKPOINT, "job", NOW - 1, "before the firmware")

@@ -8,6 +8,21 @@ from collections.abc import Iterable
 
 import msgspec
 import pytest
+from support.policy.checked import advance, decide
+from support.policy.views import (
+    HOSTS,
+    JOB,
+    NOW,
+    SAVED,
+    SETTINGS,
+    SPEC,
+    action,
+    decided,
+    host,
+    incident,
+    submitted,
+    view,
+)
 
 from flyball.contracts.cluster import HostState, JobState
 from flyball.contracts.decisions import (
@@ -31,8 +46,6 @@ from flyball.contracts.reports.rank_stands import RankStand
 from services.actuator.ports import ActionProgress, CommandDraft, OutboxCommand, PlaybookStep
 from services.controller.round import check_plans
 from services.controller.round.view import ActionView, HostView, JobView, PastFailure, View
-from tests.checked_rules import advance, decide
-from tests.policy_views import HOSTS, JOB, NOW, SAVED, SETTINGS, SPEC, action, decided, host, incident, submitted, view
 
 CHECKED = msgspec.structs.replace(SPEC, check_nodes=True)
 

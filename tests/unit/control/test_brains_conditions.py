@@ -4,6 +4,22 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support.policy.checked import decide
+from support.policy.views import (
+    GENERATION,
+    HOSTS,
+    JOB,
+    NOW,
+    SETTINGS,
+    action,
+    exited,
+    host,
+    incident,
+    say,
+    submitted,
+    view,
+    with_exit,
+)
 
 from flyball.contracts.checkpoints import CheckpointSpec
 from flyball.contracts.cluster import HostState
@@ -22,22 +38,6 @@ from services.controller.round.view import (
     PastFailure,
     StandingCondition,
     View,
-)
-from tests.checked_rules import decide
-from tests.policy_views import (
-    GENERATION,
-    HOSTS,
-    JOB,
-    NOW,
-    SETTINGS,
-    action,
-    exited,
-    host,
-    incident,
-    say,
-    submitted,
-    view,
-    with_exit,
 )
 
 ECC = HostCondition("ecc-correctable", Severity.WARNING, "GPU 3 corrected 900 errors.", "probe gpu", NOW - 2, "gpu 3")

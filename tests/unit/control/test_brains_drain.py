@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
+from support.policy.checked import decide
 
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase
@@ -23,7 +24,6 @@ from services.controller.round.view import (
     RankView,
     View,
 )
-from tests.checked_rules import decide
 
 NOW = 10_000.0
 SETTINGS = PolicySettings()

@@ -7,14 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-
-from flyball.contracts.cluster import HostState
-from flyball.contracts.decisions import ActionState, DecisionKind, IncidentState
-from flyball.contracts.orders import Order, OrderKind
-from flyball.contracts.reports.signals import Signal
-from services.controller import policy
-from services.controller.round.view import Outcome, PastFailure, PolicySettings, View
-from tests.policy_views import (
+from support.policy.views import (
     GENERATION,
     HOSTS,
     JOB,
@@ -37,6 +30,13 @@ from tests.policy_views import (
     view,
     with_exit,
 )
+
+from flyball.contracts.cluster import HostState
+from flyball.contracts.decisions import ActionState, DecisionKind, IncidentState
+from flyball.contracts.orders import Order, OrderKind
+from flyball.contracts.reports.signals import Signal
+from services.controller import policy
+from services.controller.round.view import Outcome, PastFailure, PolicySettings, View
 
 
 class Situation(NamedTuple):

@@ -6,13 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-
-from flyball.contracts.cluster import HostState
-from flyball.contracts.decisions import ActionState, IncidentState
-from flyball.contracts.reports.signals import HostSilent, Signal
-from services.controller.round.view import View
-from tests.checked_rules import decide
-from tests.policy_views import (
+from support.policy.checked import decide
+from support.policy.views import (
     BUDGET,
     HOSTS,
     KILLED,
@@ -35,6 +30,11 @@ from tests.policy_views import (
     view,
     with_exit,
 )
+
+from flyball.contracts.cluster import HostState
+from flyball.contracts.decisions import ActionState, IncidentState
+from flyball.contracts.reports.signals import HostSilent, Signal
+from services.controller.round.view import View
 
 SILENT_B = say(HostSilent("b", 3.0, 2.0, ("a",)), source="sensor.1", at=NOW + 3)
 KILL = {

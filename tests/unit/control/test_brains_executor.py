@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
+from support.clocks.manual import ManualClock
 
 from flyball.contracts.cluster import HostRanks, JobSpec
 from flyball.contracts.decisions import (
@@ -21,7 +22,6 @@ from flyball.contracts.identity import Fence
 from services.actuator.executor import AWAY_AFTER_S, MAX_FAULTS, Executor
 from services.actuator.ports import ActionProgress, OutboxCommand, PlaybookStep
 from services.runtime.wakeup import LocalWakeup
-from tests.manual_clock import ManualClock
 
 
 class Actions:

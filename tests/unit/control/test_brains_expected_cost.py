@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-
-from flyball.contracts.cluster import HostState
-from flyball.contracts.decisions import Alternative, Decision, DecisionKind, IncidentState
-from services.controller.replay import compared
-from services.controller.round.view import HostView, PastRecovery
-from tests.checked_rules import decide
-from tests.policy_views import (
+from support.policy.checked import decide
+from support.policy.views import (
     GENERATION,
     HOSTS,
     JOB,
@@ -28,6 +23,11 @@ from tests.policy_views import (
     view,
     with_exit,
 )
+
+from flyball.contracts.cluster import HostState
+from flyball.contracts.decisions import Alternative, Decision, DecisionKind, IncidentState
+from services.controller.replay import compared
+from services.controller.round.view import HostView, PastRecovery
 
 RESTART, MIGRATE, HOLD = DecisionKind.RESTART_IN_PLACE, DecisionKind.MIGRATE_TO_SPARE, DecisionKind.HOLD
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.policy.checked import decide
+from support.policy.views import GENERATION, JOB, KILLED, NOW, SETTINGS, action, decided, host, rank, say, view
 
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, ShardCopy, Tier, world_size_of
 from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase
@@ -22,8 +24,6 @@ from services.controller.round.view import (
     PolicySettings,
     View,
 )
-from tests.checked_rules import decide
-from tests.policy_views import GENERATION, JOB, KILLED, NOW, SETTINGS, action, decided, host, rank, say, view
 
 GROW, HOLD, RESUME, SAVE = (
     DecisionKind.GROW,

@@ -6,20 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-
-from flyball.contracts.cluster import HostState
-from flyball.contracts.decisions import ActionPlan, DecisionKind, IncidentState
-from flyball.contracts.orders import AWAITS_APPROVAL, Order, OrderKind, OrderState
-from flyball.contracts.reports.conditions import HostCondition, Severity
-from flyball.contracts.reports.drains import DrainState
-from services.controller.round import blast_radius
-from services.controller.round.choices.spare_choice import failures_of_hosts
-from services.controller.round.round import Case, Round
-from services.controller.round.verdict import Verdict
-from services.controller.round.view import DrainView, Fleet, HostView, Outcome, PolicySettings, StandingCondition, View
-from services.controller.rules import guard_rules
-from tests.checked_rules import decide
-from tests.policy_views import (
+from support.policy.checked import decide
+from support.policy.views import (
     GENERATION,
     HOSTS,
     JOB,
@@ -35,6 +23,18 @@ from tests.policy_views import (
     say,
     view,
 )
+
+from flyball.contracts.cluster import HostState
+from flyball.contracts.decisions import ActionPlan, DecisionKind, IncidentState
+from flyball.contracts.orders import AWAITS_APPROVAL, Order, OrderKind, OrderState
+from flyball.contracts.reports.conditions import HostCondition, Severity
+from flyball.contracts.reports.drains import DrainState
+from services.controller.round import blast_radius
+from services.controller.round.choices.spare_choice import failures_of_hosts
+from services.controller.round.round import Case, Round
+from services.controller.round.verdict import Verdict
+from services.controller.round.view import DrainView, Fleet, HostView, Outcome, PolicySettings, StandingCondition, View
+from services.controller.rules import guard_rules
 
 RESTART = DecisionKind.RESTART_IN_PLACE
 KILLED_INCIDENT = incident(generation=2, state=IncidentState.DECIDING, action_id="", decisions_made=0)

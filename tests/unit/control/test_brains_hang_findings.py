@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support.policy.checked import advance, decide
+from support.policy.views import NOW, SAVED, SETTINGS, SPEC, action, decided, incident, say, view
 
 from flyball.contracts.cluster import Phase
 from flyball.contracts.decisions import (
@@ -23,8 +25,6 @@ from flyball.contracts.reports.signals import RankStalled
 from services.actuator.ports import ActionProgress, OutboxCommand
 from services.controller.round import hang_findings
 from services.record.answers import sum_up
-from tests.checked_rules import advance, decide
-from tests.policy_views import NOW, SAVED, SETTINGS, SPEC, action, decided, incident, say, view
 
 REDUCES = RankStand(
     0,

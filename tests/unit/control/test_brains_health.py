@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from policy_views import GENERATION, HOSTS, JOB, NOW, SETTINGS, decided, exited, incident, say, view, with_exit
+from support.policy.views import GENERATION, HOSTS, JOB, NOW, SETTINGS, decided, exited, incident, say, view, with_exit
 
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier
 from flyball.contracts.cluster import HostState, Phase, WorkerError

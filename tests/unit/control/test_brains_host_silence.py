@@ -7,6 +7,7 @@ from math import inf
 
 import msgspec
 import pytest
+from support.policy.checked import well_typed
 
 from flyball.contracts.cluster import HostFacts
 from flyball.contracts.reports import testimony
@@ -16,7 +17,6 @@ from services.sensor.detector import host_silence
 from services.sensor.detector.correlation import Fall, due_groups, groups_of
 from services.sensor.detector.host_silence import SilenceWatch
 from services.sensor.detector.watched_host import FORGET_AFTER_S, SilenceSettings, WatchedHost
-from tests.checked_rules import well_typed
 
 BEGAN_S = 100.0
 SETTINGS = SilenceSettings()

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-
-from flyball.contracts.cluster import HostRanks, HostState, JobState
-from flyball.contracts.decisions import ActionPlan, ActionState, DecisionKind, IncidentState
-from flyball.contracts.reports.conditions import HostCondition, Severity
-from flyball.contracts.reports.drains import DrainState
-from flyball.contracts.reports.signals import HostReturned
-from services.controller.round.view import DrainView, HostView, StandingCondition, View
-from tests.checked_rules import decide
-from tests.policy_views import (
+from support.policy.checked import decide
+from support.policy.views import (
     GENERATION,
     HOSTS,
     JOB,
@@ -27,6 +20,13 @@ from tests.policy_views import (
     say,
     view,
 )
+
+from flyball.contracts.cluster import HostRanks, HostState, JobState
+from flyball.contracts.decisions import ActionPlan, ActionState, DecisionKind, IncidentState
+from flyball.contracts.reports.conditions import HostCondition, Severity
+from flyball.contracts.reports.drains import DrainState
+from flyball.contracts.reports.signals import HostReturned
+from services.controller.round.view import DrainView, HostView, StandingCondition, View
 
 
 def test_a_returned_host_is_a_spare() -> None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import pytest
+from support.policy.checked import decide
 
 from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase
 from flyball.contracts.decisions import Incident, IncidentState
@@ -18,7 +19,6 @@ from services.controller.round.view import GenerationView, HostView, JobView, Po
 from services.controller.rules import health_rules
 from services.controller.updates import tracking
 from services.controller.updates.intake import take_signals
-from tests.checked_rules import decide
 
 NOW = 10_000.0
 HOSTS = 50

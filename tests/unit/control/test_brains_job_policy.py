@@ -6,6 +6,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support.policy.checked import decide
+from support.policy.views import JOB, LOST, NOW, SAVED, SETTINGS, SPEC, decided, view, with_exit
 
 from flyball.cli.policy_file import MAX_FILE_BYTES, read_policy
 from flyball.contracts.cluster import JobSpec
@@ -16,8 +18,6 @@ from services.controller.replay import RoundInputs, StoredRound, decide_otherwis
 from services.controller.round import job_policy
 from services.controller.round.round import Case, Round
 from services.controller.round.view import PolicySettings
-from tests.checked_rules import decide
-from tests.policy_views import JOB, LOST, NOW, SAVED, SETTINGS, SPEC, decided, view, with_exit
 
 HASTY = msgspec.structs.replace(SPEC, policy={"root_cause_window_s": 0.0})
 

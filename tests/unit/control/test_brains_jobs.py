@@ -6,14 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-
-from flyball.contracts.checkpoints import CheckpointSpec, ShardCopy, Tier
-from flyball.contracts.cluster import HostRanks, HostState, JobState, Phase
-from flyball.contracts.decisions import ActionPlan, ActionState, DecisionKind, GenerationPlan, IncidentState
-from flyball.contracts.identity import run_id
-from services.controller.round.view import HostView, JobView
-from tests.checked_rules import decide
-from tests.policy_views import (
+from support.policy.checked import decide
+from support.policy.views import (
     GENERATION,
     HOSTS,
     JOB,
@@ -29,6 +23,12 @@ from tests.policy_views import (
     submitted,
     view,
 )
+
+from flyball.contracts.checkpoints import CheckpointSpec, ShardCopy, Tier
+from flyball.contracts.cluster import HostRanks, HostState, JobState, Phase
+from flyball.contracts.decisions import ActionPlan, ActionState, DecisionKind, GenerationPlan, IncidentState
+from flyball.contracts.identity import run_id
+from services.controller.round.view import HostView, JobView
 
 
 def test_a_job_starts_when_hosts_suffice() -> None:

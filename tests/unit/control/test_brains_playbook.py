@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support.policy.checked import advance
+from support.policy.played_actions import MIGRATE, NEXT, NOW, SPEC, answer, apply, begun, copy
 
 from flyball.contracts.checkpoints import STATE_DIR_DISK, CheckpointSpec, JobHistory, LineageEntry, Tier
 from flyball.contracts.cluster import HostRanks
@@ -23,8 +25,6 @@ from flyball.contracts.decisions import (
 )
 from services.actuator.ports import ActionProgress, PlaybookStep
 from services.actuator.rules.playbook import may_start
-from tests.checked_rules import advance
-from tests.played_actions import MIGRATE, NEXT, NOW, SPEC, answer, apply, begun, copy
 
 STATE_DIR_DISKS = msgspec.structs.replace(
     SPEC, checkpoint=CheckpointSpec(disk_dir=STATE_DIR_DISK, disk_every_s=600.0, disk_is_default=True)

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-
-from flyball.contracts.cluster import HostState
-from flyball.contracts.decisions import ActionPlan, ActionState, DecisionKind, IncidentState
-from flyball.contracts.reports.drains import DrainState
-from flyball.contracts.reports.signals import PreemptionNotice
-from services.controller.round.view import ActionView, DrainView
-from tests.checked_rules import decide
-from tests.policy_views import (
+from support.policy.checked import decide
+from support.policy.views import (
     GENERATION,
     HOSTS,
     JOB,
@@ -29,6 +23,12 @@ from tests.policy_views import (
     say,
     view,
 )
+
+from flyball.contracts.cluster import HostState
+from flyball.contracts.decisions import ActionPlan, ActionState, DecisionKind, IncidentState
+from flyball.contracts.reports.drains import DrainState
+from flyball.contracts.reports.signals import PreemptionNotice
+from services.controller.round.view import ActionView, DrainView
 
 NOTICE = PreemptionNotice(NOW + 30.0, "cloud")
 

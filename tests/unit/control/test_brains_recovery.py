@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-
-from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, ShardCopy, Tier
-from flyball.contracts.cluster import HostRanks, HostState, JobState, Phase, WorkerError
-from flyball.contracts.decisions import ActionState, DecisionKind, IncidentState
-from flyball.contracts.identity import run_id
-from flyball.contracts.reports.signals import HostSilent, WorkerExited
-from services.controller.round import given_up
-from services.controller.round.round import Case, Round
-from services.controller.round.view import HostView, JobView, PastFailure
-from tests.checked_rules import decide
-from tests.policy_views import (
+from support.policy.checked import decide
+from support.policy.views import (
     GENERATION,
     HOSTS,
     JOB,
@@ -35,6 +26,15 @@ from tests.policy_views import (
     view,
     with_exit,
 )
+
+from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, ShardCopy, Tier
+from flyball.contracts.cluster import HostRanks, HostState, JobState, Phase, WorkerError
+from flyball.contracts.decisions import ActionState, DecisionKind, IncidentState
+from flyball.contracts.identity import run_id
+from flyball.contracts.reports.signals import HostSilent, WorkerExited
+from services.controller.round import given_up
+from services.controller.round.round import Case, Round
+from services.controller.round.view import HostView, JobView, PastFailure
 
 
 def test_a_killed_worker_restarts_in_place() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support.policy.checked import advance
+from support.policy.played_actions import MIGRATE, NEXT, NOW, SPEC, answer, apply, begun, copy
 
 from flyball.contracts.checkpoints import CheckpointSpec, JobHistory, ShardCopy, Tier
 from flyball.contracts.decisions import (
@@ -16,8 +18,6 @@ from flyball.contracts.decisions import (
 )
 from services.actuator.ports import ActionProgress
 from services.actuator.rules.playbook import may_start
-from tests.checked_rules import advance
-from tests.played_actions import MIGRATE, NEXT, NOW, SPEC, answer, apply, begun, copy
 
 STORED = msgspec.structs.replace(SPEC, checkpoint=CheckpointSpec(persistent_dir="s3://bucket", persistent_every_s=60.0))
 OWN_DISKS = msgspec.structs.replace(SPEC, checkpoint=CheckpointSpec(disk_dir="/nvme", disk_every_s=60.0))

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
+from support.policy.checked import decide
 
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, ShardCopy, Tier
 from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase
 from flyball.contracts.decisions import Decision, DecisionKind, Incident, IncidentState
 from services.controller.round.view import GenerationView, HostView, JobView, Outcome, PolicySettings, RankView, View
-from tests.checked_rules import decide
 
 NOW = 10_000.0
 SILENT_AT = NOW - 1.0

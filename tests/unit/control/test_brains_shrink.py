@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.policy.checked import decide
+from support.policy.views import GENERATION, JOB, NOW, SETTINGS, action, decided, host, incident, rank, submitted, view
 
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, ShardCopy, Tier, world_size_of
 from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState
@@ -23,8 +25,6 @@ from services.controller.round.view import (
     StandingCondition,
     View,
 )
-from tests.checked_rules import decide
-from tests.policy_views import GENERATION, JOB, NOW, SETTINGS, action, decided, host, incident, rank, submitted, view
 
 GROW, HOLD, SHRINK = DecisionKind.GROW, DecisionKind.HOLD, DecisionKind.SHRINK
 SAVE = DecisionKind.EMERGENCY_CHECKPOINT

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support.policy.checked import decide
+from support.policy.views import KILLED, NOW, SETTINGS, decided, exited, say, view
 
 from flyball.contracts.cluster import Phase
 from flyball.contracts.decisions import DecisionKind
@@ -18,8 +20,6 @@ from flyball.contracts.reports.signals import (
     SignalBody,
     WorkerStartFailed,
 )
-from tests.checked_rules import decide
-from tests.policy_views import KILLED, NOW, SETTINGS, decided, exited, say, view
 
 
 @pytest.mark.parametrize(

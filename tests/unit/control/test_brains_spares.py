@@ -6,15 +6,8 @@ from typing import Any
 
 import msgspec
 import pytest
-
-from flyball.contracts.cluster import HostState, JobSpec, JobState
-from flyball.contracts.decisions import ActionPlan, ActionState, DecisionKind, Incident, IncidentState
-from flyball.contracts.reports.conditions import HostCondition, Severity
-from services.controller.round.choices import spare_ranking
-from services.controller.round.choices.spare_choice import place
-from services.controller.round.view import ActionView, HostView, JobView, PastFailure, StandingCondition, View
-from tests.checked_rules import decide
-from tests.policy_views import (
+from support.policy.checked import decide
+from support.policy.views import (
     GENERATION,
     JOB,
     KILLED,
@@ -29,6 +22,13 @@ from tests.policy_views import (
     say,
     view,
 )
+
+from flyball.contracts.cluster import HostState, JobSpec, JobState
+from flyball.contracts.decisions import ActionPlan, ActionState, DecisionKind, Incident, IncidentState
+from flyball.contracts.reports.conditions import HostCondition, Severity
+from services.controller.round.choices import spare_ranking
+from services.controller.round.choices.spare_choice import place
+from services.controller.round.view import ActionView, HostView, JobView, PastFailure, StandingCondition, View
 
 WARNED = (StandingCondition(HostCondition("thermal", Severity.WARNING, "hot", source="probe gpu", since=NOW - 60)),)
 SILENT = host("b", state=HostState.SILENT, job="job", since=NOW - 20, last_report_at=NOW - 30, fabric="ib-1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support.policy.checked import well_typed
 
 from flyball.contracts.cluster import Activity, HostFacts, Phase, RankStatus
 from flyball.contracts.reports.rank_columns import RankSteps, in_columns, steps_together
@@ -13,7 +14,6 @@ from services.sensor.detector.fault_detector import DetectorSettings, FaultDetec
 from services.sensor.detector.patience import PhasePatience
 from services.sensor.detector.stances import Stance
 from services.sensor.detector.watched_job import LearnedJob
-from tests.checked_rules import well_typed
 
 ALL = (0, 1, 2, 3)
 WAITS, SLEEPS = "futex", "clock_nanosleep"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from policy_views import HOSTS, JOB, NOW, SETTINGS, decided, say, view
+from support.policy.views import HOSTS, JOB, NOW, SETTINGS, decided, say, view
 
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.decisions import DecisionKind, IncidentState

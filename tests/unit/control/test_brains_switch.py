@@ -6,14 +6,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.policy.checked import decide
+from support.policy.views import GENERATION, NOW, SETTINGS, host
 
 from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase
 from flyball.contracts.decisions import DecisionKind, IncidentState
 from flyball.contracts.reports.signals import HostSilent, Signal
 from services.controller.round.view import HostView, JobView, Outcome, RankView, View
 from services.sensor.detector.correlation import Fall, due_groups
-from tests.checked_rules import decide
-from tests.policy_views import GENERATION, NOW, SETTINGS, host
 
 BEHIND = 32
 BEFORE = tuple(f"host-{number:02}" for number in range(BEHIND))

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-
-from flyball.contracts.cluster import Phase
-from flyball.contracts.decisions import ActionState, DecisionKind, IncidentState
-from services.controller.round.view import JobView
-from tests.checked_rules import decide
-from tests.policy_views import (
+from support.policy.checked import decide
+from support.policy.views import (
     BUDGET,
     GENERATION,
     JOB,
@@ -27,6 +23,10 @@ from tests.policy_views import (
     rank,
     view,
 )
+
+from flyball.contracts.cluster import Phase
+from flyball.contracts.decisions import ActionState, DecisionKind, IncidentState
+from services.controller.round.view import JobView
 
 
 def test_an_incident_is_resolved_when_every_rank_is_past_the_failed_step() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+from support.policy.checked import decide
 
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase
@@ -19,7 +20,6 @@ from flyball.contracts.reports.signals import (
     WorkerExited,
 )
 from services.controller.round.view import GenerationView, HostView, JobView, Outcome, PolicySettings, RankView, View
-from tests.checked_rules import decide
 
 NOW = 10_000.0
 SETTINGS = PolicySettings()

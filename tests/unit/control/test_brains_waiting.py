@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import msgspec
-
-from flyball.contracts.cluster import HostState, Phase
-from flyball.contracts.decisions import DecisionKind, IncidentState
-from flyball.contracts.reports.signals import HostReturned, HostSilent
-from services.controller.round.view import JobView, RankView
-from tests.checked_rules import decide
-from tests.policy_views import (
+from support.policy.checked import decide
+from support.policy.views import (
     GENERATION,
     HOSTS,
     JOB,
@@ -25,6 +20,11 @@ from tests.policy_views import (
     view,
     with_exit,
 )
+
+from flyball.contracts.cluster import HostState, Phase
+from flyball.contracts.decisions import DecisionKind, IncidentState
+from flyball.contracts.reports.signals import HostReturned, HostSilent
+from services.controller.round.view import JobView, RankView
 
 
 def test_a_lost_connection_waits_for_its_cause() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.hosts.small_disk import SmallDatabase
 
 from flyball.contracts.checkpoints import RestoreReport, StoredPoint, Tier
 from flyball.contracts.clock import SystemClock
@@ -44,7 +45,6 @@ from host_daemon.store.facts import Facts, OwedReleases
 from host_daemon.store.outbox import SignalOutbox
 from host_daemon.store.worker_records import STORE_RANK, JobRecord, WorkerRecord, WorkerRecords
 from host_daemon.workers.workers import Worker
-from tests.small_database import SmallDatabase
 
 COMMAND = Command("act-1.stop.host.1", "act-1", "host", Fence(1, 1), StopWorkers("job", 1, 0.0), 30.0)
 

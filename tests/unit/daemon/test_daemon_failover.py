@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from support.clocks.manual import ManualClock
+
 from host_daemon.link.http_client import GO_HOME_AFTER_S, Endpoints
-from tests.manual_clock import ManualClock
 
 URLS = ("http://a", "http://b", "http://c")
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.hosts.small_disk import SmallDatabase
 
 from flyball.contracts.cluster import HostRanks, JobSpec, Placement
 from flyball.contracts.decisions import Command, CommandResult, EndJob, RankPosition
@@ -19,7 +20,6 @@ from host_daemon.orders.commands import CommandFailed, CommandProgress
 from host_daemon.orders.job_control import JobControl
 from host_daemon.store.facts import OwedReleases
 from host_daemon.store.worker_records import JobRecord, WorkerRecords
-from tests.small_database import SmallDatabase
 
 SPEC = JobSpec("job", ("train.py",), "/code", 1)
 PLACEMENT = Placement("job", 1, 1, (HostRanks("host", "127.0.0.1", "", (0,)),), "127.0.0.1", 1, {}, (), None)

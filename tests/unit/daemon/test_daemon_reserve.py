@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
+from support.hosts.small_disk import SmallDatabase
 
 from flyball.contracts import wire
 from flyball.contracts.cluster import JobSpec
@@ -29,7 +30,6 @@ from flyball.contracts.identity import Fence
 from flyball.contracts.reports.standings import LastObeyed
 from host_daemon.store.command_journal import OBEYED_FACT, RESERVE_FILE, CommandAdmission, CommandJournal
 from host_daemon.store.reserve import SLOT_BYTES, SLOTS, Reserve, ReservedCommand
-from tests.small_database import SmallDatabase
 
 SPEC = JobSpec("job", ("train.py",), "/code", 1)
 

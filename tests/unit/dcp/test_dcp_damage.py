@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from own_commands import run_here
+from support.commands.here import run_here
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ckpt_engine.dcp import FlyballReader, FlyballWriter

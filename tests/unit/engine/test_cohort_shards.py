@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from alike_shards import as_payload
+from support.stores.alike_shards import as_payload
 
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format.manifest import Manifest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_reports import signals_of
+from support.hosts.engine_reports import signals_of
 
 from ckpt_engine.host.save_reports import DifferingLog
 from ckpt_engine.rules.storage_plan import EqualBytes, OddReplicas, StoragePlan

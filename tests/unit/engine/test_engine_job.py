@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import save
-from waits import until
+from support.clocks.waits import until
 
 from ckpt_engine.contracts.notices import Captured, SaveAborted, SaveWaited
 from ckpt_engine.contracts.peer_wire import (

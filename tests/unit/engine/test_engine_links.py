@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from waits import until
+from support.clocks.waits import until
 
 from ckpt_engine.contracts.peer_wire import Ping, Reply, SavedSteps, ShardVerdict
 from ckpt_engine.counters import Counters

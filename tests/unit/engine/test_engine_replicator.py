@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
-from waits import until
+from support.clocks.waits import until
 
 from ckpt_engine.contracts.generation import HostGeneration, WorldView
 from ckpt_engine.contracts.peer_wire import Reply, ShardVerdict, WorldStep

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_reports import signals_of
+from support.hosts.engine_reports import signals_of
 
 from ckpt_engine.contracts.notices import LATE_S, SaveWaited
 from ckpt_engine.host.save_reports import REPORT_EVERY_S, LateSaveLog

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-from engine_reports import signals_of
+from support.hosts.engine_reports import signals_of
+from support.policy.checked import decide
+from support.policy.views import GENERATION, JOB, KILLED, NOW, say, view
 
 from ckpt_engine.host.save_reports import FAILING_AFTER_S, REPEAT_S, SaveFailures
 from flyball.contracts.decisions import DecisionKind, Incident, IncidentState
 from flyball.contracts.on_host.engine_wire import EngineReply, FailingSaves, SaveFailure
 from flyball.contracts.reports.signals import SavesFailing, SavesRecovered, SignalBody
 from services.controller.round.view import Outcome, PolicySettings, View
-from tests.checked_rules import decide
-from tests.policy_views import GENERATION, JOB, KILLED, NOW, say, view
 
 LONG_S = FAILING_AFTER_S
 

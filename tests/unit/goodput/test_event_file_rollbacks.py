@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from event_files import of_kind
+from support.stores.event_files import of_kind
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.events import Event, EventKind

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from event_files import of_kind
+from support.stores.event_files import of_kind
 
 from ckpt_engine.contracts.control_views import RestoreState, RestoreWords
 from ckpt_engine.format import manifest as manifests

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from event_files import DEADLINE_S, of_kind, steps_in, wait_for_step
+from support.stores.event_files import DEADLINE_S, of_kind, steps_in, wait_for_step
 
 from flyball.contracts.events import Event, EventKind
 from flyball.sdk.beacon import RING_ENTRIES

@@ -10,9 +10,9 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from goodput_runs import interrupted_run
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
+from support.jobs.goodput_runs import interrupted_run
 
 from flyball.contracts.events import Event, EventKind
 from goodput.account.options import AccountOptions

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from goodput_runs import interrupted_run
+from support.jobs.goodput_runs import interrupted_run
 
 from flyball.contracts.errors import InvalidMessage, NotFound
 from goodput.account.timeline_bins import binned

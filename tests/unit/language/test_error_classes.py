@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 
 import pytest
+from support.jobs.error_lines import LINES
 
 from flyball.contracts.error_classes import MEANINGS, ErrorClass, classify, error_class_of, gpu_memory_in_use
-from tests.error_lines import LINES
 
 
 @pytest.mark.parametrize(("expected", "line", "source"), LINES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from planned_outcomes import outcome, outcomes
+from support.jobs.planned_outcomes import outcome, outcomes
 
 from simulator.fleet import scenario
 from simulator.planning.comparison import Side, SimulationComparison, compare

@@ -7,7 +7,7 @@ from random import Random
 
 import msgspec
 import pytest
-from planned_outcomes import outcome
+from support.jobs.planned_outcomes import outcome
 
 from flyball.contracts.errors import UsageError
 from goodput.predict.prediction import daly_interval_s, expected_goodput

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from own_commands import run_here
+from support.commands.here import run_here
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import csv
 import io
 
 import pytest
-from planned_outcomes import outcomes
+from support.jobs.planned_outcomes import outcomes
 
 from flyball.contracts.errors import ConfigurationError, UsageError
 from simulator.fleet import scenario

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_nics import FakePath, FakeQueuePair, FakeSlot, readable
-from fake_pyverbs import PyverbsRDMAError, pyverbs
 from structlog.testing import capture_logs
+from support.hosts.fake_nics import FakePath, FakeQueuePair, FakeSlot, readable
+from support.hosts.fake_pyverbs import PyverbsRDMAError, pyverbs
 
 from ckpt_engine.contracts.peer_wire import Ping, Reply, ShardVerdict
 from ckpt_engine.format.chunk_runs import byte_ranges, runs_of

@@ -14,9 +14,9 @@ from uuid import uuid4
 
 import msgspec
 import pytest
-from fake_pyverbs import FakePyverbs, pyverbs
-from rdma_hosts import LINK_LOCAL, V2, add_port
-from waits import until
+from support.clocks.waits import until
+from support.hosts.fake_pyverbs import FakePyverbs, pyverbs
+from support.hosts.rdma import LINK_LOCAL, V2, add_port
 
 from ckpt_engine.contracts.peer_wire import QueuePairEndpoint
 from ckpt_engine.peers.transport.port import ByteCounters

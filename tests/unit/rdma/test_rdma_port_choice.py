@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from rdma_hosts import GLOBAL, LINK_LOCAL, V2, add_gpu
+from support.hosts.rdma import GLOBAL, LINK_LOCAL, V2, add_gpu
 
 from ckpt_engine.contracts.peer_wire import QueuePairEndpoint
 from ckpt_engine.peers.transport.rdma.host_topology import connected_networks, gpu_numa_nodes

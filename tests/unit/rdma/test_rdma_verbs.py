@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rdma_hosts import EMPTY, GLOBAL, IPV4, LINK_LOCAL, V1, V2, add_port, add_stack, with_low_memlock
+from support.hosts.rdma import EMPTY, GLOBAL, IPV4, LINK_LOCAL, V1, V2, add_port, add_stack, with_low_memlock
 
 from ckpt_engine.peers.transport.rdma import verbs
 from ckpt_engine.peers.transport.rdma.verbs import RdmaUnavailable, Refusal

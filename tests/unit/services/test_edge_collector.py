@@ -5,8 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from support.clocks.manual import ManualClock
+
 from services.runtime.process import LONG_S, SCAN_ALL_EVERY_S, FreezeOld
-from tests.manual_clock import ManualClock
 
 
 def test_what_survives_a_long_collection_is_frozen_for_an_hour() -> None:

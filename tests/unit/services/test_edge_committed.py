@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.clocks.manual import ManualClock
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.reports.signals import EngineRestarted, Sender
@@ -15,7 +16,6 @@ from host_daemon.store.outbox import SignalOutbox
 from services.runtime.wakeup import AsyncWakeup, LocalWakeup
 from services.sensor.reports import committed
 from services.sensor.reports.committed import CommittedPositions
-from tests.manual_clock import ManualClock
 
 
 def test_committed_positions_are_read_only_while_something_is_outstanding() -> None:

@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
-from goodput_runs import START, interrupted_run
+from support.jobs.goodput_runs import START, interrupted_run
 
 from flyball.contracts.errors import NotFound, UsageError
 from flyball.contracts.events import Event

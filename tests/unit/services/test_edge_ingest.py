@@ -6,6 +6,7 @@ import asyncio
 
 import msgspec
 import pytest
+from support.clocks.manual import ManualClock
 
 from flyball.contracts.cluster import HostFacts
 from flyball.contracts.errors import Unreachable
@@ -27,7 +28,6 @@ from services.sensor.detector.fault_detector import DetectorSettings, FaultDetec
 from services.sensor.reports.committed import CommittedPositions
 from services.sensor.reports.ingest import Ingest
 from services.sensor.reports.report_queue import ReportQueue
-from tests.manual_clock import ManualClock
 
 
 def report(host_id: str) -> Report:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 import pytest
+from support.clocks.manual import ManualClock
 
 from flyball.contracts.checkpoints import StoredPoint
 from flyball.contracts.cluster import Activity, HostFacts, HostRanks, Phase, RankStatus
@@ -35,7 +36,6 @@ from services.sensor.rules.early_steps import EarlySteps
 from services.sensor.rules.placed import Placed, given_in
 from services.sensor.rules.step_log import StepSummary
 from services.store.reports.placements import Placements
-from tests.manual_clock import ManualClock
 
 HUGE = 2**31 - 1
 PLAN = GenerationPlan("job", 3, 2, (HostRanks("a", "", "", (0, 1)), HostRanks("b", "", "", (2, 3))), {}, (), 0)

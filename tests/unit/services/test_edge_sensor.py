@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from waits import until
+from support.clocks.waits import until
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostFacts

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
-from stepped_loop import SteppedLoop
+from support.clocks.stepped_loop import SteppedLoop
 
 from services.runtime.http.http_protocol import BoundedProtocol
 

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Collection
 from typing import cast
 
 from starlette.responses import StreamingResponse
+from support.clocks.manual import ManualClock
 
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.events import Event, EventKind
 from services.api.stream import HEARTBEAT_S, EventStreams
 from services.runtime.telemetry import Metrics
 from services.runtime.wakeup import AsyncWakeup, LocalWakeup
-from tests.manual_clock import ManualClock
 
 
 class Log:

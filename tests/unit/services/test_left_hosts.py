@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from support.policy.checked import decide
 
 from flyball.contracts.cluster import HostFacts, HostRanks, HostState, JobSpec, JobState, Phase
 from flyball.contracts.reports.signals import EngineStatus, HostReturned, HostSilent, Report
@@ -12,7 +13,6 @@ from services.controller.round.view import GenerationView, HostView, JobView, Po
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
 from services.sensor.reports.report_decoding import ReportDecoder
 from services.sensor.rules.vouches import Vouches
-from tests.checked_rules import decide
 
 NOW = 10_000.0
 SPEC = JobSpec(job="train", argv=("t.py",), workdir="/", nnodes=1, nproc_per_node=1)

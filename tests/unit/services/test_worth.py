@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from goodput_runs import interrupted_run
+from support.jobs.goodput_runs import interrupted_run
 
 from goodput.account.categories import GROUPS, Category
 from goodput.account.timeline_bins import binned

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load as load_with_the_library
-from waits import until
-from warm_python import WarmPython
+from support.clocks.waits import until
+from support.commands.warm_python import WarmPython
 
 from ckpt_engine.contracts.control_views import ParkState
 from ckpt_engine.format import manifest as manifests

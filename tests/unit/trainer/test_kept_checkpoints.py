@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from kept_json import of_json
-from saved_steps import bytes_of, same
+from support.jobs.saved_steps import bytes_of, same
+from support.stores.kept_json import of_json
 
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format import sealed_file, stored_layout, world_manifest

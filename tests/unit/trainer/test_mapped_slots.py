@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_hosts import wait_until
-from fake_ranks import as_rank, spread
+from support.hosts.engines import wait_until
+from support.jobs.fake_ranks import as_rank, spread
 from torch.distributed.tensor import Shard
 
 from ckpt_engine.format.manifest import Manifest, describe

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from saved_steps import write_shard
+from support.jobs.saved_steps import write_shard
 from torch import nn
 
 from ckpt_engine.trainer.convert.whole_step import opened_step

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_ranks import as_rank, local, spread
+from support.jobs.fake_ranks import as_rank, local, spread
 from torch.distributed.tensor import Shard
 
 from ckpt_engine.slots.rank_segments import RankSegments

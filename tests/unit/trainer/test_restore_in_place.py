@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from engine_hosts import wait_until
+from support.hosts.engines import wait_until
 from torch import nn
 
 from ckpt_engine.format import integrity

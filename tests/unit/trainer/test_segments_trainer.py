@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from waits import until
+from support.clocks.waits import until
 
 import flyball
 from ckpt_engine.contracts.control_views import RestoreState, RestoreWords

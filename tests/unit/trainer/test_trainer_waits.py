@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from waits import until
+from support.clocks.waits import until
 
 from ckpt_engine.trainer.commit_link import EngineLink
 from flyball.contracts.cluster import Phase

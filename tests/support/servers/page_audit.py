@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from browser_driver import Browser
+from support.servers.browser import Browser
 
 VERSION = "4.14.1"
 RUN = """

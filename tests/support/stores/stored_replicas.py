@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import httpx
 import numpy as np
-from engine_hosts import EngineHost, Trainer
 from safetensors.numpy import save
+from support.hosts.engines import EngineHost, Trainer
 
 from ckpt_engine.contracts.control_views import RestoreState
 from flyball.contracts.checkpoints import CheckpointSpec, Lineage, LineageEntry, RestorePlan, RestoreReport, Tier
@@ -26,7 +26,7 @@ Until = Callable[..., None]
 STEP = 3
 RUN = "20251119-080000-000"
 LINEAGE: Lineage = (LineageEntry(1, STEP), LineageEntry(2))
-SERVER = Path(__file__).parents[1] / "benchmarks" / "broadcast_bench" / "limited_store.py"
+SERVER = Path(__file__).parents[3] / "benchmarks" / "broadcast_bench" / "limited_store.py"
 ALIKE_BYTES = 24_000_000
 
 

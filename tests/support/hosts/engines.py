@@ -76,7 +76,9 @@ class EngineHost:
         self.log_path = root / f"{host_id}.log"
         self.process: subprocess.Popen[bytes] | None = None
         if not port:
-            from own_servers import free_port  # only here: it takes a while, and not every machine has what it needs
+            from support.servers.own_servers import (
+                free_port,  # only here: it takes a while, and not every machine has what it needs
+            )
 
             port = free_port()
         self._first_port = str(port)  # a later start uses it again

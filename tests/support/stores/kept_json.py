@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from saved_steps import bytes_of
+from support.jobs.saved_steps import bytes_of
 
 
 def in_json(value: Any) -> Any:  # noqa: ANN401 - any state

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from engine_hosts import JOB, EngineHost
+from support.hosts.engines import JOB, EngineHost
 
 from flyball.contracts.checkpoints import CheckpointSpec, Lineage
 from flyball.contracts.on_host.segments import beacon_path

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from warm_python import WarmPython
+from support.commands.warm_python import WarmPython
 
 TIMEOUT_S = 180.0
 

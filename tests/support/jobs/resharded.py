@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from attached_jobs import attached
-from engine_hosts import JOB, wait_until
-from fake_ranks import Placements, as_rank, local, spread
+from support.hosts.engines import JOB, wait_until
+from support.jobs.attached import attached
+from support.jobs.fake_ranks import Placements, as_rank, local, spread
 from torch.distributed.tensor import Shard
 
 from flyball.contracts import wire

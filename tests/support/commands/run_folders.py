@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from own_processes import processes_of
+from support.commands.own_processes import processes_of
 
 NOT_OURS = ("FLYBALL_", "PET_", "TORCHELASTIC_", "OMP_", "PYTEST_")  # frameworks look whether pytest runs them
 
