@@ -21,8 +21,9 @@ from hypothesis.internal.constants_ast import Constants
 
 pytest.register_assert_rewrite("support")
 
+from support import costs, rings  # noqa: E402
 from support.commands.warm_python import WarmPython  # noqa: E402
-from support.servers.own_servers import OwnMariaDb, OwnRedis  # noqa: E402 - found by the path above
+from support.servers.own_servers import OwnMariaDb, OwnRedis  # noqa: E402
 
 # Hundreds of processes are started, and each would compile all of Flyball for itself.
 sys.dont_write_bytecode = False
@@ -54,41 +55,34 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-# One file goes to one process, so the one with the most work comes before all others, in `make proofs` too.
-LONGEST_FILE = "corruption/processes/test_kill_matrix"
-# What starts processes takes longest, and waits most: it begins first, and the many short files fill up the rest.
-LONGEST_FIRST = (
-    "integration/engine/test_reshard_processes",
-    "integration/engine/test_load_step_processes",
-    *("integration", "corruption", "browser", "simulation", "property", "conformance"),
-)
-
-
-# Whole clusters that are killed again and again, the command line's flows from start to end, and the benchmarks at
-# their smallest: `make proofs`. In this order, the files that take longest first.
-PROOFS = (
-    "integration/flows/test_cli_leaving",
-    "integration/flows/test_cli_go_on",
-    "integration/recovery/parts/",
-    "integration/recovery/test_recovery_services_away",
-    "integration/recovery/test_recovery_four_faults",
-    "integration/recovery/test_recovery_old_database",
-    "integration/flows/test_cli_demo.py",
-    "integration/benchmarks/test_benchmark_goodput.py",
-    "integration/recovery/",
-    "integration/flows/",
-    "integration/benchmarks/",
-)
+_guard = rings.Guard()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        if any(f"/tests/{name}" in str(item.path) for name in PROOFS):
-            item.add_marker(pytest.mark.proof)
+    rings.mark(items)
+    if hasattr(config, "workerinput"):
+        rings.order(items)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    costs.begin(item)
+    with _guard.watching(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    try:
+        yield
+        _guard.judge()
+    finally:
+        costs.end(item)
+
+
+def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
-        return
-    folders = [LONGEST_FILE, *PROOFS, *LONGEST_FIRST, ""]
-    items.sort(key=lambda item: next(n for n, name in enumerate(folders) if f"/tests/{name}" in str(item.path)))
+        config.pluginmanager.register(costs.Bill(config), "costs of the tests")
 
 
 # A shell that starts the tests in the background has Ctrl-C ignored, here and in every process that they start.

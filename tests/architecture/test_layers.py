@@ -58,11 +58,13 @@ def test_one_place_has_msgspec_look_at_a_type() -> None:
     assert len(elsewhere) == 3, "the test looks for what there is"
 
 
+@pytest.mark.processes
 def test_importing_flyball_is_cheap() -> None:
     loaded = modules_after("import flyball")
     assert not loaded & {"torch", "msgspec", "numpy", "sqlalchemy", "fastapi"}
 
 
+@pytest.mark.processes
 def test_a_training_process_carries_only_flyball_and_the_engine() -> None:
     loaded = modules_after("import flyball; flyball.attach")
     ours = {name.split(".")[0] for name in loaded} & set(PACKAGES)
@@ -70,6 +72,7 @@ def test_a_training_process_carries_only_flyball_and_the_engine() -> None:
     assert "flyball.cli" not in loaded
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "module", ["ckpt_engine.host.server", "host_daemon.agent", "services.main", "goodput.calculator"]
 )

@@ -424,6 +424,7 @@ while sock.recv(1 << 20):
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_peer_process_stopped_or_killed_in_mid_shard(transport: Tcp, how: signal.Signals) -> None:
     listener = transport.listen()

@@ -20,6 +20,8 @@ from services.store.sql.database import Database
 from services.store.sql.schema_upgrade import migrate
 from services.store.sql.shared_clock import SharedClock
 
+pytestmark = pytest.mark.processes
+
 EXACT_ENOUGH_S = 0.5  # between two clocks of one machine
 
 

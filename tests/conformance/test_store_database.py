@@ -49,6 +49,7 @@ def test_the_migrated_schema_is_the_one_that_the_code_uses(db: Database) -> None
         assert compare_metadata(context, metadata) == []
 
 
+@pytest.mark.processes
 def test_a_server_database_created_at_once_equals_a_migrated_one(
     new_database_url: Callable[[str], str],
 ) -> None:
@@ -107,6 +108,7 @@ def test_an_sqlite_file_created_at_once_equals_a_migrated_one(tmp_path: Path) ->
         db.close()
 
 
+@pytest.mark.processes
 def test_a_fresh_sqlite_file_needs_no_alembic(tmp_path: Path) -> None:
     program = f"{MIGRATE}\nassert not any(name.startswith('alembic') for name in sys.modules)"
     url = f"sqlite:///{tmp_path / 'flyball.sqlite'}"
@@ -120,6 +122,7 @@ def test_migrating_again_changes_nothing(db: Database) -> None:
         assert connection.scalars(select(log_head.c.id)).all() == [1]
 
 
+@pytest.mark.processes
 def test_processes_that_migrate_at_once_all_succeed(database_url: str) -> None:
     processes = [
         subprocess.Popen([sys.executable, "-P", "-c", MIGRATE, database_url], stderr=subprocess.PIPE, text=True)
@@ -145,6 +148,7 @@ def test_an_upgrade_that_was_killed_half_way_is_finished(database_url: str) -> N
     db.close()
 
 
+@pytest.mark.processes
 def test_a_migration_may_take_longer_than_an_answer(
     new_database_url: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +224,7 @@ def test_writers_in_threads_wait_for_each_other(db: Database) -> None:
         assert connection.scalar(select(log_head.c.revision)) == 80
 
 
+@pytest.mark.processes
 def test_a_process_that_writes_without_a_pause_leaves_others_their_turn(database_url: str) -> None:
     db = Database(database_url)
     migrate(db)

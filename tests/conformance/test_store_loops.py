@@ -317,6 +317,7 @@ def test_what_could_not_be_trimmed_is_trimmed_later_by_whoever_leads(running, cl
     assert bus.read(None, limit=10) == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("point", ["controller.after_consume", "controller.after_commit"])
 def test_a_controller_killed_in_the_middle_finishes_after_its_restart_and_acts_once(
     running, cluster: Cluster, stores, ready_url: str, point: str

@@ -395,6 +395,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.processes
 def test_claims_of_terabytes_take_no_address_space(tmp_path: Path) -> None:
     """In a process limited to 256 MiB beyond torch: a MemoryError would end it."""
     sized = manifest_of(shard_of({"a": U8}))

@@ -64,6 +64,7 @@ def test_a_simulation_does_not_complain_about_its_own_log() -> None:
     assert _run("small", 1, "days=1").goodput.notes == ()
 
 
+@pytest.mark.processes
 def test_a_seed_gives_the_same_run_under_any_hash_seed() -> None:
     found = _run("small", 2, "days=2")
     code = (

@@ -58,6 +58,7 @@ def _end_of_1(piece: tuple[int, None]) -> int:
     return piece[0]
 
 
+@pytest.mark.processes
 def test_processes_end_with_a_parent_that_is_killed() -> None:
     """Even if they are busy: nothing tells them."""
     program = (

@@ -95,6 +95,7 @@ STAGES = {  # fault point -> (the shard is complete, its step counts in a shared
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_writer_killed_at_any_stage_leaves_the_step_before_and_a_place_to_write(
     shared_place: Place, shard: MakeShard, tmp_path: Path, stage: str
@@ -120,6 +121,7 @@ def test_a_writer_killed_at_any_stage_leaves_the_step_before_and_a_place_to_writ
     assert shared_place.names() - {"manifest", "shard"} == {f"g1/step{n}/{kind}" for n in (1, 2) for kind in kinds}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("stage", "whole"), [("file.rename:1", False), ("file.renamed:1", False), ("file.renamed:2", True)]
 )

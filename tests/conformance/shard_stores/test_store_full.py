@@ -97,6 +97,7 @@ print("done")
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
 def test_a_small_disk_that_fills_up(tmp_path: Path, kind: str) -> None:
     mounted = tmp_path / "mounted"

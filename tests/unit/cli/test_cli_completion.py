@@ -92,6 +92,7 @@ def test_an_unclosed_quote_is_accepted() -> None:
     assert answer(os.environ | line)[1] == 0
 
 
+@pytest.mark.processes
 def test_commands_are_not_imported_once_cached(cache: Path) -> None:
     offered("status --")
     assert len(list((cache / "flyball").glob("completion-*.json"))) == 1
@@ -136,6 +137,7 @@ def offered_by_bash(folder: Path, *before: str, home: Path, interactive: bool = 
     return found.stdout.strip()
 
 
+@pytest.mark.processes
 def test_the_script_works_in_bash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(["--show-completion", "bash"]) == 0
     (tmp_path / "script").write_text(capsys.readouterr().out)
@@ -143,6 +145,7 @@ def test_the_script_works_in_bash(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert offered_by_bash(tmp_path, f'. "{tmp_path}/script"', home=tmp_path) == "llama"
 
 
+@pytest.mark.processes
 def test_installed_into_a_home_it_works_in_the_next_bash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,6 +161,7 @@ def test_installed_into_a_home_it_works_in_the_next_bash(
     assert offered_by_bash(tmp_path, home=home, interactive=True) == "llama"
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not shutil.which("zsh"), reason="there is no zsh")
 def test_installed_into_a_home_it_works_at_the_first_tab_of_a_zsh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -178,6 +182,7 @@ def test_installed_into_a_home_it_works_at_the_first_tab_of_a_zsh(
         shell.close()
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not shutil.which("fish"), reason="there is no fish")
 def test_installed_into_a_home_it_works_in_the_next_fish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environ = put_into(tmp_path)

@@ -237,6 +237,7 @@ def test_an_active_port_without_a_gid_to_use_wants_an_address(
     assert (gid.level, gid.mend) == (Level.WARNING, "ip addr add IP/BITS dev eth0")
 
 
+@pytest.mark.processes
 def test_too_low_a_memlock_limit_is_told_apart(tmp_path: Path) -> None:
     add_port(tmp_path, "rxe0", gids=((LINK_LOCAL, V1), (LINK_LOCAL, V2)))
     code = (

@@ -43,6 +43,7 @@ def test_every_check_has_a_name_of_its_own_and_a_deadline() -> None:
     assert all(check.deadline_s > 0 for check in CHECKS)
 
 
+@pytest.mark.processes
 def test_torch_is_asked_in_a_process_of_its_own(plain: CheckedHost) -> None:
     answer = '{"version": "2.13.0", "cuda": "", "gpus": 0, "backends": ["gloo"]}'
     program = (sys.executable, "-c", f"print('a warning'); print('{answer}'); print('another, at the exit')")
@@ -137,6 +138,7 @@ def test_stacks_without_py_spy_are_taken_by_a_signal(plain: CheckedHost) -> None
     assert found.level is Level.OK and "pip install py-spy" in found.detail
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("code", "level"), [(0, Level.OK), (1, Level.WARNING)])
 def test_py_spy_is_tried_on_another_process(tmp_path: Path, plain: CheckedHost, code: int, level: Level) -> None:
     tool = tmp_path / "bin" / "py-spy"

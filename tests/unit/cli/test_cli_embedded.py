@@ -71,6 +71,7 @@ def test_restarts_are_limited_and_spaced(tmp_path: Path, monkeypatch: pytest.Mon
     assert all(later - earlier >= 1.0 for earlier, later in pairwise(attempts))
 
 
+@pytest.mark.processes
 def test_workers_are_detected_by_the_logs_they_write(tmp_path: Path) -> None:
     logs = tmp_path / "logs" / "job"
     (logs / "g2").mkdir(parents=True)

@@ -101,7 +101,7 @@ def test_every_ckpt_command_has_help_with_examples(capsys: pytest.CaptureFixture
         assert f"flyball ckpt {command}" in capsys.readouterr().out.partition("Examples:")[2]
 
 
-@pytest.mark.real_time
+@pytest.mark.processes
 def test_version_no_command_and_an_error_as_a_process(tmp_path: Path) -> None:
     assert process("--version", tmp_path=tmp_path).stdout.startswith("flyball ")
     done = process(tmp_path=tmp_path)

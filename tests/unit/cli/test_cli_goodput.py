@@ -22,8 +22,6 @@ from goodput.show.report import to_json
 from simulator.fleet import scenario
 from simulator.fleet.result import simulate
 
-pytestmark = pytest.mark.real_time
-
 EVENTS = interrupted_run()
 GOOGLE = [
     {"timestamp": "2026-01-01T00:00:00", "event_type": "job_started"},

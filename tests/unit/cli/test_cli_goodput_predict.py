@@ -14,8 +14,6 @@ from goodput.calculator import calculate
 from goodput.predict.prediction import PredictedTier, optimal_tiers
 from goodput.read.event_files import write_events
 
-pytestmark = pytest.mark.real_time
-
 EVENTS = interrupted_run()
 
 

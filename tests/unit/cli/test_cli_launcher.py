@@ -257,6 +257,7 @@ def test_no_spelling_is_used_twice_and_help_lists_all() -> None:
     assert "examples:" in text
 
 
+@pytest.mark.processes
 def test_the_launcher_imports_nothing_heavy() -> None:
     heavy = ("torch", "httpx", "typer", "services")
     code = f"import sys, flyball.launch.launcher; print([m for m in {heavy} if m in sys.modules])"

@@ -108,6 +108,7 @@ def test_missing_logs(state: Path, capfd: pytest.CaptureFixture[str], words: lis
     assert "Next step: " in printed
 
 
+@pytest.mark.processes
 def test_follow_shows_new_output_and_ends_with_the_writer(state: Path) -> None:
     path = write(state, "j/g0/rank0.log", "begin\n")
     writer = subprocess.Popen(

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 DEADLINE_S = 120.0
 HEAVY = ("torch", "fastapi", "uvicorn", "sqlalchemy", "alembic", "plotly", "numpy", "redis", "nvidia")
 SAY = "import json, sys; print('\\n' + json.dumps(sorted(sys.modules)))"

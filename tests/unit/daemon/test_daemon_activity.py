@@ -16,7 +16,8 @@ import pytest
 from flyball.contracts.cluster import Activity
 from host_daemon.kernel.activity import ActivityWatch, Seen, StalledWorker
 
-pytestmark = pytest.mark.real_time
+pytestmark = pytest.mark.processes
+
 
 DEADLINE_S = 40.0
 KEY = ("job", 1, 0)

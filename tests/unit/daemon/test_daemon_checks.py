@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from flyball.contracts.decisions import CheckHost, CommandResult
 from flyball.contracts.reports.host_checks import CheckMeasure, CheckStage
@@ -17,6 +18,8 @@ from host_daemon.checks.check_files import DeviceResult, read_result, result_pat
 from host_daemon.checks.host_check import HostChecker
 from host_daemon.kernel.free_ports import FreePorts
 from host_daemon.kernel.reaper import Reaper
+
+pytestmark = pytest.mark.processes
 
 DEADLINE_S = 120.0
 

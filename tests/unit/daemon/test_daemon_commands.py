@@ -236,6 +236,7 @@ def test_a_restarted_daemon_asks_its_engine_only_for_unreported_restores() -> No
     assert asked == [GetStatus(restores_since=12.5)]
 
 
+@pytest.mark.processes
 def test_an_engine_learns_how_long_its_host_is_in_touch_and_what_the_supervisor_stored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

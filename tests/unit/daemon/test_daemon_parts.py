@@ -196,6 +196,7 @@ def test_a_proposed_port_is_free_and_outside_the_range_of_outgoing_connections(m
         assert not is_free(taken.getsockname()[1])
 
 
+@pytest.mark.processes
 def test_a_process_is_identified_by_pid_and_start_time_and_found_by_session():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
     try:
@@ -323,6 +324,7 @@ def test_on_a_full_disk_it_starts_only_if_there_may_be_workers_to_stop(tmp_path,
         check_host(settings)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("changes", "code"),
     [({"host_id": "A B"}, 2), ({"token_file": "/nowhere"}, 3), ({"address": "192.0.2.7"}, 3)],
@@ -350,6 +352,7 @@ def process_descriptors() -> set[str]:
     return found
 
 
+@pytest.mark.processes
 def test_a_pidfd_is_opened_only_for_the_right_process():
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:

@@ -218,6 +218,7 @@ def without_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("way", "kind"), [("lock", "lock"), ("loop", "code"), ("file", "file")])
 def test_the_stack_of_a_process_that_hangs_is_taken(hang: Callable[..., StackSource], way: str, kind: str) -> None:
     source = hang(ANSWERS + HANGS[way])
@@ -229,6 +230,7 @@ def test_the_stack_of_a_process_that_hangs_is_taken(hang: Callable[..., StackSou
     assert again.stack.count("\n") == found.stack.count("\n")  # only the new dump was read
 
 
+@pytest.mark.processes
 def test_only_the_main_thread_answers_however_many_others_there_are(hang: Callable[..., StackSource]) -> None:
     others = "for _ in range(110): threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     source = hang(ANSWERS + others + HANGS["lock"])
@@ -237,6 +239,7 @@ def test_only_the_main_thread_answers_however_many_others_there_are(hang: Callab
     assert "Stack (most recent call first):" in written and "Thread 0x" not in written
 
 
+@pytest.mark.processes
 def test_a_stopped_process_and_one_that_ended(hang: Callable[..., StackSource]) -> None:
     stopped = hang(ANSWERS + HANGS["stopped"])
     found = until_stands(stopped, "stopped")
@@ -245,6 +248,7 @@ def test_a_stopped_process_and_one_that_ended(hang: Callable[..., StackSource]) 
     assert asyncio.run(take_stands([gone], 1.0)) == ()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "code",
     [
@@ -285,6 +289,7 @@ def until_ended(pid: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.processes
 def test_the_worker_is_asked_if_py_spy_does_not_answer(
     hang: Callable[..., StackSource], py_spy: Callable[[str], Path]
 ) -> None:
@@ -300,6 +305,7 @@ def test_the_worker_is_asked_if_py_spy_does_not_answer(
     until_ended(int(pid_file.read_text()))
 
 
+@pytest.mark.processes
 def test_py_spy_ends_with_the_command_that_is_given_up(
     hang: Callable[..., StackSource], py_spy: Callable[[str], Path]
 ) -> None:
@@ -318,6 +324,7 @@ def test_py_spy_ends_with_the_command_that_is_given_up(
     until_ended(int(pid_file.read_text()))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("exit_code", [0, 1])
 def test_py_spys_stack_counts_whatever_its_exit_code(
     hang: Callable[..., StackSource], py_spy: Callable[[str], Path], exit_code: int
@@ -328,6 +335,7 @@ def test_py_spys_stack_counts_whatever_its_exit_code(
     assert (found.place, found.note) == ("deadlock (/home/me/wait.py:5)", "")
 
 
+@pytest.mark.processes
 def test_the_flight_recorder_is_triggered_where_it_is_on(hang: Callable[..., StackSource], tmp_path: Path) -> None:
     """The pipe stands for torch's own: no NCCL runs here."""
     stem = f"{tmp_path}/recorder"

@@ -185,6 +185,7 @@ def server(tmp_path: Path) -> Iterator[ApiServer]:
     made.server.server_close()
 
 
+@pytest.mark.processes
 def test_the_node_is_read_with_the_pods_account(server: ApiServer, tmp_path: Path) -> None:
     api = NodeApi("gpu-7", server.url, tmp_path)
     assert NodeNotices(api).check(NOW) is None and NodeTaints(api).read().states == ()
@@ -205,6 +206,7 @@ def test_the_node_is_read_with_the_pods_account(server: ApiServer, tmp_path: Pat
         api.node()
 
 
+@pytest.mark.processes
 def test_a_server_that_is_away_slow_or_another_is_not_available(
     server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +226,7 @@ def test_a_server_that_is_away_slow_or_another_is_not_available(
         NodeApi("gpu-7", server.url, tmp_path).node()
 
 
+@pytest.mark.processes
 def test_a_taint_is_signalled_once_and_withdrawn_with_it(
     server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,7 @@ print(seen)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
 def test_a_full_and_a_read_only_file_system(tmp_path: Path) -> None:
     done = subprocess.run(

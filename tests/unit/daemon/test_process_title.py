@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from flyball.process_title import TITLE_ROOM, words_of
 
 SHOW = """
@@ -38,6 +40,7 @@ def show(label: str, words: list[str], room: str) -> dict[str, object]:
     return found
 
 
+@pytest.mark.processes
 def test_a_title_has_the_label_and_the_words_as_they_were() -> None:
     words = ["python", "/a folder/train.py", "--name", "größe", "", "a'b"]
     shown = show("gpt rank 3 gen 2", words, TITLE_ROOM)
@@ -49,6 +52,7 @@ def test_a_title_has_the_label_and_the_words_as_they_were() -> None:
     assert "MARK=kept" in str(shown["environ"])
 
 
+@pytest.mark.processes
 def test_a_title_without_room_is_cut_and_leaves_the_environment_alone() -> None:
     shown = show("gpt rank 3 gen 2", ["word"] * 1000, "")
     assert str(shown["ps"]).startswith("flyball: gpt rank 3 gen 2: word word")

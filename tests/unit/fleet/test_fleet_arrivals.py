@@ -41,6 +41,7 @@ def test_no_rate_no_faults() -> None:
     assert list(arrivals(cause, 0.0, stream(1, "nic"))) == []
 
 
+@pytest.mark.processes
 def test_another_hash_seed_gives_the_same_stream() -> None:
     code = "from simulator.fleet.arrivals import stream; print(stream(7, 'nic').random())"
     done = subprocess.run(

@@ -97,6 +97,7 @@ def test_more_steps_than_the_beacon_keeps_are_a_gap_not_an_error(alone: WorkerId
     assert calculate(read_logs([path]).events).steps.kept == RING_ENTRIES * 20
 
 
+@pytest.mark.processes
 def test_a_restart_is_a_generation_and_an_inferred_incident(alone: WorkerIdentity, path: Path) -> None:
     first = Job(alone, events=str(path))
     first.step(0)
@@ -131,6 +132,7 @@ def launched_again(path: Path, restarts: str, *, step: str = "") -> None:
     )
 
 
+@pytest.mark.processes
 def test_a_job_that_ended_may_continue_in_the_same_file(alone: WorkerIdentity, path: Path) -> None:
     with Job(alone, events=str(path)) as job:
         job.step(0)
@@ -192,6 +194,7 @@ def test_a_job_closed_twice_ended_once(alone: WorkerIdentity, path: Path) -> Non
     assert len(of_kind(path, EventKind.JOB_ENDED)) == 1 and steps_in(path) == [0]
 
 
+@pytest.mark.processes
 def test_a_forked_child_writes_nothing(alone: WorkerIdentity, path: Path) -> None:
     with Job(alone, events=str(path)) as job:
         job.step(0)

@@ -81,6 +81,7 @@ def test_a_campaign_within_a_shield_can_be_ended(interruption: Interruption) -> 
         press_ctrl_c()
 
 
+@pytest.mark.processes
 def test_ctrl_c_while_the_stack_ends_leaves_nothing_of_it(
     interruption: Interruption, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,7 @@ def test_all_peers_are_struck_at_the_same_moments_of_a_save_interval() -> None:
     assert len({m.steps_after_save for m in moments}) > 6 and all(0 <= m.steps_after_save < 12 for m in moments)
 
 
+@pytest.mark.processes
 def test_a_peer_that_is_not_installed_is_refused_before_the_race() -> None:
     with pytest.raises(UsageError, match=r"nvrx cannot be run by .*not installed") as refused:
         python_of(PEERS["nvrx"]._replace(module="no_such_module"), {})

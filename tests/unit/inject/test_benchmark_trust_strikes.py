@@ -17,6 +17,8 @@ from trust_bench.interruption import Interruption
 from trust_bench.peers import Course, Peer
 from trust_bench.race import FAULTS, RaceRun, race
 
+pytestmark = pytest.mark.processes
+
 FIRST_HOST = """
 mkdir -p losses; n=0
 while :; do

@@ -20,6 +20,8 @@ from simulator.inject.kinds.catalog import KINDS
 from simulator.inject.kinds.kind import FaultSite
 from simulator.inject.processes import LiveProcess, look_at
 
+pytestmark = pytest.mark.processes
+
 TELL = """
 import datetime, json, sys, threading, time
 for line in sys.stdin:

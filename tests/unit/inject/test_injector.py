@@ -290,6 +290,7 @@ def test_a_fault_of_a_rank_asks_for_its_job_alone(injector: FaultInjector, api: 
             injector.inject(request)
 
 
+@pytest.mark.processes
 def test_what_a_killed_injector_left_is_undone_by_the_next(
     injector: FaultInjector, host: Path, journal: Journal
 ) -> None:

@@ -18,6 +18,8 @@ from simulator.inject.kinds.kind import Plan
 from simulator.inject.kinds.processes import of_process
 from simulator.inject.processes import look_at
 
+pytestmark = pytest.mark.processes
+
 KIND = KINDS["server-stop"]
 SERVER = """
 import signal, sys

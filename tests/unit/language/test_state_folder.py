@@ -209,6 +209,7 @@ def test_what_was_locked_before_a_held_lock_is_let_go(tmp_path: Path) -> None:
     first.close()
 
 
+@pytest.mark.processes
 def test_a_lock_ends_with_its_holder(tmp_path: Path) -> None:
     script = (
         "import os, pathlib, sys; from flyball.state_folder import try_lock;"
@@ -229,6 +230,7 @@ def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
     assert "--state-dir" in caught.value.hint
 
 
+@pytest.mark.processes
 def test_it_brings_little_into_a_training_process() -> None:
     code = "import sys; import flyball.state_folder; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=True)

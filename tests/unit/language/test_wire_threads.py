@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.processes
+
 # The interpreter goes from thread to thread as often as it can. With one decoder made by each thread this process is
 # killed by SIGSEGV at once, in msgspec.
 MEET = """

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.processes
+
 PROGRAM = Path(__file__).parents[2] / "rdma" / "other_host.py"
 
 

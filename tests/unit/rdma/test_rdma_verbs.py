@@ -155,6 +155,7 @@ def test_pyverbs_of_another_python_is_told_apart_from_none() -> None:
     assert raised.value.reason is Refusal.NO_PYVERBS
 
 
+@pytest.mark.processes
 def test_a_low_memlock_limit_is_named_with_what_is_needed() -> None:
     code = (
         "from ckpt_engine.peers.transport.rdma.verbs import RdmaUnavailable, check_memlock, memlock_limit\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from support.clocks.manual import ManualClock
 
 from services.runtime.process import LONG_S, SCAN_ALL_EVERY_S, FreezeOld
@@ -49,5 +50,6 @@ assert gone() is None
 """
 
 
+@pytest.mark.processes
 def test_what_is_frozen_is_freed_when_it_is_dropped() -> None:
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)

@@ -65,6 +65,7 @@ def test_one_process_per_part_and_folder(tmp_path: Path) -> None:
     other_part.close()
 
 
+@pytest.mark.processes
 def test_the_lock_ends_with_its_holder(tmp_path: Path) -> None:
     script = (
         "import os, pathlib, sys; from services.runtime.state_dir import SupervisorStateDir;"

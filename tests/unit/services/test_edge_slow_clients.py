@@ -6,14 +6,11 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 
-import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 from support.clocks.stepped_loop import SteppedLoop
 
 from services.runtime.http.http_protocol import BoundedProtocol
-
-pytestmark = pytest.mark.real_time
 
 KEEP_ALIVE_S = 1.0  # many steps of the loop
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"

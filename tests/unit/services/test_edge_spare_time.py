@@ -75,6 +75,7 @@ def test_a_clock_that_stands_still_is_no_error() -> None:
     assert spare.rest_s() == 0.0
 
 
+@pytest.mark.processes
 def test_waiting_for_a_core_counts_like_using_it() -> None:
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(allowed)})  # the process below inherits it

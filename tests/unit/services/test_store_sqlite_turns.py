@@ -85,6 +85,7 @@ def written(db: Database) -> list[str]:
         return list(connection.scalars(text("SELECT who FROM writes ORDER BY rowid")))
 
 
+@pytest.mark.processes
 def test_a_waiting_writer_precedes_the_next_write_of_the_present_one(file: Path, db: Database) -> None:
     command = [sys.executable, "-P", "-c", WRITE_TWICE, str(db.url)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:

@@ -20,8 +20,6 @@ from flyball.contracts.on_host.segments import rank_segment
 from flyball.sdk.trainer import Job
 from flyball.sdk.worker_identity import WorkerIdentity
 
-pytestmark = pytest.mark.real_time
-
 WIDTH = 200
 DEADLINE_S = 120.0
 

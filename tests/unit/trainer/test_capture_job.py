@@ -35,7 +35,7 @@ from flyball.sdk.trainer import Job
 from flyball.sdk.worker_identity import WorkerIdentity
 
 DEADLINE_S = 120.0
-pytestmark = [pytest.mark.real_time, pytest.mark.usefixtures("patient_close")]
+pytestmark = pytest.mark.usefixtures("patient_close")
 
 
 @pytest.fixture

@@ -28,8 +28,6 @@ from flyball.contracts.on_host.segments import rank_segment
 from flyball.sdk.trainer import Job
 from flyball.sdk.worker_identity import WorkerIdentity
 
-pytestmark = pytest.mark.real_time
-
 WIDTH = 96  # a matrix has 36 KiB: not small, and several of the test's pieces
 DEADLINE_S = 120.0
 

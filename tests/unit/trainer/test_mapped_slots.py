@@ -102,6 +102,7 @@ def test_a_slot_that_cannot_be_mapped_is_read_as_it_is(
     slots.close()
 
 
+@pytest.mark.processes
 def test_a_child_does_not_inherit_the_mapping(tmp_path: Path, shard: tuple[bytes, Manifest]) -> None:
     slots = MappedSlots()
     mapped(slots, tmp_path / "slot", shard, Part(0, 1, 1))

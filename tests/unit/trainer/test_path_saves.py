@@ -146,6 +146,7 @@ def test_a_file_is_there_at_once_and_memory_has_its_content(saver: PathSaver, pa
     assert handle.wait() and path.stat().st_size > 4000 and number(path) == 1
 
 
+@pytest.mark.processes
 def test_an_older_file_stays_until_the_newer_one_is_whole(saver: PathSaver, path: Path) -> None:
     saver.save(state(0), path).wait()
     old = path.read_bytes()
@@ -220,6 +221,7 @@ def test_whoever_changes_the_file_has_the_last_word(saver: PathSaver, path: Path
     assert number(path) == 4
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("change", ["cp {older} {path}", "mv {older} {path}", "rm {path}"])
 def test_a_program_that_changes_the_file_before_the_save_is_written_has_the_last_word(
     saver: PathSaver, path: Path, tmp_path: Path, change: str
@@ -240,6 +242,7 @@ def test_a_program_that_changes_the_file_before_the_save_is_written_has_the_last
     assert number(path) == 3
 
 
+@pytest.mark.processes
 def test_a_moved_placeholder_finds_its_save_in_memory(saver: PathSaver, path: Path) -> None:
     saver.save(state(0), path).wait()
     path.unlink()

@@ -1,0 +1,70 @@
+"""What tests cost in processor time: measured for each; the dearest are shown; a test of the first ring has a limit."""
+
+from __future__ import annotations
+
+import resource
+import tomllib
+from pathlib import Path
+
+import pytest
+from _pytest.terminal import TerminalReporter
+from support import rings
+
+BUDGETS = Path(__file__).parents[1] / "architecture" / "budgets.toml"
+SHOWN = 30
+_COST = "processor_s"
+_IS_FIRST = "first_ring"
+
+
+def begin(item: pytest.Item) -> None:
+    item.stash[_BEGAN] = processor_s()
+
+
+def end(item: pytest.Item) -> None:
+    """Goes with the report of the test's teardown, from whatever worker it ran in."""
+    item.user_properties += [(_COST, processor_s() - item.stash[_BEGAN]), (_IS_FIRST, rings.is_first(item))]
+
+
+def processor_s() -> float:
+    """Seconds of processor time that this process and the children it waited for have used."""
+    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+
+
+_BEGAN = pytest.StashKey[float]()
+
+
+class Bill:
+    """Of one run, in the process that shows it."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._costs: dict[str, float] = {}
+        self._first: set[str] = set()
+        self._limit_s = float(tomllib.loads(BUDGETS.read_text())["tests"]["processor_s_per_test"])
+
+    @property
+    def _too_dear(self) -> list[str]:
+        return [name for name in self._first if self._costs[name] > self._limit_s]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "teardown" and _COST in (found := dict(report.user_properties)):
+            self._costs[report.nodeid] = float(str(found[_COST]))
+            if found[_IS_FIRST]:
+                self._first.add(report.nodeid)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._too_dear and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: TerminalReporter) -> None:
+        if len(self._costs) <= SHOWN:
+            return
+        dearest = sorted(self._costs.items(), key=lambda cost: -cost[1])[:SHOWN]
+        total_s = sum(self._costs.values())
+        terminalreporter.section(
+            f"processor time: {total_s:.0f} s, of which {sum(s for _, s in dearest):.0f} s in these"
+        )
+        for name, cost_s in dearest:
+            over = f"  more than the {self._limit_s:g} s that budgets.toml allows" if name in self._too_dear else ""
+            terminalreporter.write_line(f"{cost_s:6.2f} s  {name}{over}", red=bool(over))
