@@ -1,13 +1,14 @@
-"""Hooks of the documentation's site (mkdocs.yml): its navigation, and links that leave docs/.
+"""Hooks of the documentation's site (mkdocs.yml): its navigation, links that leave docs/, and the API's reference.
 
 On a code host, links lead from docs/ to other files of the repository. The site gets a copy of each file that a page
-links to, in repository/.
+links to, in repository/. The operations and types of the API are made from the code, and are in no file of docs/.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,15 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from services import describe_api
+from services.api.description.reference import markdown as as_markdown
+from services.api.description.reference import reference
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 COPIES = "repository"
 DECISIONS = "decisions/index.md"
+API, OPENAPI = "reference/http-api.md", "reference/openapi.json"
 PAGES = {"README.md": "readme.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 _LINK = re.compile(r"\]\(([^()\s#]+)(#[^()\s]*)?\)")
 _ENTRY = re.compile(r"\]\(([\w/-]+\.md)\)")
@@ -38,10 +44,11 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages of the repository, the list of decisions, and every file that a page links to."""
+    """Add the pages of the repository, the list of decisions, openapi.json, and every file that a page links to."""
     for name, copy in PAGES.items():
         files.append(File.generated(config, f"{COPIES}/{copy}", content=(ROOT / name).read_text()))
     files.append(File.generated(config, DECISIONS, content=_decisions()))
+    files.append(File.generated(config, OPENAPI, content=describe_api.json_text(_api())))
     pages = [*DOCS.rglob("*.md"), *(ROOT / name for name in PAGES)]
     for target in sorted({found for page in pages for found in _targets(page)}):
         path = ROOT / target
@@ -51,8 +58,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links that leave docs/ to the copies, and links to a folder to its list."""
+    """Point links that leave docs/ to the copies, and links to a folder to its list. Add the API's operations."""
     here = page.file.src_uri
+    if here == API:
+        link = f"For client generators: [openapi.json]({Path(OPENAPI).name})."
+        markdown = f"{markdown}\n{link}\n\n{as_markdown(reference(_api()))}"
     source = next((name for name, copy in PAGES.items() if here == f"{COPIES}/{copy}"), f"docs/{here}")
 
     def moved(link: re.Match[str]) -> str:
@@ -76,6 +86,11 @@ def _targets(page: Path) -> set[str]:
     links = (link for link, _ in _LINK.findall(page.read_text()) if not re.match(r"[a-z][a-z+.-]*:", link))
     paths = (Path(os.path.normpath(page.parent / link)) for link in links)
     return {str(path.relative_to(ROOT)) for path in paths if path.is_relative_to(ROOT)}
+
+
+@cache
+def _api() -> dict[str, Any]:
+    return describe_api.document()
 
 
 def _decisions() -> str:

@@ -1,7 +1,9 @@
 """Writes the API's documents, without a server: the reference, or the OpenAPI document for generators of clients.
 
-python -m services.describe_api > docs/reference/api.md
-python -m services.describe_api --json > docs/reference/openapi.json
+python -m services.describe_api > api.md
+python -m services.describe_api --json > openapi.json
+
+Neither is kept: `make docs` puts both into the site, and each supervisor serves both, at /docs and /openapi.json.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def document() -> Json:
 
 
 def json_text(found: Json) -> str:
-    """Return docs/reference/openapi.json."""
+    """Return the document as text that is the same each time."""
     return msgspec.json.format(msgspec.json.encode(found, order="sorted"), indent=1).decode() + "\n"
 
 

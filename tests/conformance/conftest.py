@@ -428,12 +428,6 @@ class MemoryStores(Stores):
 
 
 @pytest.fixture
-def stores_in(clock: ManualClock, make: Make) -> Callable[[Database], Stores]:
-    """The stores of any database."""
-    return lambda db: Stores(db, clock, make)
-
-
-@pytest.fixture
 def sql_stores(db: Database, clock: ManualClock, make: Make) -> Stores:
     return Stores(db, clock, make)
 

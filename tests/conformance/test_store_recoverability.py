@@ -34,7 +34,7 @@ def test_the_loss_of_a_host_costs_what_its_peer_does_not_have(stores, make) -> N
         [(make.report(host, copies=mine, sent_at=T + 1), T + 1) for host, mine in held.items()]
     )
     found = reads.recoverability("job")
-    with stores.db.write() as connection:  # as an earlier release left it
+    with stores.db.write() as connection:  # as if the list of its jobs were too long
         connection.execute(update(hosts).where(hosts.c.host_id == "host-b").values(copies_of=UNKNOWN_JOBS))
     assert reads.recoverability("job") == found
     assert {rung["tier"]: rung["step"] for rung in found["tiers"]} == {

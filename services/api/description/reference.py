@@ -1,4 +1,4 @@
-"""The reference of the API, from its OpenAPI document: for the page /docs, and for docs/reference/api.md. Pure."""
+"""The reference of the API, from its OpenAPI document: for the page /docs, and for the documentation's site. Pure."""
 
 from __future__ import annotations
 
@@ -164,39 +164,16 @@ def _unfolded(text: str) -> str:
     return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
 
 
-# --- the page in the repository --------------------------------------------------------------------------------------
-
-_HEAD = """# The HTTP API
-
-<!-- Generated: python -m services.describe_api > docs/reference/api.md -->
-
-Everything that the page and the command line show comes from this API. The same reference is on each supervisor at
-`/docs`; its OpenAPI 3.1 document is at `/openapi.json` and, for client generators, in [openapi.json](openapi.json).
-
-- **Tokens.** `Authorization: Bearer TOKEN`. The operator's is in the file `token` of the supervisor's state folder;
-  `flyball token` makes the others ([security.md](security.md)). Each operation below lists the roles that may use it.
-- **Errors** are problem details (RFC 9457, `application/problem+json`) with `code`, `hint` (the next step) and, if
-  parts of the request are wrong, `errors`: `place`, `field` and `detail` of each. An unknown query parameter is an
-  error, because ignoring a filter would return everything.
-- **Lists** are pages with a stable order. Pass `next_before` of a page as `before` for the page before it; null: there
-  is none.
-- **Changes.** `dry_run=true` shows what a request would do. `Idempotency-Key: KEY` makes a repetition get the first
-  answer, for a day; the same key with another request is refused (409). [Audit](#listaudit) shows who did what.
-- **Limits.** 429 with `Retry-After` if one token asks too often from one address
-  ([deploying.md](../how-to/deploying.md#limits)). Follow `/v1/stream` instead of polling; it continues after
-  `Last-Event-ID`.
-- **Units.** Times are seconds since 1970 (`_at`), durations seconds (`_s`), sizes bytes (`_bytes`). New fields may
-  appear; existing ones keep their meaning.
-"""
+# --- as Markdown ------------------------------------------------------------------------------------------------------
 
 
 def markdown(found: Reference) -> str:
-    """Return docs/reference/api.md."""
+    """Return what the site adds to docs/reference/http-api.md."""
     return "\n".join(_lines(found)) + "\n"
 
 
 def _lines(found: Reference) -> Iterator[str]:
-    yield _HEAD
+    yield "## Operations\n"
     yield "| operation | | |"
     yield "|---|---|---|"
     for operation in (one for section in found.sections for one in section.operations):

@@ -1,7 +1,8 @@
 """Creates the schema of this release in an empty database, or upgrades an older one, however many processes try.
 
 An empty database gets its tables straight from `tables`, without replaying the revisions and without importing alembic:
-every run on one machine creates an SQLite file, and its user waits for it. Tests compare both ways.
+every run on one machine creates an SQLite file, and its user waits for it. Tests compare both ways. The first revision
+is the schema of release 0.1.0; later ones are added, and none is changed.
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ def _refuse_unreleased(name: str, found: str | None) -> None:
     if found is not None and found < revisions()[0]:
         raise StateVersionMismatch(
             f"The database {name} has schema {found}, from before the first release.",
-            hint="no release reads it: start with an empty database; running jobs are adopted from their hosts",
+            hint="no release reads it: start with an empty database (an SQLite file: move it away); running jobs are "
+            "adopted from their hosts",
         )
 
 

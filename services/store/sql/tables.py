@@ -122,7 +122,7 @@ watermarks = _table(
 )
 
 MAX_COPIES_OF = 190  # characters of a JSON list
-UNKNOWN_JOBS = "*"  # a list that is longer, or that an earlier release did not write: look at the copies
+UNKNOWN_JOBS = "*"  # a list that is longer: look at the copies
 
 hosts = _table(
     "hosts",

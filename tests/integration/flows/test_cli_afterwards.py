@@ -160,7 +160,7 @@ def test_another_releases_state_is_refused_and_unchanged(place: Path, tmp_path: 
     run = find_run({"FLYBALL_STATE_DIR": str(place / "s")}, "done")
     copy = tmp_path / "flyball.sqlite"
     copy.write_bytes((run.supervisor_dir / "flyball.sqlite").read_bytes())
-    for revision, hint in (("9999", "a newer one"), ("0015", "empty database")):
+    for revision, hint in (("9999", "a newer one"), ("0111", "empty database")):
         db = Database(f"sqlite:///{copy}")
         with db.write() as connection:
             connection.execute(text("UPDATE alembic_version SET version_num = :new"), {"new": revision})
