@@ -66,6 +66,7 @@ def test_a_database_of_the_first_release_keeps_its_rows(database_url: str) -> No
     db.close()
 
 
+@pytest.mark.processes
 def test_tables_of_another_program_are_refused_and_unchanged(new_database_url: Callable[[str], str]) -> None:
     """Only a creation that was killed leaves tables without a revision, and it leaves whole ones."""
     db = Database(new_database_url("mariadb"))
