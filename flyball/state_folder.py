@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,10 +139,14 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a private folder and its parents durably."""
+    """Create a private folder and its parents durably. Raises FileNotFoundError if another removes one meanwhile."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
-        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            folder.mkdir(mode=0o700)
+        except FileExistsError:  # exist_ok would raise it also where the folder is gone again
+            if not stat.S_ISDIR(folder.stat().st_mode):
+                raise
         sync_folder(folder.parent)
 
 

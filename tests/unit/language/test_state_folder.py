@@ -13,6 +13,7 @@ from threading import Barrier
 
 import pytest
 
+from ckpt_engine.tiers.durable_files import create_file
 from flyball.contracts.errors import ConfigurationError, Conflict, StateVersionMismatch, StorageFull
 from flyball.state_folder import StateFolder, clear_errors, create_once, make_folder, try_lock, write_private
 from host_daemon.store.state_dir import HostStateDir
@@ -228,6 +229,23 @@ def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="Cannot use") as caught:
         opened(tmp_path / "file" / "folder")
     assert "--state-dir" in caught.value.hint
+
+
+def test_a_folder_that_another_makes_and_removes_meanwhile_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that store a step all make its folder, and one that has no room removes it again."""
+    mkdir, refused = os.mkdir, []
+
+    def removed_again(path: Path, mode: int) -> None:
+        if not refused and path == tmp_path / "g1" / "step4":
+            refused.append(path)
+            raise FileExistsError(errno.EEXIST, "File exists", str(path))
+        mkdir(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", removed_again)
+    os.close(create_file(tmp_path / "g1" / "step4" / "rank0.safetensors"))
+    assert refused and (tmp_path / "g1" / "step4" / "rank0.safetensors").is_file()
 
 
 @pytest.mark.processes
