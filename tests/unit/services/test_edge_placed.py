@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import pytest
 from support.clocks.manual import ManualClock
+from support.clocks.skipping_loop import run_skipping
 
 from flyball.contracts.checkpoints import StoredPoint
 from flyball.contracts.cluster import Activity, HostFacts, HostRanks, Phase, RankStatus
@@ -158,7 +159,7 @@ class Rig:
                 await asyncio.wait_for(came.acquire(), 60.0)
             reading.cancel()
 
-        asyncio.run(read())
+        run_skipping(read())
 
     def learned(self) -> dict[str, LearnedJob]:
         """What the sensor stores of what it learned."""
@@ -173,7 +174,7 @@ class Rig:
             finally:
                 writing.cancel()
 
-        return dict(asyncio.run(write()))
+        return dict(run_skipping(write()))
 
     def say(self, host_id: str, **parts: object) -> ReportReply:
         return self.ingest.accept(report(host_id, sent_at=self.clock.now_s, **parts), host_id=host_id, size_bytes=10)
