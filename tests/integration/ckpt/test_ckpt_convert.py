@@ -21,8 +21,8 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from ckpt_sites import Site
+from support.clocks.waits import until
 from support.commands.here import run_here
-from support.hosts.engines import wait_until
 from support.jobs.saved_steps import bytes_of, same, write_step
 
 from ckpt_engine.contracts.import_wire import ForeignFormat, ImportRequest
@@ -330,7 +330,7 @@ def test_a_killed_import_leaves_nothing_that_counts(tmp_path: Path) -> None:
     words = ["import", str(tmp_path / "ckpt.pt"), "--to", str(tmp_path / "in"), "--step", "3"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, "-c", KILLED, *words], env=environment)
-    wait_until(lambda: process.poll() is not None or list((tmp_path / "in").glob("*/*")))
+    until(lambda: process.poll() is not None or list((tmp_path / "in").glob("*/*")))
     process.kill()
     assert process.wait(300) == -signal.SIGKILL
     left = names_in(tmp_path / "in")

@@ -108,7 +108,7 @@ def write_shard(
     (folder / f"rank{rank}.manifest").write_bytes(manifests.as_file(manifests.encode(manifest)))
 
 
-def same(one: Any, other: Any) -> bool:  # noqa: ANN401 - any state
+def same(one: Any, other: Any) -> bool:  # noqa: ANN401
     """Equal types and values, tensors bit for bit."""
     if isinstance(one, torch.Tensor):
         equal = isinstance(other, torch.Tensor) and (one.dtype, one.shape) == (other.dtype, other.shape)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.hosts.engines import wait_until
+from support.clocks.waits import until
 from support.jobs.fake_ranks import as_rank, spread
 from torch.distributed.tensor import Shard
 
@@ -51,7 +51,7 @@ def test_only_the_likely_part_is_mapped_and_everything_can_be_read(
     payload, slots = shard[0], MappedSlots()
     source = mapped(slots, tmp_path / "slot", shard, part)
     slots.start()
-    wait_until(lambda: source.mapped_bytes >= (8 + 3) * MIB)
+    until(lambda: source.mapped_bytes >= (8 + 3) * MIB)
     slots._thread.join(60.0)  # type: ignore[union-attr]
     assert source.mapped_bytes <= (8 + 3 + 5) * MIB  # whole MiB at the edges
     for offset, size_bytes in ((0, MIB), (5, 2 * MIB), (0, len(payload)), (len(payload) - 7, 7)):

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from support.hosts.engines import wait_until
+from support.clocks.waits import until
 from torch import nn
 
 from ckpt_engine.format import integrity
@@ -79,7 +79,7 @@ def source_of(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[memor
         assert isinstance(source, SlotSource)
         if request.param == "slot mapped ahead":
             slots.start()
-            wait_until(lambda: source.mapped_bytes == len(payload))
+            until(lambda: source.mapped_bytes == len(payload))
         return source
 
     return MemorySource if request.param == "mapped" else from_file
