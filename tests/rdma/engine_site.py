@@ -105,7 +105,7 @@ class SiteHost(EngineHost):
     def start(self, **environment: str) -> EngineHost:
         env = {**os.environ, "FLYBALL_SHM_DIR": str(self.shm_dir), **self.environment, **environment}
         port = () if self.state_dir.exists() else ("--port", self._first_port)
-        arguments = self.command(*port)[self.command().index("--state-dir") :]
+        arguments = self.arguments(*port)
         self.process = ForkedEngine(arguments, env, self.log_path)  # type: ignore[assignment]  # as much of a Popen as is used
         until(lambda: self._answers() or self.process is None or self.process.poll() is not None)
         assert self.process is not None and self.process.poll() is None, self.log_path.read_text()

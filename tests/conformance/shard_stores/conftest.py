@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import save
+from support.stores.shards import make_manifest
 
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format.manifest import Manifest
@@ -32,16 +33,7 @@ def make_shard(
     """(manifest, its bytes, the safetensors file)."""
     rng = np.random.default_rng(step * 1000 + rank)
     payload = save({"w": rng.integers(0, 256, size_bytes, np.uint8), "step": np.array([step, rank])})
-    described = manifests.describe(
-        memoryview(payload),
-        job="job",
-        generation=generation,
-        step=step,
-        rank=rank,
-        world_size=2,
-        code_version="test",
-        chunk_bytes=1 << 16,
-    )
+    described = make_manifest(payload, step, rank, generation=generation, world_size=2, chunk_bytes=1 << 16)
     return described, manifests.encode(described), memoryview(payload)
 
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 from support.stores.alike_shards import Tensors, as_payload, ddp_state, hsdp_state
+from support.stores.shards import make_manifest, put_in_slot
 
 from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_wire import TierNaming
 from ckpt_engine.counters import Counters
-from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.format.stored_layout import HEADER_TENSOR
 from ckpt_engine.inspect.copy_places import StoragePlace
@@ -78,22 +78,11 @@ class Host:
             self.put(step, rank, as_payload(state(step, rank), f"rank {rank}"))
 
     def put(self, step: int, rank: int, payload: bytes) -> None:
-        described = manifests.describe(
-            memoryview(payload),
-            job="job",
-            generation=1,
-            step=step,
-            rank=rank,
-            world_size=len(RANKS),
-            code_version="test",
-            chunk_bytes=1 << 16,
-        )
+        described = make_manifest(payload, step, rank, world_size=len(RANKS), chunk_bytes=1 << 16)
         self.payloads[step, rank] = payload
         with self.memory.using(rank, create=True) as entry:
             assert entry is not None
-            entry.segments.begin_write(step % 2, 1, step, len(payload))[:] = payload
-            entry.segments.mark_captured(step % 2)
-            assert entry.segments.commit(entry.segments.control.slot(step % 2), manifests.encode(described))
+            put_in_slot(entry.segments, step % 2, described, payload)
 
     def write(self, step: int, rank: int) -> int:
         """As `DiskWriter` does."""
@@ -342,16 +331,7 @@ def test_a_damaged_file_of_an_owner_is_an_error_for_those_that_need_it(host: Hos
         with host.place.store().reading(1, 4, 0) as (manifest, _, stored):
             target = bytearray(stored.size_bytes)
             stored.read_into(memoryview(target), 0)
-            digests = manifests.describe(
-                memoryview(target),
-                job="job",
-                generation=1,
-                step=4,
-                rank=0,
-                world_size=4,
-                code_version="test",
-                chunk_bytes=1 << 16,
-            ).chunk_digests
+            digests = make_manifest(target, 4, world_size=4, chunk_bytes=1 << 16).chunk_digests
         assert digests != manifest.chunk_digests
         return
     for rank in RANKS:

@@ -8,6 +8,7 @@ import pytest
 from support.clocks.waits import until
 from support.hosts.engine_cluster import EngineCluster
 from support.hosts.engines import EngineHost, Trainer
+from support.stores.shards import make_manifest
 
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.settings import EngineSettings
@@ -118,9 +119,7 @@ def test_steps_that_are_kept_for_ever_do_not_fill_what_engines_tell(cluster: Eng
     rank = Trainer(host, 0)
     for step in range(40):
         payload = memoryview(rank.payload(step, count=10))
-        manifest = manifests.describe(
-            payload, job=JOB, generation=1, step=step, rank=0, world_size=1, code_version="test"
-        )
+        manifest = make_manifest(payload, step, job=JOB)
         store.write(manifest, manifests.encode(manifest), payload)
         store.seal(1, step, 1)
     cluster.configure(cluster.placement({"a": (0,)}), spec)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from support.hosts.engines import JOB, EngineHost
+from support.hosts.engines import EngineHost
+from support.jobs.placements import make_placement
 
 from flyball.contracts.checkpoints import CheckpointSpec, Lineage, LineageEntry, RestorePlan, ShardSource, Tier
 from flyball.contracts.cluster import HostRanks, Placement
@@ -38,13 +39,10 @@ class EngineCluster:
         """`ranks` by host. Without `peers` each host's replicas are on the next one."""
         names = list(ranks)
         ring = {name: (names[(i + 1) % len(names)],) for i, name in enumerate(names)} if len(names) > 1 else {}
-        return Placement(
-            job=JOB,
+        return make_placement(
+            ranks,
             generation=generation,
-            world_size=sum(len(r) for r in ranks.values()),
             hosts=tuple(HostRanks(n, "127.0.0.1", self.hosts[n].address, r) for n, r in ranks.items()),
-            master_address="127.0.0.1",
-            master_port=1,
             peers=ring if peers is None else peers,
             lineage=lineage or (LineageEntry(generation),),
             restore=restore,

@@ -73,10 +73,12 @@ class EngineHost:
         self._first_port = str(port)  # a later start uses it again
 
     def command(self, *extra: str) -> list[str]:
+        return [sys.executable, "-P", "-m", "ckpt_engine.host.server", *self.arguments(*extra)]
+
+    def arguments(self, *extra: str) -> list[str]:
         return [
-            *(sys.executable, "-P", "-m", "ckpt_engine.host.server", "--state-dir", str(self.state_dir)),
-            *("--host-id", self.host_id, "--address", self._ip, "--token-file", str(self.token_file)),
-            *extra,
+            *("--state-dir", str(self.state_dir), "--host-id", self.host_id, "--address", self._ip),
+            *("--token-file", str(self.token_file), *extra),
         ]
 
     def start(self, **environment: str) -> EngineHost:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 from support.clocks.waits import until
 from support.hosts.daemons import LoneDaemon
+from support.jobs.placements import make_placement
 
-from flyball.contracts.checkpoints import LineageEntry
-from flyball.contracts.cluster import HostRanks, JobSpec, Placement
+from flyball.contracts.cluster import JobSpec, Placement
 from flyball.contracts.decisions import (
     Command,
     CommandBody,
@@ -37,17 +37,11 @@ class CommandedJob:
         self._number = 0
 
     def placement(self, generation: int, *, port: int = 0) -> Placement:
-        host = HostRanks("host-a", "127.0.0.1", "", tuple(range(self.spec.nproc_per_node)))
-        return Placement(
-            job=self.spec.job,
+        return make_placement(
+            {"host-a": tuple(range(self.spec.nproc_per_node))},
             generation=generation,
-            world_size=self.spec.nproc_per_node,
-            hosts=(host,),
-            master_address="127.0.0.1",
+            job=self.spec.job,
             master_port=port or self.daemon.port(),
-            peers={},
-            lineage=(LineageEntry(generation),),
-            restore=None,
             restart_count=generation - 1,
         )
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import xxhash
 from support.stores.alike_shards import as_payload
+from support.stores.shards import make_manifest
 
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format.manifest import Manifest
@@ -36,16 +37,7 @@ class Hosts:
         self.sent: list[tuple[int, int]] = []
 
     def open(self, rank: int, step: FetchStep) -> FoundShard:
-        described = manifests.describe(
-            memoryview(self.payloads[rank]),
-            job="job",
-            generation=1,
-            step=4,
-            rank=rank,
-            world_size=len(RANKS),
-            code_version="test",
-            chunk_bytes=CHUNK_BYTES,
-        )
+        described = make_manifest(self.payloads[rank], 4, rank, world_size=len(RANKS), chunk_bytes=CHUNK_BYTES)
         return FoundShard(described, manifests.encode(described), memoryview(b""), "", Delivery(Tier.MEMORY))
 
     def read(self, step: FetchStep, manifest: Manifest, chunks: Sequence[int], take: Any, delivery: Delivery) -> None:  # noqa: ANN401
