@@ -21,8 +21,8 @@ from hypothesis.internal.constants_ast import Constants
 
 pytest.register_assert_rewrite("support")
 
-from support.commands.warm_python import WarmPython  # noqa: E402
-from support.servers.own_servers import OwnMariaDb, OwnRedis  # noqa: E402 - found by the path above
+from support.commands.warm_python import WarmPython  # noqa: E402 - once its asserts are rewritten
+from support.servers.own_servers import OwnMariaDb, OwnRedis  # noqa: E402
 
 # Hundreds of processes are started, and each would compile all of Flyball for itself.
 sys.dont_write_bytecode = False

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from support.jobs.rank_alone import rank_alone
 from support.stores.damaged_site import STEP, DamagedSite, Shard, make_shard
 
 from ckpt_engine.contracts.control_views import RestoreState, RestoreWords
@@ -32,7 +33,6 @@ from flyball.contracts import wire
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Tier
 from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed
 from flyball.contracts.on_host.segments import CONTROL_SUFFIX
-from flyball.sdk.worker_identity import WorkerIdentity
 
 NEXT = {Tier.MEMORY: Tier.PEER, Tier.PEER: Tier.DISK, Tier.DISK: Tier.PERSISTENT}
 
@@ -198,15 +198,9 @@ def test_every_flipped_byte_of_an_answer_is_passed_over_for_the_next(site: Damag
 
 @pytest.fixture
 def reader_of(site: DamagedSite) -> Callable[[RankSegments], ShardReader]:
-    identity = WorkerIdentity(
-        job="job",
+    identity = rank_alone(
+        str(site.root / "flyball-test"),
         generation=2,
-        rank=0,
-        world_size=1,
-        local_world_size=1,
-        beacon="",
-        shm_prefix=str(site.root / "flyball-test"),
-        engine_notify="",
         restore_step=STEP,
         checkpoint=CheckpointSpec(restore_timeout_s=0.0),
         lineage=(LineageEntry(1, STEP), LineageEntry(2)),

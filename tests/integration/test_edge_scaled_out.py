@@ -29,7 +29,7 @@ TOKEN = "the-secret-of-a-cluster-of-tests"
 PARTS = {"sensor": 2, "controller": 2, "actuator": 2, "api": 1}
 
 
-class TrainingHost(PlayedHost):
+class TrainingDaemon(PlayedHost):
     """It sends a signal until it is committed, obeys a command once, and trains a step between two reports."""
 
     def __init__(self, sensors: list[str], actuators: list[str]) -> None:
@@ -90,7 +90,7 @@ def stack(redis: OwnRedis, mariadb_url: str) -> Iterator[Stack]:
 
 
 def test_every_incident_is_decided_once_whatever_is_killed(redis: OwnRedis, stack: Stack) -> None:
-    with stack.front.client() as api, TrainingHost(stack.urls("sensor"), stack.urls("actuator")) as daemon:
+    with stack.front.client() as api, TrainingDaemon(stack.urls("sensor"), stack.urls("actuator")) as daemon:
 
         def items(path: str) -> list[dict[str, Any]]:
             found: list[dict[str, Any]] = api.get(path, params={"job": "demo"}).json()["items"]

@@ -39,9 +39,7 @@ def compare(step: int, states: dict[int, dict[str, np.ndarray]]) -> StoragePlan:
     payloads = {rank: memoryview(bytearray(save(tensors))) for rank, tensors in states.items()}
     shards = {}
     for rank, payload in payloads.items():
-        described = make_manifest(
-            payload, step, rank, generation=2, world_size=len(RANKS), chunk_bytes=CHUNK_BYTES
-        )
+        described = make_manifest(payload, step, rank, generation=2, world_size=len(RANKS), chunk_bytes=CHUNK_BYTES)
         digest = manifests.digest(manifests.encode(described))
         shards[rank] = HeldShard(shard_format.read_header(payload), described, digest)
     return plan(shards, lambda rank, begin, end: xxhash.xxh3_128_digest(payloads[rank][begin:end]))

@@ -101,7 +101,7 @@ class ForkedEngine:
             os.kill(self.pid, signal.SIGKILL)
 
 
-class SiteHost(EngineHost):
+class SiteEngine(EngineHost):
     def start(self, **environment: str) -> EngineHost:
         env = {**os.environ, "FLYBALL_SHM_DIR": str(self.shm_dir), **self.environment, **environment}
         port = () if self.state_dir.exists() else ("--port", self._first_port)
@@ -124,7 +124,7 @@ class EngineSite:
         self._settings = msgspec.json.decode(settings, type=SiteSettings)
         self._root = Path(tempfile.mkdtemp(prefix="site-", dir="/dev/shm"))
         environment, port = self._settings.environment, PORTS[self._host_id]
-        self._host = SiteHost(self._root, self._host_id, TOKEN, environment, address=self._address, port=port)
+        self._host = SiteEngine(self._root, self._host_id, TOKEN, environment, address=self._address, port=port)
         return True
 
     def start(self) -> str:

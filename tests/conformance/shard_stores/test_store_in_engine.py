@@ -16,6 +16,7 @@ from support.clocks.waits import until
 from support.hosts.engine_jobs import capture as capture_in
 from support.hosts.engine_jobs import configured, engine_job
 from support.jobs.placements import make_placement
+from support.stores.places import Place
 
 from ckpt_engine.contracts.control_views import RestoreState
 from ckpt_engine.host.job import EngineJob
@@ -36,7 +37,6 @@ from flyball.contracts.errors import StorageFull
 from flyball.contracts.on_host.engine_wire import Configure
 from flyball.contracts.recovery import complete_points
 
-Place = Any  # the conftest's
 DEADLINE_S = 90.0
 
 

@@ -14,6 +14,7 @@ import pytest
 import xxhash
 from support.clocks.waits import until
 from support.stores.alike_shards import Tensors, as_payload, ddp_state, hsdp_state
+from support.stores.places import Place
 from support.stores.shards import make_manifest, put_in_slot
 
 from ckpt_engine.contracts.generation import HostGeneration
@@ -34,7 +35,6 @@ from flyball.contracts.errors import Conflict, CorruptShard, StorageFull, Unreac
 from flyball.contracts.identity import Fence
 from flyball.contracts.on_host.engine_wire import Configure
 
-Place = Any  # the conftest's
 HOSTS = {"a": (0, 1), "b": (2, 3), "c": (4,)}
 WORLD = 5
 LINEAGE = (LineageEntry(1),)

@@ -10,10 +10,10 @@ import torch
 from support.clocks.waits import until
 from support.hosts.engine_cluster import EngineCluster
 from support.hosts.engines import EngineHost, Trainer
+from support.jobs.rank_alone import rank_alone
 
-from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Tier
+from flyball.contracts.checkpoints import CheckpointSpec, Tier
 from flyball.sdk.trainer import Job
-from flyball.sdk.worker_identity import WorkerIdentity
 
 
 def test_a_step_that_another_rank_passed_by_is_given_up_while_that_rank_stands_still(cluster: EngineCluster) -> None:
@@ -40,18 +40,12 @@ class Ranks:
     def __init__(self, hosts: list[EngineHost], spec: CheckpointSpec) -> None:
         self.jobs = [
             Job(
-                WorkerIdentity(
-                    job="job",
-                    generation=1,
+                rank_alone(
+                    host.prefix,
                     rank=rank,
                     world_size=len(hosts),
-                    local_world_size=1,
-                    beacon="",
-                    shm_prefix=host.prefix,
                     engine_notify=str(host.state_dir / "notify.sock"),
-                    restore_step=None,
                     checkpoint=spec,
-                    lineage=(LineageEntry(1),),
                 )
             )
             for rank, host in enumerate(hosts)

@@ -24,8 +24,6 @@ from flyball.cli.run.embedded import start_supervisor
 from flyball.contracts.errors import NotFound
 from services.store.sql.database import Database
 
-TIMEOUT_S = 300.0
-
 TRAIN = """
 import os, signal, sys, time
 from pathlib import Path
@@ -178,14 +176,12 @@ def test_a_job_chooses_one_of_several_supervisors(place: Path) -> None:
         )
         stopped = answer(place, "stop", "left")
         assert (stopped["job"], stopped["state"], bool(stopped["ended_at"])) == ("left", "stopped", True)
-        assert processes[0].wait(TIMEOUT_S) == 1
+        assert processes[0].end() == 1
         asked = cli(place, "stop", "right", "--no-wait")
         assert asked.returncode == 0 and "asked to stop" in asked.stdout
-        assert processes[1].wait(TIMEOUT_S) == 1, "the command ends with its job"
+        assert processes[1].end() == 1, "the command ends with its job"
         again = cli(place, "stop", "right")
         assert again.returncode == 0 and "has already ended" in again.stderr and "stopped" in again.stdout
     finally:
         for process in processes:
-            process.send_signal(signal.SIGINT)
-        for process in processes:
-            process.wait(TIMEOUT_S)
+            process.close()

@@ -178,20 +178,15 @@ class World:
             return
         host.next_report_at = self.now + REPORT_S
         live = [w for w in host.workers.values() if w.alive]
-        unreachable = tuple(
-            sorted(
-                peer
-                for peer in (host.placement.peers.get(host.name, ()) if host.placement else ())
-                if not self.hosts[peer].alive or self.hosts[peer].cut_off
-            )
-        )
+        peers = host.placement.peers.get(host.name, ()) if host.placement else ()
+        unreachable = sorted(peer for peer in peers if not self.hosts[peer].alive or self.hosts[peer].cut_off)
         sent = report(
             host.name,
             self.now,
             incarnation=host.incarnation,
             interval_s=REPORT_S,
             facts=HostFacts(host.name, "127.0.0.1", host.domain, f"{host.name}:7000", 29_500, "1", 1),
-            engine=EngineStatus(alive=True, unreachable_peers=unreachable),
+            engine=EngineStatus(alive=True, unreachable_peers=tuple(unreachable)),
             signals=tuple(host.signals),
             ranks=[w.status(self.now) for w in live],
             steps=[

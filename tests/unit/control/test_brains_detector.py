@@ -23,7 +23,7 @@ def report(host: str, now: float, unreachable: tuple[str, ...] = ()) -> Report:
     return made_report(host, now, engine=EngineStatus(alive=True, unreachable_peers=unreachable))
 
 
-class ReportingHosts(DetectorRig):
+class ReportingRig(DetectorRig):
     """Hosts that report each second, in one detector."""
 
     def __init__(self, *hosts: str, settings: DetectorSettings | None = None) -> None:
@@ -38,7 +38,7 @@ class ReportingHosts(DetectorRig):
 
 
 def test_a_witness_makes_it_quick() -> None:
-    hosts = ReportingHosts("a", "b")
+    hosts = ReportingRig("a", "b")
     hosts.run(10)
     del hosts.reporting["b"]
     hosts.reporting["a"] = ("b",)
@@ -53,7 +53,7 @@ def test_a_witness_makes_it_quick() -> None:
 
 
 def test_without_a_witness_it_takes_three_times_as_long() -> None:
-    hosts = ReportingHosts("a", "b")
+    hosts = ReportingRig("a", "b")
     hosts.run(10)
     del hosts.reporting["b"]
     stopped_at = hosts.now
@@ -63,7 +63,7 @@ def test_without_a_witness_it_takes_three_times_as_long() -> None:
 
 
 def test_when_nobody_is_heard_of_it_takes_longest() -> None:
-    hosts = ReportingHosts("a", "b", "c")
+    hosts = ReportingRig("a", "b", "c")
     hosts.run(10)
     hosts.reporting.clear()
     stopped_at = hosts.now
@@ -73,7 +73,7 @@ def test_when_nobody_is_heard_of_it_takes_longest() -> None:
 
 
 def test_yellow_comes_before_red() -> None:
-    hosts = ReportingHosts("a", "b")
+    hosts = ReportingRig("a", "b")
     hosts.run(10)
     assert hosts.detector.suspicion() == ()
     del hosts.reporting["b"]
@@ -86,7 +86,7 @@ def test_yellow_comes_before_red() -> None:
 
 
 def test_a_host_returns_once() -> None:
-    hosts = ReportingHosts("a", "b")
+    hosts = ReportingRig("a", "b")
     hosts.run(10)
     del hosts.reporting["b"]
     hosts.run(20)
@@ -98,7 +98,7 @@ def test_a_host_returns_once() -> None:
 
 
 def test_its_own_lag_does_not_count() -> None:
-    hosts = ReportingHosts("a", "b")
+    hosts = ReportingRig("a", "b")
     hosts.run(10)
     hosts.now += 30.0  # the sensor's loop stood still; reports wait unread
     hosts.keep(hosts.detector.tick(hosts.now))
@@ -121,7 +121,7 @@ def test_an_irregular_host_gets_a_longer_deadline() -> None:
 
 
 def test_an_expected_host_that_never_reports_is_silent() -> None:
-    hosts = ReportingHosts("a")
+    hosts = ReportingRig("a")
     hosts.detector.expect("ghost", hosts.now, report_ago_s=60.0)
     hosts.run(40)
     ((at, body),) = hosts.silent()
@@ -129,7 +129,7 @@ def test_an_expected_host_that_never_reports_is_silent() -> None:
 
 
 def test_a_host_that_reports_to_another_sensor_is_silent_only_once_it_does_so_no_more() -> None:
-    hosts = ReportingHosts("a")
+    hosts = ReportingRig("a")
     for _ in range(60):
         hosts.detector.expect("elsewhere", hosts.now, report_ago_s=0.5)
         hosts.run(1)

@@ -18,7 +18,7 @@ from services.sensor.detector.witnesses import MAX_NEIGHBOURS, neighbours
 BOUNDS = SilenceSettings(vouched_max_s=60.0)
 
 
-class WitnessedHosts(DetectorRig):
+class WitnessedRig(DetectorRig):
     """Hosts of one job that report each second, a rank on each. Answers follow a question by one report."""
 
     def __init__(self, *names: str, domains: dict[str, str] | None = None) -> None:
@@ -83,7 +83,7 @@ def test_neighbours_are_those_whose_engines_have_a_link() -> None:
 
 
 def test_a_host_that_only_the_sensor_does_not_hear_is_suspect_and_never_silent() -> None:
-    hosts = WitnessedHosts("a", "b", "c")
+    hosts = WitnessedRig("a", "b", "c")
     cut_at = hosts.cut_from_sensor("b")
     hosts.run(600)
     ((at, body),) = hosts.signals
@@ -98,7 +98,7 @@ def test_a_host_that_only_the_sensor_does_not_hear_is_suspect_and_never_silent()
 
 
 def test_a_suspect_host_that_dies_is_silent_soon() -> None:
-    hosts = WitnessedHosts("a", "b", "c")
+    hosts = WitnessedRig("a", "b", "c")
     hosts.cut_from_sensor("b")
     hosts.run(60)
     hosts.alive.remove("b")
@@ -110,7 +110,7 @@ def test_a_suspect_host_that_dies_is_silent_soon() -> None:
 
 
 def test_a_dead_host_is_not_called_suspect_first() -> None:
-    hosts = WitnessedHosts("a", "b", "c")
+    hosts = WitnessedRig("a", "b", "c")
     hosts.alive.remove("b")
     hosts.cut_from_sensor()
     hosts.run(20)
@@ -118,7 +118,7 @@ def test_a_dead_host_is_not_called_suspect_first() -> None:
 
 
 def test_one_neighbour_is_believed_while_the_job_makes_steps_and_else_for_a_while() -> None:
-    hosts = WitnessedHosts("a", "b")
+    hosts = WitnessedRig("a", "b")
     hosts.cut_from_sensor("b")
     hosts.run(300)
     assert hosts.kinds() == [HostSuspect]
@@ -130,7 +130,7 @@ def test_one_neighbour_is_believed_while_the_job_makes_steps_and_else_for_a_whil
 
 
 def test_a_lying_neighbour_delays_and_does_not_prevent() -> None:
-    hosts = WitnessedHosts("a", "b")
+    hosts = WitnessedRig("a", "b")
     hosts.liars.add("a")
     hosts.alive.remove("b")
     died_at = hosts.cut_from_sensor()
@@ -140,7 +140,7 @@ def test_a_lying_neighbour_delays_and_does_not_prevent() -> None:
 
 
 def test_steps_alone_count_for_a_while() -> None:
-    hosts = WitnessedHosts("a", "b", "c")
+    hosts = WitnessedRig("a", "b", "c")
     hosts.detector.set_neighbours({})
     cut_at = hosts.cut_from_sensor("b")
     hosts.run(60)
@@ -149,7 +149,7 @@ def test_steps_alone_count_for_a_while() -> None:
 
 
 def test_who_cannot_be_reached_by_its_neighbours_either_is_silent_sooner_though_it_trains() -> None:
-    hosts = WitnessedHosts("a", "b", "c")
+    hosts = WitnessedRig("a", "b", "c")
     hosts.links_cut = {frozenset("ab"), frozenset("bc")}
     cut_at = hosts.cut_from_sensor("b")
     hosts.run(60)
@@ -158,7 +158,7 @@ def test_who_cannot_be_reached_by_its_neighbours_either_is_silent_sooner_though_
 
 
 def test_an_engine_that_has_outlived_its_daemon_is_no_sign_of_it() -> None:
-    hosts = WitnessedHosts("a", "b", "c")
+    hosts = WitnessedRig("a", "b", "c")
     hosts.trains = False
     hosts.run(20)
     hosts.daemon_lives.remove("b")
@@ -168,7 +168,7 @@ def test_an_engine_that_has_outlived_its_daemon_is_no_sign_of_it() -> None:
 
 
 def test_a_witness_that_is_not_heard_itself_does_not_count_and_is_asked_when_it_is() -> None:
-    hosts = WitnessedHosts("a", "b", "c", "d", "e")
+    hosts = WitnessedRig("a", "b", "c", "d", "e")
     hosts.trains = False
     hosts.run(20)
     hosts.cut_from_sensor("b", "c")
@@ -181,7 +181,7 @@ def test_a_witness_that_is_not_heard_itself_does_not_count_and_is_asked_when_it_
 def test_witnesses_from_the_same_failure_domain_weigh_less_than_others() -> None:
     silent_after = {}
     for domain_of_c in ("near", "far"):
-        hosts = WitnessedHosts("a", "b", "c", domains={"a": "elsewhere", "b": "near", "c": domain_of_c})
+        hosts = WitnessedRig("a", "b", "c", domains={"a": "elsewhere", "b": "near", "c": domain_of_c})
         hosts.detector.set_neighbours({})
         hosts.near = {"b": ("c",)}
         hosts.trains = False
@@ -198,7 +198,7 @@ def test_witnesses_from_the_same_failure_domain_weigh_less_than_others() -> None
 def test_a_rack_behind_one_switch_falls_as_one(first: tuple[str, ...]) -> None:
     """With rank 0's host in it, most of its hosts have neighbours only among themselves."""
     rack = [f"r{number:02}" for number in range(32)]
-    hosts = WitnessedHosts(*first, *rack, "y", "z", domains=dict.fromkeys(rack, "s7"))
+    hosts = WitnessedRig(*first, *rack, "y", "z", domains=dict.fromkeys(rack, "s7"))
     hosts.alive -= set(rack)
     died_at = hosts.cut_from_sensor()
     hosts.run(30)
@@ -210,7 +210,7 @@ def test_a_rack_behind_one_switch_falls_as_one(first: tuple[str, ...]) -> None:
 
 
 def test_when_half_of_all_are_not_heard_the_sensor_waits_longest() -> None:
-    hosts = WitnessedHosts(*"abcdef")
+    hosts = WitnessedRig(*"abcdef")
     hosts.detector.set_neighbours({})
     hosts.trains = False
     hosts.run(20)
@@ -221,7 +221,7 @@ def test_when_half_of_all_are_not_heard_the_sensor_waits_longest() -> None:
 
 
 def test_a_sensor_that_was_stopped_accuses_nobody_that_reports_again_in_time() -> None:
-    hosts = WitnessedHosts("a", "b", "c")
+    hosts = WitnessedRig("a", "b", "c")
     hosts.now += 30.0  # SIGSTOP, SIGCONT; daemons that had no answer wait for up to 2 s before they try again
     hosts.cut_from_sensor("a", "b", "c")
     hosts.run(2)
@@ -280,7 +280,7 @@ def test_a_sensor_tells_of_a_host_that_only_another_one_does_not_hear() -> None:
 
 
 def test_a_host_that_was_replaced_has_no_neighbours_and_what_they_said_grows_old() -> None:
-    hosts = WitnessedHosts("a", "b", "c")
+    hosts = WitnessedRig("a", "b", "c")
     hosts.trains = False
     hosts.cut_from_sensor("b")
     hosts.run(30)
@@ -297,7 +297,7 @@ def test_a_host_that_was_replaced_has_no_neighbours_and_what_they_said_grows_old
 @pytest.mark.parametrize("is_alive", [True, False])
 def test_a_neighbour_that_a_move_has_just_brought_has_time_to_answer(is_alive: bool) -> None:
     """Simulator seed 4460: b, its only neighbour, had died, and c took the ranks of b moments before a was given up."""
-    hosts = WitnessedHosts("a", "b", "c")
+    hosts = WitnessedRig("a", "b", "c")
     hosts.trains = False
     hosts.detector.set_neighbours({"a": ("b",), "b": ("a",)})
     hosts.run(5)
@@ -341,7 +341,7 @@ def test_a_silent_host_is_no_less_so_because_it_is_told_a_little_differently_eac
 
 
 def test_a_witness_that_is_late_for_a_moment_has_not_taken_its_word_back() -> None:
-    hosts = WitnessedHosts("a", "b")
+    hosts = WitnessedRig("a", "b")
     hosts.cut_from_sensor("b")
     hosts.run(60)
     for _ in range(5):
