@@ -21,7 +21,7 @@ from hypothesis.internal.constants_ast import Constants
 
 pytest.register_assert_rewrite("support")
 
-from support import costs, rings  # noqa: E402
+from support import costs, rings  # noqa: E402 - once its asserts are rewritten
 from support.commands.warm_python import WarmPython  # noqa: E402
 from support.servers.own_servers import OwnMariaDb, OwnRedis  # noqa: E402
 

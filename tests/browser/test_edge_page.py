@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
-from support.servers.browser import CHROMIUM, DEADLINE_S, Browser
+from support.hosts.reports import report
+from support.servers.browser import CHROMIUM, Browser
+from support.servers.here import bearer, client_of, supervisor_in
 
 from flyball.contracts.checkpoints import PeerTransport
 from flyball.contracts.clock import SystemClock
-from flyball.contracts.cluster import HostFacts, JobSpec
-from flyball.contracts.credentials import host_credential
+from flyball.contracts.cluster import JobSpec
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.reports.signals import EngineStatus, Report
-from flyball.contracts.wire import WIRE_VERSION, encode
+from flyball.contracts.reports.signals import EngineStatus
+from flyball.contracts.wire import encode
 from services.api import goodput
 from services.main import Supervisor
-from services.settings import load_settings
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 LOOKED_AT = "document.dispatchEvent(new Event('visibilitychange'))"  # refreshes at once
@@ -33,39 +32,21 @@ def no_room_for_goodput(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
-    supervisor = Supervisor(load_settings(state_dir=tmp_path / "supervisor", port=0))
-    supervisor.start()
-    yield supervisor
-    supervisor.stop()
+    with supervisor_in(tmp_path / "supervisor") as supervisor:
+        yield supervisor
 
 
 def test_the_page_shows_what_happens_and_no_text_becomes_markup(browser: Browser, supervisor: Supervisor) -> None:
-    headers = {"Authorization": f"Bearer {supervisor.token}"}
-    with httpx.Client(base_url=supervisor.url, headers=headers, timeout=DEADLINE_S) as client:
+    with client_of(supervisor) as client:
         browser.open(f"{supervisor.url}/?token={supervisor.token}")
         browser.until("document.getElementById('link-text')?.textContent === 'live'")
         assert browser.evaluate("location.href") == f"{supervisor.url}/", "the tokens are out of the address"
         assert browser.evaluate("document.cookie") == "", "no script can read the cookie"
 
-        facts = HostFacts(
-            host_id="host-a",
-            address="127.0.0.1",
-            failure_domain=HOSTILE,
-            engine_address="",
-            free_port=1,
-            daemon_version="0",
-            pid=1,
-        )
-        report = Report(
-            version=WIRE_VERSION,
-            incarnation="i",
-            sent_at=SystemClock().wall_s(),
-            interval_s=30.0,
-            facts=facts,
-            engine=EngineStatus(alive=True, transports=(PeerTransport("host-b", "tcp", HOSTILE),)),
-        )
-        daemon = {"Authorization": f"Bearer {host_credential(supervisor.token, 'host-a').token}"}
-        assert client.post("/v1/reports", content=encode(report), headers=daemon).status_code == 200
+        engine = EngineStatus(alive=True, transports=(PeerTransport("host-b", "tcp", HOSTILE),))
+        hostile = report(sent_at=SystemClock().wall_s(), interval_s=30.0, domain=HOSTILE, engine=engine)
+        daemon = bearer(supervisor.token, "host-a")
+        assert client.post("/v1/reports", content=encode(hostile), headers=daemon).status_code == 200
         spec = JobSpec(job="demo", argv=("train.py", HOSTILE), workdir="/", hosts=("host-b",))
         assert client.post("/v1/jobs", content=encode(spec)).status_code == 201
         browser.until("document.querySelector('#running h2')?.textContent === 'demo'")
@@ -117,9 +98,8 @@ def _log_in(browser: Browser, token: str) -> None:
 def test_goodput_that_is_busy_holds_up_nothing_else(
     browser: Browser, no_room_for_goodput: None, supervisor: Supervisor
 ) -> None:
-    headers = {"Authorization": f"Bearer {supervisor.token}"}
     spec = JobSpec(job="demo", argv=("train.py",), workdir="/", hosts=("host-b",))
-    with httpx.Client(base_url=supervisor.url, headers=headers, timeout=DEADLINE_S) as client:
+    with client_of(supervisor) as client:
         assert client.post("/v1/jobs", content=encode(spec)).status_code == 201
         assert client.get("/v1/goodput", params={"job": "demo"}).status_code == 503
     browser.open(f"{supervisor.url}/?token={supervisor.token}")

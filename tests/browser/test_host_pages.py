@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
-from support.servers.browser import CHROMIUM, DEADLINE_S, Browser
+from support.hosts.reports import report
+from support.servers.browser import CHROMIUM, Browser
+from support.servers.here import bearer, client_of, supervisor_in
 
 from flyball.contracts.clock import SystemClock
-from flyball.contracts.cluster import HostFacts
-from flyball.contracts.credentials import host_credential, reader_token
-from flyball.contracts.reports.signals import EngineStatus, Report
-from flyball.contracts.wire import WIRE_VERSION, encode
+from flyball.contracts.credentials import reader_token
+from flyball.contracts.wire import encode
 from services.main import Supervisor
-from services.settings import load_settings
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
 LIVE = "document.getElementById('link-text')?.textContent === 'live'"
@@ -25,32 +23,8 @@ DRAIN = "document.querySelector('[data-act=drain]')"
 
 @pytest.fixture
 def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
-    supervisor = Supervisor(load_settings(state_dir=tmp_path / "supervisor", port=0))
-    supervisor.start()
-    yield supervisor
-    supervisor.stop()
-
-
-def report(host_id: str) -> bytes:
-    facts = HostFacts(
-        host_id=host_id,
-        address="127.0.0.1",
-        failure_domain="rack-1",
-        engine_address="",
-        free_port=1,
-        daemon_version="0",
-        pid=1,
-    )
-    return encode(
-        Report(
-            version=WIRE_VERSION,
-            incarnation=f"of {host_id}",
-            sent_at=SystemClock().wall_s(),
-            interval_s=600.0,
-            facts=facts,
-            engine=EngineStatus(alive=True),
-        )
-    )
+    with supervisor_in(tmp_path / "supervisor") as supervisor:
+        yield supervisor
 
 
 def typed(text: str) -> str:
@@ -60,12 +34,17 @@ def typed(text: str) -> str:
 
 def test_an_operator_drains_a_host_from_the_map(browser: Browser, supervisor: Supervisor) -> None:
     go = "document.querySelector('#act button.primary')"
-    with httpx.Client(
-        base_url=supervisor.url, headers={"Authorization": f"Bearer {supervisor.token}"}, timeout=DEADLINE_S
-    ) as client:
+    with client_of(supervisor) as client:
         for host_id in ("host-a", "host-b"):
-            daemon = {"Authorization": f"Bearer {host_credential(supervisor.token, host_id).token}"}
-            assert client.post("/v1/reports", content=report(host_id), headers=daemon).status_code == 200
+            daemon = bearer(supervisor.token, host_id)
+            assert (
+                client.post(
+                    "/v1/reports",
+                    content=encode(report(host_id, SystemClock().wall_s(), interval_s=600.0)),
+                    headers=daemon,
+                ).status_code
+                == 200
+            )
         browser.open(f"{supervisor.url}/?token={supervisor.token}")
         browser.until(LIVE)
         browser.open(f"{supervisor.url}/recovery")

@@ -6,23 +6,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from support.clocks.waits import until
-from support.servers.browser import CHROMIUM, DEADLINE_S, Browser
+from support.hosts.played import PlayedHost
+from support.servers.browser import CHROMIUM, Browser
+from support.servers.here import client_of, supervisor_in
 from support.servers.page_audit import axe_core, serious_findings
 
 from flyball.contracts.clock import SystemClock
-from flyball.contracts.cluster import HostFacts, JobSpec, Phase
-from flyball.contracts.credentials import host_credential
+from flyball.contracts.cluster import JobSpec, Phase
+from flyball.contracts.decisions import StopWorkers
 from flyball.contracts.reports.rank_columns import CompletedSteps, RankProgress, Workers
-from flyball.contracts.reports.signals import EngineStatus, Report, Signal, WorkerExited
-from flyball.contracts.wire import WIRE_VERSION, encode
+from flyball.contracts.reports.signals import Signal, WorkerExited
+from flyball.contracts.wire import encode
 from services.dashboard import training_pages
 from services.main import Supervisor
-from services.settings import load_settings
 from simulator.fleet import scenario
 from simulator.fleet.result import simulate
 
@@ -35,40 +35,8 @@ GO = "document.querySelector('#act button.primary')"
 
 @pytest.fixture
 def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
-    policy = {"approve": ["restart_in_place"]}
-    supervisor = Supervisor(load_settings(state_dir=tmp_path / "supervisor", port=0, policy=policy))
-    supervisor.start()
-    yield supervisor
-    supervisor.stop()
-
-
-class Host:
-    """Speaks for host-a's daemon."""
-
-    def __init__(self, client: httpx.Client, token: str) -> None:
-        self._client = client
-        self._headers = {"Authorization": f"Bearer {host_credential(token, 'host-a').token}"}
-
-    def reports(self, **parts: Any) -> None:  # noqa: ANN401 - fields of Report
-        facts = HostFacts("host-a", "127.0.0.1", "rack-1", "", 29_500, "0", 1)
-        now = SystemClock().wall_s()
-        whole = {"engine": EngineStatus(alive=True)} | parts
-        message = Report(version=WIRE_VERSION, incarnation="i", sent_at=now, interval_s=600.0, facts=facts, **whole)
-        answer = self._client.post("/v1/reports", content=encode(message), headers=self._headers)
-        assert answer.status_code == 200, answer.text
-
-    def commands(self) -> list[dict[str, Any]]:
-        """The next commands, each answered as carried out."""
-        query = {"incarnation": "i", "wait_s": 10}
-        answer = self._client.get("/v1/hosts/host-a/commands", params=query, headers=self._headers)
-        commands: list[dict[str, Any]] = answer.json()["commands"]
-        for command in commands:
-            update = {"command_id": command["command_id"], "host_id": "host-a", "incarnation": "i"}
-            result = {"positions": [{"rank": 0, "step": 3}], "free_port": 29_501}
-            update |= {"state": "succeeded", "at": SystemClock().wall_s(), "result": result}
-            posted = self._client.post("/v1/hosts/host-a/updates", json=update, headers=self._headers)
-            assert posted.status_code == 204, posted.text
-        return commands
+    with supervisor_in(tmp_path / "supervisor", policy={"approve": ["restart_in_place"]}) as supervisor:
+        yield supervisor
 
 
 def typed(text: str) -> str:
@@ -76,24 +44,24 @@ def typed(text: str) -> str:
     return f"{field}.value = '{text}'; {field}.dispatchEvent(new Event('input', {{bubbles: true}})); 0"
 
 
-def train_and_die(client: httpx.Client, host: Host) -> None:
+def train_and_die(client: httpx.Client, host: PlayedHost) -> None:
     """A job of one rank makes four steps, and its worker is killed."""
-    host.reports()
+    host.report()
     until(lambda: client.get("/v1/hosts").json()["items"])
     spec = JobSpec(job="demo", argv=("train.py",), workdir="/")
     assert client.post("/v1/jobs", content=encode(spec)).status_code == 201
-    (start,) = until(host.commands)
-    generation = start["body"]["placement"]["generation"]
+    (start,) = until(host.obey)
+    generation = start.body.placement.generation
     now = SystemClock().wall_s()
     steps = CompletedSteps("demo", generation, (0,), 0, tuple((now - ago,) for ago in (3, 2, 1, 0)))
-    host.reports(
+    host.report(
         workers=(Workers("demo", generation, (0,), (9,)),),
         progress=(RankProgress((Phase.STEP,), (3,), (0.1,)),),
         completed=(steps,),
     )
     until(lambda: client.get("/v1/jobs/demo").json()["newest_step"] == 3)
     exited = WorkerExited("demo", generation, 0, pid=9, exit_code=None, signal_number=9, last_step=3)
-    host.reports(signals=(Signal(source="host-a", incarnation="i", seq=1, at=SystemClock().wall_s(), body=exited),))
+    host.report(signals=(Signal(source="host-a", incarnation="i1", seq=1, at=SystemClock().wall_s(), body=exited),))
 
 
 def test_an_operator_approves_an_incident_and_sees_what_it_cost(
@@ -105,9 +73,7 @@ def test_an_operator_approves_an_incident_and_sees_what_it_cost(
 ) -> None:
     assert pytestconfig.cache is not None
     axe = axe_core(pytestconfig.cache.mkdir("axe-core"))
-    headers = {"Authorization": f"Bearer {supervisor.token}"}
-    with httpx.Client(base_url=supervisor.url, headers=headers, timeout=DEADLINE_S) as client:
-        host = Host(client, supervisor.token)
+    with client_of(supervisor) as client, PlayedHost("host-a", supervisor.token, [supervisor.url]) as host:
         train_and_die(client, host)
         browser.open(f"{supervisor.url}/?token={supervisor.token}")
         browser.until(IS_LIVE)
@@ -124,8 +90,8 @@ def test_an_operator_approves_an_incident_and_sees_what_it_cost(
         browser.evaluate(typed("demo"))
         browser.evaluate(f"{GO}.click(); 0")
         browser.until("!document.getElementById('act').open")
-        (stop,) = until(host.commands)
-        assert stop["body"]["type"] == "stop_workers"
+        (stop,) = until(host.obey)
+        assert isinstance(stop.body, StopWorkers)
         browser.until(f"{APPROVE} === null")
         browser.until("document.getElementById('story').textContent.includes('restart in place')")
         (entry,) = client.get("/v1/audit", params={"operation": "approve"}).json()["items"]

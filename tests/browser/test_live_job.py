@@ -6,16 +6,15 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from support.commands.run_folders import environment_of, run_folder
+from support.commands.flyball import FlyballProcess
+from support.commands.run_folders import run_folder
 from support.servers.browser import CHROMIUM, DEADLINE_S, Browser
+from support.servers.here import bearer
 from support.servers.page_audit import axe_core, serious_findings
 
 PICTURES = Path(__file__).parents[2] / ".pictures"
@@ -50,11 +49,9 @@ def place() -> Iterator[Path]:
         yield folder
 
 
-def found(place: Path, pattern: str) -> str:
+def printed(run: FlyballProcess, pattern: str) -> str:
     """What the running command has printed about where things are."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not (match := re.search(pattern, (place / "err").read_text())):
-        assert time.monotonic() < deadline, (place / "err").read_text()
+    match: re.Match[str] = run.wait_for(lambda: re.search(pattern, run.err), pattern)
     return match[1]
 
 
@@ -64,20 +61,13 @@ def test_a_fault_opens_and_resolves_without_a_reload(
     assert pytestconfig.cache is not None
     axe = axe_core(pytestconfig.cache.mkdir("axe-core"))
     (place / "train.py").write_text(SCRIPT)
-    line = [sys.executable, "-m", "flyball.cli.main", "run", "--nproc-per-node", "2", "--job", "live", "train.py"]
-    with (place / "out").open("wb") as out, (place / "err").open("wb") as err:
-        process = subprocess.Popen(line, stdout=out, stderr=err, cwd=place, env=environment_of(place))
-    try:
-        url = found(place, r"dashboard (http://[0-9.:]+)")
-        token = Path(found(place, r"state and logs in (\S+)"), "supervisor", "token").read_text().strip()
+    with FlyballProcess(place, "run", "--nproc-per-node", "2", "--job", "live", "train.py") as run:
+        url = printed(run, r"dashboard (http://[0-9.:]+)")
+        token = Path(printed(run, r"state and logs in (\S+)"), "supervisor", "token").read_text().strip()
         _look_through(browser, url, token, axe)
         assert browser.errors == []
         (place / "enough").touch()
-        assert process.wait(DEADLINE_S) == 0, (place / "err").read_text()
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait(DEADLINE_S)
+        assert run.end() == 0, run.err
 
 
 def _look_through(browser: Browser, url: str, token: str, axe: str) -> None:
@@ -92,8 +82,7 @@ def _look_through(browser: Browser, url: str, token: str, axe: str) -> None:
     about = "document.getElementById('log-about').textContent"
     browser.until(f"{about}.startsWith('generation ')")
     browser.evaluate(f"window.isTheSamePage = true; window.before = {about}")
-    headers = {"Authorization": f"Bearer {token}"}
-    with httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S) as client:
+    with httpx.Client(base_url=url, headers=bearer(token), timeout=DEADLINE_S) as client:
         os.kill(client.get("/v1/jobs/live").json()["ranks"][1]["pid"], signal.SIGKILL)
     browser.until("document.querySelector('#open-incidents a[href=\"/incidents/inc-1\"]')?.textContent")
     browser.until("/resolved/.test(document.getElementById('incident-list')?.textContent)")

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import pytest
 from safetensors.numpy import save
+from support.stores.shards import make_manifest, put_in_slot
 
 from ckpt_engine.format import integrity
 from ckpt_engine.format import manifest as manifests
@@ -29,16 +30,7 @@ DEAD_AND_RUNNING = (LineageEntry(1, 4), LineageEntry(8))
 def shard(step: int, rank: int = 0, *, generation: int = 1) -> tuple[Manifest, bytes, bytes]:
     """(manifest, its bytes, the safetensors file)."""
     payload = save({"w": np.full((700, 500), step, np.float32), "rank": np.array([rank])}, {"step": str(step)})
-    described = manifests.describe(
-        memoryview(payload),
-        job="job",
-        generation=generation,
-        step=step,
-        rank=rank,
-        world_size=2,
-        code_version="test",
-        chunk_bytes=1 << 16,
-    )
+    described = make_manifest(payload, step, rank, generation=generation, world_size=2, chunk_bytes=1 << 16)
     return described, manifests.encode(described), payload
 
 
@@ -65,12 +57,10 @@ class Slots:
         self.slots = self._kind(str(self._root / "flyball-test"), "job", "host")
 
     def put(self, step: int, rank: int = 0) -> bytes:
-        _, data, payload = shard(step, rank)
+        manifest, _, payload = shard(step, rank)
         with self.slots.using(rank, create=True) as entry:
             assert entry is not None
-            entry.segments.begin_write(step % 2, 1, step, len(payload))[:] = payload
-            entry.segments.mark_captured(step % 2)
-            assert entry.segments.commit(entry.segments.control.slot(step % 2), data)
+            put_in_slot(entry.segments, step % 2, manifest, payload)
         return payload
 
     def put_torn(self, step: int, rank: int = 0) -> None:

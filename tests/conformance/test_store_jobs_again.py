@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 import pytest
 from sqlalchemy import update
+from support.stores.job_stores import Stores
+from support.stores.made_values import Make
 
 from flyball.contracts.checkpoints import LineageEntry
 from flyball.contracts.clock import SystemClock
@@ -16,9 +16,6 @@ from services.store.decisions.job_store import SqlJobStore
 from services.store.sql import tables
 from services.store.sql.database import Database
 from services.store.sql.lease import ControllerLease
-
-if TYPE_CHECKING:
-    from tests.conformance.conftest import Make, Stores
 
 RUN = "20260101-000000-000"
 POINT = (LineageEntry(3, 7),)

@@ -67,7 +67,7 @@ loop.run(stop)
 """
 
 
-class Cluster:
+class PlayedDaemons:
     """Two hosts that report and answer like daemons, in real time."""
 
     def __init__(self, stores, make) -> None:
@@ -138,8 +138,8 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(stores, make) -> Cluster:
-    return Cluster(stores, make)
+def cluster(stores, make) -> PlayedDaemons:
+    return PlayedDaemons(stores, make)
 
 
 def controller(stores, holder: str = "controller#1", wakeup: LocalWakeup | None = None) -> ControllerLoop:
@@ -156,7 +156,7 @@ def controller(stores, holder: str = "controller#1", wakeup: LocalWakeup | None 
 
 
 @pytest.fixture
-def running(cluster: Cluster, stores):
+def running(cluster: PlayedDaemons, stores):
     """A controller and an executor, stepped by hand until the job trains."""
     loop = controller(stores)
     executor = Executor(store=stores.actions, wakeup=LocalWakeup(), clock=SystemClock())
@@ -172,7 +172,7 @@ def running(cluster: Cluster, stores):
     return turn
 
 
-def test_a_killed_worker_is_recovered_from_once(running, cluster: Cluster, stores) -> None:
+def test_a_killed_worker_is_recovered_from_once(running, cluster: PlayedDaemons, stores) -> None:
     cluster.kill(times=3)
     until(lambda: (running(), cluster.generation == 2 and not cluster.open_action())[1], "the job restarted")
     cluster.train(11)
@@ -196,7 +196,7 @@ def test_a_killed_worker_is_recovered_from_once(running, cluster: Cluster, store
     assert cluster.bus.read(None, limit=10) == []  # the stream keeps nothing before the stored cursor
 
 
-def test_idle_rounds_load_no_view_and_write_nothing(running, cluster: Cluster, stores) -> None:
+def test_idle_rounds_load_no_view_and_write_nothing(running, cluster: PlayedDaemons, stores) -> None:
     for _ in range(5):
         running()  # until the reports of training are processed
     loop = controller(stores, "controller#2")
@@ -207,7 +207,7 @@ def test_idle_rounds_load_no_view_and_write_nothing(running, cluster: Cluster, s
     assert all(0.0 < wait <= 0.05 for wait in waits)
 
 
-def test_only_the_leader_decides_and_its_successor_goes_on(running, cluster: Cluster, stores) -> None:
+def test_only_the_leader_decides_and_its_successor_goes_on(running, cluster: PlayedDaemons, stores) -> None:
     stranger = controller(stores, "stranger#1")
     cluster.kill()
     assert stranger.run_once() > 0.5  # it waits for the lease
@@ -219,7 +219,7 @@ def test_only_the_leader_decides_and_its_successor_goes_on(running, cluster: Clu
     assert {c.fence.epoch for c in stores.actions.commands_for("host-a", 0.0)} <= {2}
 
 
-def test_a_stop_ends_the_job_everywhere(running, cluster: Cluster, stores) -> None:
+def test_a_stop_ends_the_job_everywhere(running, cluster: PlayedDaemons, stores) -> None:
     stores.jobs.request_stop("job", cluster.clock.wall_s())
     until(
         lambda: (running(), cluster.job_state() == JobState.STOPPED.value and not cluster.open_action())[1],
@@ -228,7 +228,7 @@ def test_a_stop_ends_the_job_everywhere(running, cluster: Cluster, stores) -> No
     assert cluster.decisions()[-1] == DecisionKind.STOP_JOB.value
 
 
-def test_an_outage_is_waited_out(running, cluster: Cluster, stores, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage_is_waited_out(running, cluster: PlayedDaemons, stores, monkeypatch: pytest.MonkeyPatch) -> None:
     """The database is away for some rounds; the loop's thread survives and finishes its work afterwards."""
     away = threading.Event()
     refused = threading.Event()
@@ -293,7 +293,7 @@ def with_bus(stores, bus: BusAtTimes) -> ControllerLoop:
     )
 
 
-def test_without_the_bus_signals_wait_and_other_decisions_are_made(running, cluster: Cluster, stores) -> None:
+def test_without_the_bus_signals_wait_and_other_decisions_are_made(running, cluster: PlayedDaemons, stores) -> None:
     bus = BusAtTimes(stores.db)
     bus.away = ("read", "trim")
     loop = with_bus(stores, bus)
@@ -305,7 +305,7 @@ def test_without_the_bus_signals_wait_and_other_decisions_are_made(running, clus
     until(lambda: (loop.run_once(), stores.status.committed([A]))[1], "the signal was committed")
 
 
-def test_what_could_not_be_trimmed_is_trimmed_later_by_whoever_leads(running, cluster: Cluster, stores) -> None:
+def test_what_could_not_be_trimmed_is_trimmed_later_by_whoever_leads(running, cluster: PlayedDaemons, stores) -> None:
     bus = BusAtTimes(stores.db)
     bus.away = ("trim",)
     cluster.kill()
@@ -320,7 +320,7 @@ def test_what_could_not_be_trimmed_is_trimmed_later_by_whoever_leads(running, cl
 @pytest.mark.processes
 @pytest.mark.parametrize("point", ["controller.after_consume", "controller.after_commit"])
 def test_a_controller_killed_in_the_middle_finishes_after_its_restart_and_acts_once(
-    running, cluster: Cluster, stores, ready_url: str, point: str
+    running, cluster: PlayedDaemons, stores, ready_url: str, point: str
 ) -> None:
     def start(incarnation: str, fault_point: str = "") -> subprocess.Popen[bytes]:
         return subprocess.Popen(

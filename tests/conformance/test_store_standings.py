@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from support.jobs.placements import make_placement
 
-from flyball.contracts.checkpoints import LineageEntry
-from flyball.contracts.cluster import HostRanks, JobState, Placement
+from flyball.contracts.cluster import HostRanks, JobState
 from flyball.contracts.decisions import DecisionKind
 from flyball.contracts.identity import Fence
 from flyball.contracts.reports.signals import EngineRestarted, Signal
@@ -22,17 +22,8 @@ NEWEST = "act-0badcafe-40.start.host-a.1"
 def standing(stores, cluster: str, **changes) -> HostStanding:  # type: ignore[no-untyped-def]  # fixtures
     spec = stores.make.spec()
     hosts = tuple(HostRanks(f"host-{name}", "10.0.0.1", "10.0.0.1:1", (rank,)) for rank, name in enumerate("ab"))
-    placement = Placement(
-        job=spec.job,
-        generation=7,
-        world_size=2,
-        hosts=hosts,
-        master_address="10.0.0.1",
-        master_port=29500,
-        peers={},
-        lineage=(LineageEntry(7, None),),
-        restore=None,
-        run="20261123-180000-000",
+    placement = make_placement(
+        {}, job=spec.job, generation=7, world_size=2, hosts=hosts, master_port=29500, run="20261123-180000-000"
     )
     values = {"obeyed": LastObeyed(cluster, 12, NEWEST), "unanswered_s": 100.0, "committed": {"i": 17}}
     values["jobs"] = (HeldJob(spec, placement, Fence(12, 7), (0,)),)

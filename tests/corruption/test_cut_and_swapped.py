@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from support.stores.damaged_site import STEP, DamagedSite, Shard, make_shard
 
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format.manifest import Manifest
@@ -20,12 +19,6 @@ from ckpt_engine.tiers.storage import StoredBytes
 from flyball.contracts.checkpoints import LineageEntry, Tier
 from flyball.contracts.errors import RestoreFailed
 
-if TYPE_CHECKING:
-    from tests.corruption.conftest import Shard, Site
-
-STEP = 3  # as in conftest.py
-MakeShard = Callable[..., "Shard"]
-
 
 def cut(content: bytes) -> list[bytes]:
     """Every shorter length, and some longer ones."""
@@ -34,7 +27,7 @@ def cut(content: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize("tier", list(Tier))
-def test_a_shard_of_another_length_is_passed_over_for_the_next(site: Site, make_shard: MakeShard, tier: Tier) -> None:
+def test_a_shard_of_another_length_is_passed_over_for_the_next(site: DamagedSite, tier: Tier) -> None:
     shard = make_shard()
     other = Tier.DISK if tier in site.slots else None
     for source in {tier, other} - {None}:
@@ -68,7 +61,7 @@ def replace(path: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("tier", [Tier.DISK, Tier.PERSISTENT])
-def test_a_manifest_of_another_length_does_not_exist(site: Site, make_shard: MakeShard, tier: Tier) -> None:
+def test_a_manifest_of_another_length_does_not_exist(site: DamagedSite, tier: Tier) -> None:
     shard = make_shard()
     site.put(tier, shard)
     fetcher = site.fetcher(tier)
@@ -84,7 +77,7 @@ def test_a_manifest_of_another_length_does_not_exist(site: Site, make_shard: Mak
     assert site.fetch(fetcher) == (tier, shard.payload)
 
 
-def test_a_world_manifest_of_another_length_does_not_exist(site: Site, make_shard: MakeShard) -> None:
+def test_a_world_manifest_of_another_length_does_not_exist(site: DamagedSite) -> None:
     site.put(Tier.PERSISTENT, make_shard())
     (path,) = site.root.rglob("world.manifest")
     for changed in cut(path.read_bytes()):
@@ -92,7 +85,7 @@ def test_a_world_manifest_of_another_length_does_not_exist(site: Site, make_shar
         assert site.stores[Tier.PERSISTENT].scan() == []
 
 
-def others(make_shard: MakeShard) -> dict[str, Shard]:
+def others() -> dict[str, Shard]:
     """Complete and valid shards of something else, all of the wanted shard's size."""
     return {
         "rank": make_shard(rank=1),
@@ -105,10 +98,8 @@ def others(make_shard: MakeShard) -> dict[str, Shard]:
 @pytest.mark.parametrize("tier", [Tier.DISK, Tier.PERSISTENT])
 @pytest.mark.parametrize("what", ["rank", "step", "generation", "job"])
 @pytest.mark.parametrize("parts", ["shard", "manifest", "shard and manifest"])
-def test_another_shard_in_its_place_is_not_taken_for_it(
-    site: Site, make_shard: MakeShard, tier: Tier, what: str, parts: str
-) -> None:
-    shard, other = make_shard(), others(make_shard)[what]
+def test_another_shard_in_its_place_is_not_taken_for_it(site: DamagedSite, tier: Tier, what: str, parts: str) -> None:
+    shard, other = make_shard(), others()[what]
     site.put(tier, shard)
     fetcher = site.fetcher(tier)
     key = ShardKey(1, STEP, 0)
@@ -129,10 +120,8 @@ def test_another_shard_in_its_place_is_not_taken_for_it(
 
 @pytest.mark.parametrize("tier", [Tier.MEMORY, Tier.PEER])
 @pytest.mark.parametrize("what", ["rank", "step", "generation", "job"])
-def test_a_slot_with_anothers_manifest_or_bytes_is_passed_over(
-    site: Site, make_shard: MakeShard, tier: Tier, what: str
-) -> None:
-    shard, other = make_shard(), others(make_shard)[what]
+def test_a_slot_with_anothers_manifest_or_bytes_is_passed_over(site: DamagedSite, tier: Tier, what: str) -> None:
+    shard, other = make_shard(), others()[what]
     site.put(Tier.DISK, shard)
     fetcher = site.fetcher(Tier.PEER, Tier.DISK)
     variants = [
@@ -147,7 +136,7 @@ def test_a_slot_with_anothers_manifest_or_bytes_is_passed_over(
         site.forget()
 
 
-def test_shards_outside_the_lineage_are_no_source(site: Site, make_shard: MakeShard) -> None:
+def test_shards_outside_the_lineage_are_no_source(site: DamagedSite) -> None:
     """Generation 1 counts up to step 3, then generation 2; anything else is not in the lineage."""
     good = make_shard()
     site.put(Tier.DISK, good)
@@ -165,7 +154,7 @@ def test_shards_outside_the_lineage_are_no_source(site: Site, make_shard: MakeSh
 
 
 @pytest.mark.parametrize("tier", [Tier.DISK, Tier.PERSISTENT])
-def test_an_old_manifest_with_a_new_shard_is_found(site: Site, make_shard: MakeShard, tier: Tier) -> None:
+def test_an_old_manifest_with_a_new_shard_is_found(site: DamagedSite, tier: Tier) -> None:
     """The same step, half overwritten with other bytes by a job that started over."""
     old, new = make_shard(), make_shard(STEP, 1)
     new = type(new)(msgspec.structs.replace(new.manifest, rank=0), b"", new.payload)
@@ -183,7 +172,7 @@ def test_an_old_manifest_with_a_new_shard_is_found(site: Site, make_shard: MakeS
         assert site.stores[tier].scan() == []
 
 
-def test_a_tier_of_another_job_on_the_same_host_has_nothing(site: Site, make_shard: MakeShard) -> None:
+def test_a_tier_of_another_job_on_the_same_host_has_nothing(site: DamagedSite) -> None:
     site.put(Tier.MEMORY, make_shard())
     site.put(Tier.DISK, make_shard())
     other = MemoryTier(str(site.root / "flyball-test"), "jo", "a")
@@ -206,9 +195,7 @@ class _Shared:
         return self._manifest
 
 
-def test_a_shard_that_was_replaced_after_a_broadcast_was_planned_is_not_filled(
-    site: Site, make_shard: MakeShard
-) -> None:
+def test_a_shard_that_was_replaced_after_a_broadcast_was_planned_is_not_filled(site: DamagedSite) -> None:
     shard = make_shard()
     site.put(Tier.PERSISTENT, shard)
     fetcher = site.fetcher(Tier.PERSISTENT)

@@ -9,11 +9,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import xxhash
+from support.jobs.rank_alone import rank_alone
+from support.stores.damaged_site import STEP, DamagedSite, Shard, make_shard
 
 from ckpt_engine.contracts.control_views import RestoreState, RestoreWords
 from ckpt_engine.contracts.peer_wire import GetShard, Reply, ShardVerdict
@@ -31,12 +33,7 @@ from flyball.contracts import wire
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Tier
 from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed
 from flyball.contracts.on_host.segments import CONTROL_SUFFIX
-from flyball.sdk.worker_identity import WorkerIdentity
 
-if TYPE_CHECKING:
-    from tests.corruption.conftest import Shard, Site
-
-STEP = 3  # as in conftest.py
 NEXT = {Tier.MEMORY: Tier.PEER, Tier.PEER: Tier.DISK, Tier.DISK: Tier.PERSISTENT}
 
 
@@ -57,7 +54,7 @@ def is_restored(state: dict[str, Any]) -> bool:
     return bool((state["w"] == torch.arange(20) * 4.0).all()) and state["seen"] == {"tokens": 21, "by": (0, b"\0\xff")}
 
 
-def test_every_bit_of_a_shard_is_found(make_shard: Callable[..., Shard]) -> None:
+def test_every_bit_of_a_shard_is_found() -> None:
     shard = make_shard()
     whole = bytearray(shard.payload)
     for position in range(len(whole)):
@@ -72,9 +69,7 @@ def test_every_bit_of_a_shard_is_found(make_shard: Callable[..., Shard]) -> None
 
 
 @pytest.mark.parametrize("tier", list(Tier))
-def test_every_flipped_byte_of_a_copy_is_passed_over_for_the_next(
-    site: Site, make_shard: Callable[..., Shard], tier: Tier
-) -> None:
+def test_every_flipped_byte_of_a_copy_is_passed_over_for_the_next(site: DamagedSite, tier: Tier) -> None:
     """In the engine. S3 objects are flipped in tests/conformance/shard_stores."""
     shard = make_shard()
     other = NEXT.get(tier)
@@ -107,9 +102,7 @@ def test_every_flipped_byte_of_a_copy_is_passed_over_for_the_next(
 
 
 @pytest.mark.parametrize("tier", [Tier.DISK, Tier.PERSISTENT])
-def test_every_flipped_byte_of_a_file_is_found_by_the_trainer_that_reads_it(
-    site: Site, make_shard: Callable[..., Shard], tier: Tier
-) -> None:
+def test_every_flipped_byte_of_a_file_is_found_by_the_trainer_that_reads_it(site: DamagedSite, tier: Tier) -> None:
     shard = make_shard()
     site.put(tier, shard)
     path = site.shard_file(tier)
@@ -124,9 +117,7 @@ def test_every_flipped_byte_of_a_file_is_found_by_the_trainer_that_reads_it(
     assert is_restored(state)
 
 
-def test_every_flipped_byte_of_a_world_manifest_makes_its_step_not_exist(
-    site: Site, make_shard: Callable[..., Shard]
-) -> None:
+def test_every_flipped_byte_of_a_world_manifest_makes_its_step_not_exist(site: DamagedSite) -> None:
     site.put(Tier.PERSISTENT, make_shard())
     store = site.stores[Tier.PERSISTENT]
     path = site.root / Tier.PERSISTENT / "job" / world_manifest_name(1, STEP)
@@ -185,9 +176,7 @@ def answer_with(shard: Shard) -> bytes:
     return len(frame).to_bytes(4, "little") + frame + shard.data + xxhash.xxh3_128_digest(shard.data) + shard.payload
 
 
-def test_every_flipped_byte_of_an_answer_is_passed_over_for_the_next(
-    site: Site, make_shard: Callable[..., Shard], sender: Sender
-) -> None:
+def test_every_flipped_byte_of_an_answer_is_passed_over_for_the_next(site: DamagedSite, sender: Sender) -> None:
     shard = make_shard()
     site.put(Tier.PERSISTENT, shard)
     fetcher = site.fetcher(Tier.MEMORY, Tier.PERSISTENT, dial=sender.dial, settings=SETTINGS)
@@ -208,16 +197,10 @@ def test_every_flipped_byte_of_an_answer_is_passed_over_for_the_next(
 
 
 @pytest.fixture
-def reader_of(site: Site) -> Callable[[RankSegments], ShardReader]:
-    identity = WorkerIdentity(
-        job="job",
+def reader_of(site: DamagedSite) -> Callable[[RankSegments], ShardReader]:
+    identity = rank_alone(
+        str(site.root / "flyball-test"),
         generation=2,
-        rank=0,
-        world_size=1,
-        local_world_size=1,
-        beacon="",
-        shm_prefix=str(site.root / "flyball-test"),
-        engine_notify="",
         restore_step=STEP,
         checkpoint=CheckpointSpec(restore_timeout_s=0.0),
         lineage=(LineageEntry(1, STEP), LineageEntry(2)),
@@ -234,7 +217,7 @@ def flipped_words() -> Iterator[tuple[int, int]]:
 
 
 def test_a_flipped_word_may_lose_a_slot_and_never_yields_other_bytes(
-    site: Site, make_shard: Callable[..., Shard], reader_of: Callable[[RankSegments], ShardReader]
+    site: DamagedSite, reader_of: Callable[[RankSegments], ShardReader]
 ) -> None:
     shard = make_shard()
     site.put(Tier.MEMORY, shard)

@@ -10,13 +10,14 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.stores.shards import make_manifest
 
 from ckpt_engine.format import integrity, shard_format, world_manifest
 from ckpt_engine.format import manifest as manifests
@@ -24,11 +25,7 @@ from ckpt_engine.format.verified_read import MemorySource
 from ckpt_engine.trainer.restore.load_shard import read_state, restore_into
 from flyball.contracts.errors import CorruptShard, FlyballError, StateMismatch
 
-if TYPE_CHECKING:
-    from tests.corruption.conftest import Shard
-
 ROOT = Path(__file__).parents[2]
-Describe = Callable[..., "Shard"]
 MAX_BYTES = 16 << 20  # for reading any small shard
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -113,14 +110,12 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_a_hostile_header_is_an_error_and_costs_no_memory(name: str, describe: Describe) -> None:
+def test_a_hostile_header_is_an_error_and_costs_no_memory(name: str) -> None:
     payload = HEADERS[name]
     with pytest.raises(CorruptShard):
         shard_format.read_header(memoryview(payload))
     with pytest.raises(CorruptShard):
-        manifests.describe(
-            memoryview(payload), job="job", generation=1, step=3, rank=0, world_size=1, code_version="test"
-        )
+        make_manifest(payload, 3)
     manifest = manifest_of(payload)
     tracemalloc.start()
     try:

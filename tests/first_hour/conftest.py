@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parent))  # tests are not packages: find the modules next to this one by path
-pytest.register_assert_rewrite("users_machine")
-
-from users_machine import Installation, User, install_once, new_home  # noqa: E402 - found by the path above
+from support.commands.users_machine import Installation, User, install_once, new_home
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

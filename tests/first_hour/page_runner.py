@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from users_machine import Command, User
+from support.commands.users_machine import Command, User
 
 _FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 _VARYING = re.compile(r"\b[0-9a-f]{6}\b|\b(?!0\b)\d[\d.,:]*")

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from support.commands.users_machine import Command, User
+from support.jobs.users_scripts import TRAIN, Steps
 from support.servers.own_servers import free_port
-from users_machine import Command, User
-from users_scripts import TRAIN, Steps
 
 TOKEN = "a-token-for-this-test-only"
 SECRET = "hunter2-of-the-user"

@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from users_machine import ROOT, Installation, User
+from support.commands.users_machine import ROOT, Installation, User
 
 PACKAGES = ("flyball", "services", "host_daemon", "ckpt_engine", "goodput", "simulator")
 DEVELOPERS_TOOLS = {"pytest", "mypy", "ruff", "hypothesis", "import-linter", "moto", "schemathesis"}

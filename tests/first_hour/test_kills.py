@@ -9,8 +9,8 @@ import signal
 from contextlib import suppress
 
 import psutil
-from users_machine import User
-from users_scripts import TRAIN, Steps
+from support.commands.users_machine import User
+from support.jobs.users_scripts import TRAIN, Steps
 
 KILLS = 5
 STEPS_BETWEEN = 15  # enough to refill the restart budget

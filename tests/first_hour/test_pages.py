@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from page_runner import fences_of, follow
+from first_hour.page_runner import fences_of, follow
+from support.commands.users_machine import ROOT, User
 from support.servers.own_servers import free_port
-from users_machine import ROOT, User
 
 PAGES = sorted([*(ROOT / "docs" / "tutorial").glob("*.md"), *(ROOT / "docs" / "how-to").glob("*.md")])
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from users_machine import User
-from users_scripts import readme_script
+from support.commands.users_machine import User
+from support.jobs.users_scripts import readme_script
 
 EXPECTED = {"start_job", "complete_job"}
 

@@ -6,7 +6,7 @@ import os
 import pty
 import re
 
-from users_machine import User
+from support.commands.users_machine import User
 
 SHOWS = """
 import os, sys, time

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parent))
-pytest.register_assert_rewrite("framework_runs")
-
-from framework_runs import Place  # noqa: E402 - found by the path above
-from support.commands.own_processes import processes_of  # noqa: E402
+from support.commands.framework_runs import Place
+from support.commands.run_folders import run_folder
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,9 +19,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def place() -> Iterator[Place]:
     """Afterwards no process of it is left."""
-    with tempfile.TemporaryDirectory(prefix="fb-") as name:  # short: it contains sockets
-        yield Place(Path(name))
-        left = processes_of(Path(name))
-        for process in left:
-            process.kill()
-        assert left == []
+    with run_folder() as folder:
+        yield Place(folder)

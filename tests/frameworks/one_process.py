@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from support.jobs.rank_alone import rank_alone
 
-from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, branch
+from flyball.contracts.checkpoints import branch
 from flyball.sdk.trainer import Job
-from flyball.sdk.worker_identity import WorkerIdentity
 
 Train = Callable[[Job, "int | None"], Any]  # the job, and the step at whose end it raises Stopped
 
@@ -20,30 +20,14 @@ class Stopped(Exception):
     """In place of a kill."""
 
 
-def alone(shm_prefix: str) -> WorkerIdentity:
-    return WorkerIdentity(
-        job="job",
-        generation=1,
-        rank=0,
-        world_size=1,
-        local_world_size=1,
-        beacon="",
-        shm_prefix=shm_prefix,
-        engine_notify="",
-        restore_step=None,
-        checkpoint=CheckpointSpec(),
-        lineage=(LineageEntry(1),),
-    )
-
-
 def whole(shm_prefix: str, train: Train) -> Any:  # noqa: ANN401 - what `train` returns
     torch.manual_seed(1)
-    return train(Job(alone(shm_prefix)), None)
+    return train(Job(rank_alone(shm_prefix)), None)
 
 
 def stopped(shm_prefix: str, train: Train, stop_after: int) -> Any:  # noqa: ANN401 - what `train` returns
     """Train until a step ends, then from the newest committed step to the end."""
-    first = alone(shm_prefix)
+    first = rank_alone(shm_prefix)
     torch.manual_seed(1)
     job = Job(first)
     try:

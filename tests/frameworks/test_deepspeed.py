@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from framework_runs import EXAMPLES, Place, losses
+from support.commands.framework_runs import EXAMPLES, Place, losses
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

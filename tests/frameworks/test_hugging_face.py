@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from framework_runs import EXAMPLES, Place
-from one_process import alone
+from support.commands.framework_runs import EXAMPLES, Place
+from support.jobs.rank_alone import rank_alone
 from torch import Tensor, nn
 
 from flyball.contracts.errors import UnsupportedState, UsageError
@@ -59,7 +59,7 @@ def test_what_cannot_be_restored_is_refused(tmp_path: Path) -> None:
         fixed = {"output_dir": str(tmp_path), "max_steps": 3, "use_cpu": True, "report_to": [], "disable_tqdm": True}
         return Trainer(model=Sum(), args=TrainingArguments(**fixed, **more), train_dataset=data)
 
-    job = Job(alone(str(tmp_path / "slots")))
+    job = Job(rank_alone(str(tmp_path / "slots")))
     unknown = trainer()
     unknown.add_callback(OfANewerRelease())
     FlyballTrainerCallback(unknown, job)

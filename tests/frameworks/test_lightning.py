@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from framework_runs import EXAMPLES, Place
+from support.commands.framework_runs import EXAMPLES, Place
 
 import flyball
 from flyball.contracts.errors import UnsupportedState

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import torch
-from framework_runs import EXAMPLES, Place, losses
 from safetensors.torch import load_file
+from support.commands.framework_runs import EXAMPLES, Place, losses
 
 ON_ONE_RANK = """
 import sys, torch

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_process import Stopped, stopped, whole
+from frameworks.one_process import Stopped, stopped, whole
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

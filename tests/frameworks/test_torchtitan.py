@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from framework_runs import EXAMPLES, Place, losses
+from support.commands.framework_runs import EXAMPLES, Place, losses
 
 
 def test_killed_fsdp2_training_has_the_loss_of_one_that_was_not(place: Place) -> None:

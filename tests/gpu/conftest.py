@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.jobs.rank_alone import rank_alone
 
 from ckpt_engine.slots.rank_segments import RankSegments
-from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
+from flyball.contracts.checkpoints import CheckpointSpec
 from flyball.contracts.on_host.segments import rank_segment
 from flyball.sdk.worker_identity import WorkerIdentity
 
@@ -34,19 +35,7 @@ def device() -> torch.device:
 def rank() -> Iterator[WorkerIdentity]:
     """A rank without others that commits for itself, with its slots in shared memory as in a job."""
     prefix = f"/dev/shm/flyball-gpu-{uuid.uuid4().hex[:12]}"
-    yield WorkerIdentity(
-        job="job",
-        generation=1,
-        rank=0,
-        world_size=1,
-        local_world_size=1,
-        beacon="",
-        shm_prefix=prefix,
-        engine_notify="",
-        restore_step=None,
-        checkpoint=CheckpointSpec(save_timeout_s=DEADLINE_S, restore_timeout_s=DEADLINE_S),
-        lineage=(LineageEntry(1),),
-    )
+    yield rank_alone(prefix, checkpoint=CheckpointSpec(save_timeout_s=DEADLINE_S, restore_timeout_s=DEADLINE_S))
     try:
         segments = RankSegments.open(rank_segment(prefix, "job", 0))
     except FileNotFoundError:

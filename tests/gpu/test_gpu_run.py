@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.commands.run_folders import environment_of, run_folder
+from support.commands.flyball import run_flyball
+from support.commands.run_folders import run_folder
 
 TIMEOUT_S = 150.0
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
@@ -22,17 +23,9 @@ def place() -> Iterator[Path]:
         assert list((folder / "shm").iterdir()) == []
 
 
-def run(place: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def run(place: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """`flyball run`, with the slots in real shared memory."""
-    return subprocess.run(
-        [sys.executable, "-m", "flyball.cli.main", "run", *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        cwd=place,
-        env=environment_of(place, **environ),
-    )
+    return run_flyball(place, "run", *words, **environ)
 
 
 TRAINS = """

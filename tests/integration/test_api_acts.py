@@ -9,18 +9,17 @@ from typing import Any
 import httpx
 import pytest
 from support.clocks.waits import until
+from support.hosts.reports import report
 from support.servers.described_replies import DescribedReplies
+from support.servers.here import bearer, client_of, supervisor_in
 
 from flyball.cli.main import run_cli
 from flyball.contracts.clock import SystemClock
-from flyball.contracts.cluster import HostFacts
 from flyball.contracts.credentials import host_credential, reader_token
-from flyball.contracts.reports.signals import EngineStatus, Report
-from flyball.contracts.wire import WIRE_VERSION, encode
+from flyball.contracts.wire import encode
 from goodput.read import simulations
 from services.main import Supervisor
 from services.runtime.http.auth import Authenticator
-from services.settings import load_settings
 from simulator.fleet import scenario
 from simulator.fleet.result import simulate
 
@@ -35,43 +34,26 @@ def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def supervisor(state_dir: Path) -> Iterator[Supervisor]:
-    supervisor = Supervisor(load_settings(state_dir=state_dir, port=0, start_timeout_s=PATIENCE_S))
-    supervisor.start()
-    yield supervisor
-    supervisor.stop()
+    with supervisor_in(state_dir, start_timeout_s=PATIENCE_S) as supervisor:
+        yield supervisor
 
 
 @pytest.fixture
 def client(supervisor: Supervisor) -> Iterator[httpx.Client]:
-    headers = {"Authorization": f"Bearer {supervisor.token}"}
-    hooks = {"response": [DescribedReplies()]}
-    with httpx.Client(base_url=supervisor.url, headers=headers, timeout=PATIENCE_S, event_hooks=hooks) as client:
+    with client_of(supervisor, event_hooks={"response": [DescribedReplies()]}) as client:
         for host_id in ("host-a", "host-b"):
-            daemon = {"Authorization": f"Bearer {host_credential(supervisor.token, host_id).token}"}
-            assert client.post("/v1/reports", content=encode(report(host_id)), headers=daemon).status_code == 200
+            daemon = bearer(supervisor.token, host_id)
+            assert (
+                client.post(
+                    "/v1/reports",
+                    content=encode(report(host_id, SystemClock().wall_s(), domain=host_id, interval_s=600.0)),
+                    headers=daemon,
+                ).status_code
+                == 200
+            )
             path = f"/v1/hosts/{host_id}"
             until(lambda path=path: client.get(path).status_code != 404, f"the sensor stores {host_id}")
         yield client
-
-
-def report(host_id: str) -> Report:
-    facts = HostFacts(
-        host_id=host_id,
-        address="127.0.0.1",
-        failure_domain=host_id,
-        engine_address="127.0.0.1:1",
-        free_port=29_500,
-        daemon_version="0.1.0",
-        pid=1,
-    )
-    return Report(
-        version=WIRE_VERSION,
-        incarnation=f"inc-{host_id}",
-        sent_at=SystemClock().wall_s(),
-        interval_s=600.0,
-        facts=facts,
-        engine=EngineStatus(alive=True),
-    )
 
 
 def audit(client: httpx.Client, **query: str) -> list[dict[str, Any]]:
@@ -153,7 +135,7 @@ def test_the_audit_log_shows_who_did_what(client: httpx.Client, supervisor: Supe
     assert checked["detail"] == {"hosts": "host-a, host-b"}
     assert submitted["token"] == stopped["token"] and submitted["token"] not in supervisor.token
     assert "a-secret" not in client.get("/v1/audit").text
-    reader = {"Authorization": f"Bearer {reader_token(supervisor.token)}"}
+    reader = bearer(reader_token(supervisor.token))
     assert client.get("/v1/audit", headers=reader).status_code == 200
 
 
@@ -199,8 +181,7 @@ def test_the_page_of_runs_shows_the_chosen_ones_and_tells_them_apart(
     read: list[Path] = []
     read_result = simulations.read_result
     monkeypatch.setattr(simulations, "read_result", lambda path: [read.append(path), read_result(path)][1])
-    headers = {"Authorization": f"Bearer {supervisor.token}"}
-    with httpx.Client(base_url=supervisor.url, headers=headers, timeout=PATIENCE_S) as browser:
+    with client_of(supervisor) as browser:
         body = SPEC | {"job": "same", "hosts": ["host-z"]}
         assert browser.post("/v1/jobs", json=body).status_code == 201
         page = browser.get("/goodput", params={"run": "job:not-listed", "with": "simulation:same"}).text
@@ -224,12 +205,8 @@ def test_a_check_of_hosts_leads_to_a_page(client: httpx.Client) -> None:
 
 
 def test_users_have_a_limit_and_daemons_have_none(tmp_path: Path) -> None:
-    settings = load_settings(state_dir=tmp_path, port=0, start_timeout_s=PATIENCE_S, max_requests_per_s=0.001)
-    supervisor = Supervisor(settings)
-    supervisor.start()
-    try:
-        daemon = {"Authorization": f"Bearer {host_credential(supervisor.token, 'host-a').token}"}
-        operator = {"Authorization": f"Bearer {supervisor.token}"}
+    with supervisor_in(tmp_path, start_timeout_s=PATIENCE_S, max_requests_per_s=0.001) as supervisor:
+        daemon, operator = bearer(supervisor.token, "host-a"), bearer(supervisor.token)
         with httpx.Client(base_url=supervisor.url, timeout=PATIENCE_S) as client:
             assert client.get("/v1/jobs", headers=operator).status_code == 200
             refused = client.get("/v1/jobs", headers=operator)
@@ -247,9 +224,9 @@ def test_users_have_a_limit_and_daemons_have_none(tmp_path: Path) -> None:
                 assert answers == [200, 429], "each login has its own limit"
             assert [client.post("/login", data={"token": "x"}).status_code for _ in range(2)] == [401, 429]
             for _ in range(5):
-                answer = client.post("/v1/reports", content=encode(report("host-a")), headers=daemon)
+                answer = client.post(
+                    "/v1/reports", content=encode(report("host-a", SystemClock().wall_s())), headers=daemon
+                )
                 assert answer.status_code == 200
                 assert client.get("/healthz").status_code == 200
                 assert client.get("/static/js/session.js", headers=operator).status_code == 200
-    finally:
-        supervisor.stop()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.commands.here import run_here
+from support.servers.here import supervisor_in
 
 from flyball.cli.look.kinds import NAMES
 from flyball.cli.reach.client import ApiClient
@@ -18,24 +20,15 @@ from flyball.cli.reach.event_stream import follow
 from flyball.contracts.cluster import JobSpec
 from flyball.contracts.events import Event, EventKind
 from services.main import Supervisor
-from services.settings import load_settings
 
 DEADLINE_S = 300.0
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
-    started: list[Supervisor] = []
-
-    def start_one(port: int = 0) -> Supervisor:
-        settings = {"port": port, "start_timeout_s": DEADLINE_S, "drain_timeout_s": 1.0}
-        started.append(Supervisor(load_settings(state_dir=tmp_path / "supervisor", **settings)))
-        started[-1].start()
-        return started[-1]
-
-    yield start_one
-    for one in started:
-        one.stop()
+    with ExitStack() as running:
+        patient = {"start_timeout_s": DEADLINE_S, "drain_timeout_s": 1.0}
+        yield lambda port=0: running.enter_context(supervisor_in(tmp_path / "supervisor", port=port, **patient))
 
 
 def test_every_kind_is_listed_and_a_stream_goes_on_after_a_restart(

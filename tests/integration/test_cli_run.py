@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.clocks.waits import until
+from support.commands.flyball import FlyballProcess, run_flyball
 from support.commands.here import run_here
 from support.commands.own_processes import processes_of
 from support.commands.run_folders import environment_of, run_folder
@@ -30,16 +31,8 @@ def place() -> Iterator[Path]:
         assert list((folder / "shm").iterdir()) == []
 
 
-def run(place: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "flyball.cli.main", "run", *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        cwd=place,
-        env=environment_of(place, **environ),
-    )
+def run(place: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return run_flyball(place, "run", *words, **environ)
 
 
 def script(place: Path, text: str, name: str = "train.py") -> str:
@@ -205,45 +198,20 @@ while True:
 def test_a_signal_stops_the_job_in_order(place: Path, number: signal.Signals) -> None:
     """Without a terminal. Ctrl-C on one: tests/integration/test_cli_terminal.py."""
     out = place / "pid"
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "flyball.cli.main", "run", "--nproc-per-node", "2"),
-            # generous, because workers must end by SIGTERM even if slow
-            *("--shutdown-timeout", "120", script(place, SLEEPER)),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=place,
-        env=environment_of(place, OUT=str(out), ON_TERM="1"),
-    )
-    try:
-        until(lambda: all((place / f"pid.{r}").exists() for r in (0, 1)), "the start of both ranks")
-        process.send_signal(number)
-        stdout, stderr = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-    assert process.returncode == 128 + number, stderr
-    assert stdout.count("saved") == 2, "the workers got SIGTERM"
-    assert "was stopped" in stderr
+    # generous, because workers must end by SIGTERM even if slow
+    words = ("--nproc-per-node", "2", "--shutdown-timeout", "120", script(place, SLEEPER))
+    with FlyballProcess(place, "run", *words, OUT=str(out), ON_TERM="1") as stopped:
+        stopped.wait_for(lambda: all((place / f"pid.{r}").exists() for r in (0, 1)), "the start of both ranks")
+        assert stopped.send(number) == 128 + number, stopped.err
+    assert stopped.out.count("saved") == 2, "the workers got SIGTERM"
+    assert "was stopped" in stopped.err
 
 
 def test_a_killed_run_leaves_nothing_behind_and_the_next_one_shows_and_keeps_its_output(place: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "flyball.cli.main", "run", script(place, SLEEPER)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd=place,
-        env=environment_of(place, OUT=str(place / "pid")),
-    )
-    try:
-        until(lambda: (place / "pid.0").exists() and (place / "pid.0").read_text(), "the start of the worker")
-        worker = psutil.Process(int((place / "pid.0").read_text()))
-    finally:
-        process.kill()
-        process.wait()
+    killed = FlyballProcess(place, "run", script(place, SLEEPER), OUT=str(place / "pid"))
+    pid = killed.wait_for(lambda: (place / "pid.0").exists() and (place / "pid.0").read_text(), "the worker's start")
+    worker = psutil.Process(int(pid))
+    killed.send(signal.SIGKILL)
     until(lambda: not worker.is_running(), "the end of the worker")
     until(lambda: not processes_of(place), "the end of daemon and engine")
     assert list((place / "shm").iterdir()) != [], "nobody could remove the beacon"
@@ -261,19 +229,11 @@ def test_a_killed_run_leaves_nothing_behind_and_the_next_one_shows_and_keeps_its
 
 
 def test_a_port_in_use_and_a_folder_of_another_version(place: Path) -> None:
-    up = [sys.executable, "-m", "flyball.cli.main", "up", "--state-dir", str(place / "sup")]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        done = subprocess.run(
-            [*up, "--port", port],
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            env=environment_of(place),
-        )
+        done = run_flyball(place, "up", "--state-dir", str(place / "sup"), "--port", port)
     assert (done.returncode, "Traceback" in done.stderr) == (4, False), done.stderr
     assert port in done.stderr
     (place / "old").mkdir()

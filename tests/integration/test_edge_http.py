@@ -9,6 +9,7 @@ import socket
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ import httpx
 import msgspec
 import pytest
 from support.clocks.waits import until
+from support.hosts.reports import report as made_report
 from support.servers.described_replies import DescribedReplies
+from support.servers.here import bearer, supervisor_in
+from support.servers.here import client_of as undescribed_client_of
 
 from flyball.cli.main import run_cli
 from flyball.contracts.checkpoints import PeerTransport, SaveInterval
 from flyball.contracts.clock import SystemClock
-from flyball.contracts.cluster import HostFacts, JobSpec, Phase
+from flyball.contracts.cluster import JobSpec, Phase
 from flyball.contracts.credentials import host_credential, reader_token
 from flyball.contracts.errors import ConfigurationError, PortInUse, StateVersionMismatch
 from flyball.contracts.events import Event, EventKind
@@ -34,7 +38,6 @@ from services.dashboard import recovery_pages, training_pages
 from services.dashboard.sessions import MAX_FORM_BYTES
 from services.main import Supervisor
 from services.runtime.http import http_server
-from services.settings import load_settings
 
 CLOCK = SystemClock()
 DEADLINE_S = 300.0
@@ -50,24 +53,14 @@ def long_timeouts() -> Iterator[None]:
         yield
 
 
-def started(state_dir: Path, **settings: object) -> Supervisor:
-    patient = {"port": 0, "start_timeout_s": DEADLINE_S, "drain_timeout_s": DEADLINE_S}
-    supervisor = Supervisor(load_settings(**({"state_dir": state_dir} | patient | settings)))
-    supervisor.start()
-    return supervisor
+def patient(state_dir: Path, **settings: object) -> AbstractContextManager[Supervisor]:
+    return supervisor_in(state_dir, **{"start_timeout_s": DEADLINE_S, "drain_timeout_s": DEADLINE_S} | settings)
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
-    running: list[Supervisor] = []
-
-    def start_one(**settings: object) -> Supervisor:
-        running.append(started(**({"state_dir": tmp_path / "supervisor"} | settings)))
-        return running[-1]
-
-    yield start_one
-    for supervisor in running:
-        supervisor.stop()
+    with ExitStack() as running:
+        yield lambda **given: running.enter_context(patient(**{"state_dir": tmp_path / "supervisor"} | given))
 
 
 @pytest.fixture
@@ -84,9 +77,8 @@ def client(supervisor: Supervisor) -> Iterator[httpx.Client]:
 @pytest.fixture(scope="module")
 def empty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
     """A supervisor for tests that leave nothing in it: it knows no host and no job."""
-    supervisor = started(tmp_path_factory.mktemp("empty") / "supervisor")
-    yield supervisor
-    supervisor.stop()
+    with patient(tmp_path_factory.mktemp("empty") / "supervisor") as supervisor:
+        yield supervisor
 
 
 @pytest.fixture
@@ -97,39 +89,21 @@ def refused(empty: Supervisor) -> Iterator[httpx.Client]:
         assert items(client, "/v1/hosts") == items(client, "/v1/jobs") == []
 
 
-def client_of(supervisor: Supervisor, token: str | None = None) -> httpx.Client:
-    headers = {"Authorization": f"Bearer {supervisor.token if token is None else token}"}
-    described = DescribedReplies()
-    hooks = {"response": [described]}
-    return httpx.Client(base_url=supervisor.url, headers=headers, timeout=DEADLINE_S, event_hooks=hooks)
+def client_of(supervisor: Supervisor) -> httpx.Client:
+    """A client that compares each reply with what the API's description says of it."""
+    return undescribed_client_of(supervisor, event_hooks={"response": [DescribedReplies()]})
 
 
 def report(host_id: str = "host-a", **parts: Any) -> Report:  # noqa: ANN401 - fields of Report
-    facts = HostFacts(
-        host_id=host_id,
-        address="127.0.0.1",
-        failure_domain="rack-1",
-        engine_address="127.0.0.1:1",
-        free_port=29_500,
-        daemon_version="0.1.0",
-        pid=1,
-    )
-    now = CLOCK.wall_s()
-    basis = Report(
-        version=WIRE_VERSION,
-        incarnation=f"inc-{host_id}",
-        sent_at=now,
-        interval_s=60.0,  # no host is declared silent while a test is held up
-        facts=facts,
-        engine=EngineStatus(alive=True),
-    )
-    return msgspec.structs.replace(basis, **parts)
+    """No host is declared silent while a test is held up."""
+    sent = {"sent_at": CLOCK.wall_s(), "interval_s": 60.0, "incarnation": f"inc-{host_id}"}
+    return made_report(host_id, **sent | parts)
 
 
 def as_host(client: httpx.Client, host_id: str = "host-a") -> dict[str, str]:
     """The headers of a host's daemon, for use with the operator's client."""
     secret = client.headers["Authorization"].removeprefix("Bearer ")
-    return {"Authorization": f"Bearer {host_credential(secret, host_id).token}"}
+    return bearer(secret, host_id)
 
 
 def send(client: httpx.Client, message: Report) -> httpx.Response:

@@ -20,6 +20,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+from support.servers.here import bearer, supervisor_in
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.credentials import host_credential, reader_token
@@ -28,7 +29,6 @@ from flyball.contracts.wire import WIRE_VERSION
 from services.actuator.backends import host_daemons
 from services.api.auth import ACCESS
 from services.main import Supervisor
-from services.settings import load_settings
 
 EXAMPLES = 8  # examples of valid and of invalid data, per operation
 EXAMPLES_OF_REPORTS = 6  # they are large
@@ -42,13 +42,11 @@ WHO = [*["entitled"] * 5, "operator", "daemon", "reader", "wrong", ""]
 
 @pytest.fixture(scope="module")
 def supervisor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
-    supervisor = Supervisor(load_settings(state_dir=tmp_path_factory.mktemp("supervisor") / "state", port=0))
-    supervisor.start()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_daemons, "FIRST_LOOK_S", TIMEOUT_S)  # beyond that, a poll is refused with a 5xx
-        yield supervisor
-    metrics = httpx.get(f"{supervisor.url}/metrics", timeout=TIMEOUT_S).text
-    supervisor.stop()
+    with supervisor_in(tmp_path_factory.mktemp("supervisor") / "state") as supervisor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(host_daemons, "FIRST_LOOK_S", TIMEOUT_S)  # beyond that, a poll is refused with a 5xx
+            yield supervisor
+        metrics = httpx.get(f"{supervisor.url}/metrics", timeout=TIMEOUT_S).text
     assert "flyball_reports_dropped_total 0.0" in metrics, "what was accepted was also stored"
     restarts = [line for line in metrics.splitlines() if line.startswith("flyball_loop_restarts_total{")]
     assert restarts and all(line.endswith(" 0.0") for line in restarts), "and nothing crashed over it"
@@ -65,10 +63,6 @@ def description(supervisor: Supervisor) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def schema(description: dict[str, Any]) -> BaseSchema:
     return schemathesis.openapi.from_dict(description)
-
-
-def bearer(token: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def host_of(case: Case) -> str:
@@ -156,7 +150,9 @@ def test_no_request_is_answered_with_a_server_error(
         roles = description["paths"][path][method.lower()]["x-flyball-roles"]
         tokens = {"operator": operator, "daemon": daemon, "reader": reader_token(operator), "wrong": "wrong", "": ""}
         token = tokens.get(who, daemon if "daemon" in roles else operator)
-        case.call_and_validate(base_url=supervisor.url, headers=bearer(token), checks=checks, timeout=TIMEOUT_S)
+        case.call_and_validate(
+            base_url=supervisor.url, headers=bearer(token) if token else {}, checks=checks, timeout=TIMEOUT_S
+        )
 
     try:
         attempt()

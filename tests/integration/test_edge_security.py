@@ -11,23 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 from support.clocks.waits import until
+from support.hosts.reports import report as made_report
+from support.servers.here import bearer, client_of, supervisor_in
 
 from flyball.cli.main import run_cli
 from flyball.contracts.clock import SystemClock
-from flyball.contracts.cluster import HostFacts
 from flyball.contracts.credentials import host_credential, reader_token
 from flyball.contracts.errors import DaemonSuperseded, FlyballError, Unauthorized
-from flyball.contracts.reports.signals import EngineStatus, PreemptionNotice, Report
-from flyball.contracts.wire import WIRE_VERSION, encode
+from flyball.contracts.reports.signals import PreemptionNotice, Report
+from flyball.contracts.wire import encode
 from host_daemon.agent import Agent
 from host_daemon.settings import parse_settings
 from host_daemon.store.state_dir import HostStateDir
 from services.api.auth import ACCESS
 from services.main import Supervisor
-from services.settings import load_settings
 
 CLOCK = SystemClock()
 DEADLINE_S = 300.0
@@ -35,10 +34,8 @@ DEADLINE_S = 300.0
 
 @pytest.fixture(scope="module")
 def supervisor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
-    supervisor = Supervisor(load_settings(state_dir=tmp_path_factory.mktemp("supervisor") / "state", port=0))
-    supervisor.start()
-    yield supervisor
-    supervisor.stop()
+    with supervisor_in(tmp_path_factory.mktemp("supervisor") / "state") as supervisor:
+        yield supervisor
 
 
 @pytest.fixture
@@ -47,27 +44,14 @@ def client(supervisor: Supervisor) -> Iterator[httpx.Client]:
         yield client
 
 
-def bearer(token: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {token}"}
-
-
 def hosts(client: httpx.Client, supervisor: Supervisor) -> dict[str, dict[str, Any]]:
     items = client.get("/v1/hosts", headers=bearer(supervisor.token)).json()["items"]
     return {host["host_id"]: host for host in items}
 
 
 def report(host_id: str, **parts: Any) -> Report:  # noqa: ANN401 - fields of Report
-    facts = HostFacts(host_id, "127.0.0.1", "rack-1", "", 0, "0.1.0", 1)
-    basis = Report(
-        version=WIRE_VERSION,
-        incarnation=f"i-{host_id}",
-        sent_at=CLOCK.wall_s(),
-        interval_s=60.0,
-        facts=facts,
-        engine=EngineStatus(alive=True),
-        seq=1,
-    )
-    return msgspec.structs.replace(basis, **parts)
+    sent = {"sent_at": CLOCK.wall_s(), "interval_s": 60.0, "incarnation": f"i-{host_id}", "seq": 1}
+    return made_report(host_id, **sent | parts)
 
 
 def routes_of(app: Any) -> set[tuple[str, str]]:  # noqa: ANN401 - FastAPI's routers have several types
@@ -114,7 +98,7 @@ def test_a_reader_sees_and_changes_nothing(supervisor: Supervisor, client: httpx
 
 
 def test_a_daemon_reports_for_its_own_host_and_does_nothing_else(supervisor: Supervisor, client: httpx.Client) -> None:
-    daemon = bearer(host_credential(supervisor.token, "own").token)
+    daemon = bearer(supervisor.token, "own")
     other = client.post("/v1/reports", content=encode(report("other")), headers=daemon)
     assert (other.status_code, other.json()["code"]) == (403, "forbidden")
     assert "'other'" in other.json()["detail"] and "'own'" in other.json()["detail"]
@@ -128,7 +112,7 @@ def test_a_daemon_reports_for_its_own_host_and_does_nothing_else(supervisor: Sup
 
 
 def test_refused_reports_change_nothing(supervisor: Supervisor, client: httpx.Client) -> None:
-    daemon = bearer(host_credential(supervisor.token, "host-r").token)
+    daemon = bearer(supervisor.token, "host-r")
 
     def send(**parts: Any) -> tuple[int, dict[str, Any]]:  # noqa: ANN401 - fields of Report
         answer = client.post("/v1/reports", content=encode(report("host-r", **parts)), headers=daemon)
@@ -371,9 +355,7 @@ def test_a_single_hosts_token_is_withdrawn_by_a_setting(
 ) -> None:
     monkeypatch.delenv("FLYBALL_TOKEN", raising=False)
     monkeypatch.setenv("FLYBALL_HOST_TOKEN_EPOCHS", '{"node-7": 1}')
-    supervisor = Supervisor(load_settings(state_dir=tmp_path / "state", port=0))
-    supervisor.start()
-    try:
+    with supervisor_in(tmp_path / "state") as supervisor:
         offline = ["--state-dir", str(tmp_path / "state")]
         remote = ["--supervisor", supervisor.url, "--token-file", str(tmp_path / "state" / "token")]
         for how in (offline, remote, [*offline, "--epoch", "1"], [*remote, "--epoch", "1"]):
@@ -389,21 +371,14 @@ def test_a_single_hosts_token_is_withdrawn_by_a_setting(
                 for host_id, epoch in (("node-7", 0), ("node-7", 1), ("node-8", 0))
             ]
         assert codes == [401, 200, 200]
-    finally:
-        supervisor.stop()
 
 
 def test_a_new_secret_and_the_former_one_are_taken_until_the_change_is_finished(tmp_path: Path) -> None:
     folder = tmp_path / "state"
 
     def answers(*tokens: str) -> list[int]:
-        supervisor = Supervisor(load_settings(state_dir=folder, port=0))
-        supervisor.start()
-        try:
-            with httpx.Client(base_url=supervisor.url, timeout=DEADLINE_S) as client:
-                return [client.get("/v1/jobs", headers=bearer(token)).status_code for token in tokens]
-        finally:
-            supervisor.stop()
+        with supervisor_in(folder) as supervisor, client_of(supervisor) as client:
+            return [client.get("/v1/jobs", headers=bearer(token)).status_code for token in tokens]
 
     old = "the-secret-until-now"
     folder.mkdir()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from itertools import count
 from pathlib import Path
 
 import pytest
 import trustme
+from support.servers.here import supervisor_in
 
 from flyball.cli.reach.client import ApiClient
 from flyball.client_tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, ClientTls
@@ -59,27 +61,14 @@ def files(tmp_path: Path) -> Files:
 @pytest.fixture
 def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Supervisor]]:
     monkeypatch.setattr(host_daemons, "FIRST_LOOK_S", 120.0)  # beyond that, a poll is refused even for admitted clients
-    started: list[Supervisor] = []
+    with ExitStack() as running:
 
-    def start(certificate: tuple[str, str], client_ca: str | None = None) -> Supervisor:
-        cert, key = certificate
-        started.append(
-            Supervisor(
-                load_settings(
-                    state_dir=tmp_path / "supervisor",
-                    port=0,
-                    tls_cert_file=cert,
-                    tls_key_file=key,
-                    tls_client_ca_file=client_ca,
-                )
-            )
-        )
-        started[-1].start()
-        return started[-1]
+        def start(certificate: tuple[str, str], client_ca: str | None = None) -> Supervisor:
+            cert, key = certificate
+            tls = {"tls_cert_file": cert, "tls_key_file": key, "tls_client_ca_file": client_ca}
+            return running.enter_context(supervisor_in(tmp_path / "supervisor", **tls))
 
-    yield start
-    for supervisor in started:
-        supervisor.stop()
+        yield start
 
 
 @pytest.fixture
@@ -198,9 +187,8 @@ def test_files_that_cannot_be_used_are_named(files: Files, tmp_path: Path, trust
 def test_who_listens_beyond_the_machine_without_tls_is_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def warnings_at(host: str) -> list[str]:
         caplog.clear()
-        supervisor = Supervisor(load_settings(state_dir=tmp_path / host, host=host, port=0, log_level="warning"))
-        supervisor.start()
-        supervisor.stop()
+        with supervisor_in(tmp_path / host, host=host, log_level="warning"):
+            pass
         log = (tmp_path / host / "supervisor.log").read_text()
         return [line for line in log.splitlines() if "unencrypted" in line]
 

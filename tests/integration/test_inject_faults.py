@@ -34,7 +34,7 @@ PAUSE = "import signal; signal.pause()"
 FORK_AND_PAUSE = "import os, signal; pid = os.fork(); pid and print(pid, flush=True); signal.pause()"
 
 
-class Host:
+class HostLookalike:
     """A state folder with processes that have the arguments, sessions and records of a real host's."""
 
     def __init__(self, host_id: str, folder: Path) -> None:
@@ -164,8 +164,8 @@ def api(supervisor: Supervisor) -> Iterator[ApiClient]:
 
 
 @pytest.fixture
-def host(tmp_path: Path, supervisor: Supervisor) -> Iterator[Host]:
-    made = Host("host-a", tmp_path)
+def host(tmp_path: Path, supervisor: Supervisor) -> Iterator[HostLookalike]:
+    made = HostLookalike("host-a", tmp_path)
     supervisor.hosts["host-a"] = made.daemon.pid
     supervisor.ranks = {0: "host-a", 1: "host-a"}
     yield made
@@ -173,8 +173,8 @@ def host(tmp_path: Path, supervisor: Supervisor) -> Iterator[Host]:
 
 
 @pytest.fixture
-def other_host(tmp_path: Path, supervisor: Supervisor) -> Iterator[Host]:
-    made = Host("host-b", tmp_path)
+def other_host(tmp_path: Path, supervisor: Supervisor) -> Iterator[HostLookalike]:
+    made = HostLookalike("host-b", tmp_path)
     supervisor.hosts["host-b"] = made.daemon.pid
     supervisor.ranks[2] = "host-b"
     yield made
@@ -182,7 +182,7 @@ def other_host(tmp_path: Path, supervisor: Supervisor) -> Iterator[Host]:
 
 
 def test_kill_ends_the_newest_worker_of_that_rank_and_no_other(
-    api: ApiClient, supervisor: Supervisor, host: Host
+    api: ApiClient, supervisor: Supervisor, host: HostLookalike
 ) -> None:
     neighbour, older, target = host.worker(0), host.worker(1), host.worker(1, generation=2)
     before = CLOCK.wall_s()
@@ -199,7 +199,7 @@ def test_kill_ends_the_newest_worker_of_that_rank_and_no_other(
     assert event["data"] == {"fault": "kill", "target": "rank 1 on host-a"}
 
 
-def test_hang_stops_the_worker_and_leaves_it_alive(api: ApiClient, supervisor: Supervisor, host: Host) -> None:
+def test_hang_stops_the_worker_and_leaves_it_alive(api: ApiClient, supervisor: Supervisor, host: HostLookalike) -> None:
     target = host.worker(0)
 
     faults.hang(api, job="gpt", rank=0, clock=CLOCK)
@@ -211,7 +211,7 @@ def test_hang_stops_the_worker_and_leaves_it_alive(api: ApiClient, supervisor: S
 
 
 def test_a_pid_that_now_belongs_to_another_process_is_not_signalled(
-    api: ApiClient, supervisor: Supervisor, host: Host
+    api: ApiClient, supervisor: Supervisor, host: HostLookalike
 ) -> None:
     innocent = host.worker(0, ticks_off=-1)  # the record is of a process that started earlier
 
@@ -222,7 +222,7 @@ def test_a_pid_that_now_belongs_to_another_process_is_not_signalled(
     assert supervisor.events == []
 
 
-def test_a_worker_that_has_ended_is_not_found(api: ApiClient, host: Host) -> None:
+def test_a_worker_that_has_ended_is_not_found(api: ApiClient, host: HostLookalike) -> None:
     target = host.worker(0)
     target.kill()
     target.wait(60.0)
@@ -231,7 +231,7 @@ def test_a_worker_that_has_ended_is_not_found(api: ApiClient, host: Host) -> Non
 
 
 def test_host_down_leaves_nothing_of_the_host_and_everything_of_the_others(
-    api: ApiClient, supervisor: Supervisor, host: Host, other_host: Host
+    api: ApiClient, supervisor: Supervisor, host: HostLookalike, other_host: HostLookalike
 ) -> None:
     host.start(PAUSE, "ckpt_engine.host.server", "--state-dir", str(host.root))
     host.start(PAUSE, "host_daemon.spawning.spawner", f"--state-dir={host.root}")
@@ -262,7 +262,7 @@ def test_host_down_leaves_nothing_of_the_host_and_everything_of_the_others(
 
 
 def test_a_host_without_a_daemon_can_be_lost_too_if_its_folder_is_named(
-    api: ApiClient, supervisor: Supervisor, host: Host
+    api: ApiClient, supervisor: Supervisor, host: HostLookalike
 ) -> None:
     worker = host.worker(0)
     host.daemon.kill()
@@ -276,7 +276,7 @@ def test_a_host_without_a_daemon_can_be_lost_too_if_its_folder_is_named(
     assert not host.root.exists()
 
 
-def test_preempt_writes_the_notice_whole(api: ApiClient, supervisor: Supervisor, host: Host) -> None:
+def test_preempt_writes_the_notice_whole(api: ApiClient, supervisor: Supervisor, host: HostLookalike) -> None:
     injection = faults.preempt(api, host_id="host-a", deadline_s=12.5, clock=CLOCK)
 
     assert json.loads((host.root / "preemption-notice.json").read_bytes()) == {
@@ -289,7 +289,7 @@ def test_preempt_writes_the_notice_whole(api: ApiClient, supervisor: Supervisor,
     assert supervisor.events[0]["data"] == {"fault": "preempt", "target": "host host-a, 12.5 s of notice"}
 
 
-def test_a_condition_is_reported_and_taken_back(api: ApiClient, supervisor: Supervisor, host: Host) -> None:
+def test_a_condition_is_reported_and_taken_back(api: ApiClient, supervisor: Supervisor, host: HostLookalike) -> None:
     made = {"host_id": "host-a", "kind": "gpu-lost", "clock": CLOCK}
     faults.condition(api, severity=Severity.WARNING, **made)
     (told,) = ConditionFiles(host.root / "conditions").read().states
@@ -303,19 +303,19 @@ def test_a_condition_is_reported_and_taken_back(api: ApiClient, supervisor: Supe
         faults.condition(api, host_id="host-a", kind="../x", clock=CLOCK)
 
 
-def test_a_host_without_a_job_is_noted_down_too(api: ApiClient, supervisor: Supervisor, host: Host) -> None:
+def test_a_host_without_a_job_is_noted_down_too(api: ApiClient, supervisor: Supervisor, host: HostLookalike) -> None:
     supervisor.state = "succeeded"
     faults.preempt(api, host_id="host-a", clock=CLOCK)
     assert [e["job"] for e in supervisor.events] == [""]
 
 
 @pytest.mark.parametrize("deadline_s", [0.0, -1.0, float("nan")])
-def test_a_notice_without_time_is_refused(api: ApiClient, host: Host, deadline_s: float) -> None:
+def test_a_notice_without_time_is_refused(api: ApiClient, host: HostLookalike, deadline_s: float) -> None:
     with pytest.raises(UsageError):
         faults.preempt(api, host_id="host-a", deadline_s=deadline_s, clock=CLOCK)
 
 
-def test_unknown_targets_say_what_there_is(api: ApiClient, supervisor: Supervisor, host: Host) -> None:
+def test_unknown_targets_say_what_there_is(api: ApiClient, supervisor: Supervisor, host: HostLookalike) -> None:
     with pytest.raises(NotFound, match=r"no rank 7.*0, 1"):
         faults.kill(api, job="gpt", rank=7, clock=CLOCK)
     with pytest.raises(NotFound, match="host-z"):
@@ -325,7 +325,7 @@ def test_unknown_targets_say_what_there_is(api: ApiClient, supervisor: Superviso
         faults.kill(api, job="gpt", rank=0, clock=CLOCK)
 
 
-def test_a_folder_that_is_no_state_folder_is_left_alone(api: ApiClient, host: Host, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_state_folder_is_left_alone(api: ApiClient, host: HostLookalike, tmp_path: Path) -> None:
     precious = tmp_path / "thesis"
     precious.mkdir()
     with pytest.raises(NotFound, match="nothing was done"):
@@ -342,7 +342,7 @@ def test_a_folder_that_is_no_state_folder_is_left_alone(api: ApiClient, host: Ho
 
 
 def test_the_pid_of_a_process_that_is_no_daemon_is_not_believed(
-    api: ApiClient, supervisor: Supervisor, host: Host
+    api: ApiClient, supervisor: Supervisor, host: HostLookalike
 ) -> None:
     supervisor.hosts["host-a"] = os.getpid()  # the real one runs on another machine
     with pytest.raises(NotFound, match="does not run on this machine"):
@@ -350,7 +350,7 @@ def test_the_pid_of_a_process_that_is_no_daemon_is_not_believed(
 
 
 def test_a_fault_that_could_not_be_noted_down_was_injected_all_the_same(
-    api: ApiClient, supervisor: Supervisor, host: Host
+    api: ApiClient, supervisor: Supervisor, host: HostLookalike
 ) -> None:
     target = host.worker(0)
     supervisor.takes_events = False

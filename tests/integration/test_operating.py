@@ -15,9 +15,9 @@ import httpx
 import pytest
 import yaml
 from support.clocks.waits import until
+from support.servers.here import client_of, supervisor_in
 
 from services.main import Supervisor
-from services.settings import load_settings
 
 ROOT = Path(__file__).parents[2]
 RULES = [
@@ -39,16 +39,12 @@ needs_prometheus = pytest.mark.skipif(shutil.which("prometheus") is None, reason
 def supervisor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
     """One with a job that waits for hosts."""
     folder = tmp_path_factory.mktemp("state")
-    own = Supervisor(load_settings(state_dir=folder, port=0, log_target="file", database_url="", redis_url=""))
-    own.start()
-    try:
+    with supervisor_in(folder, log_target="file", database_url="", redis_url="") as own:
         job = {"job": "gpt", "argv": ["train.py"], "workdir": "/", "nnodes": 2, "nproc_per_node": 1, "max_restarts": 3}
-        with httpx.Client(base_url=own.url, timeout=60.0) as client:
-            submitted = client.post("/v1/jobs", json=job, headers={"Authorization": f"Bearer {own.token}"})
+        with client_of(own) as client:
+            submitted = client.post("/v1/jobs", json=job)
             assert submitted.status_code == 201, submitted.text
         yield own
-    finally:
-        own.stop()
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import xxhash
 from safetensors.numpy import save
 from support.hosts.engine_reports import signals_of
 from support.policy.views import HOSTS, JOB, NOW, SETTINGS, decided, say, view
+from support.stores.shards import make_manifest
 
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format import shard_format
@@ -38,16 +39,7 @@ def compare(step: int, states: dict[int, dict[str, np.ndarray]]) -> StoragePlan:
     payloads = {rank: memoryview(bytearray(save(tensors))) for rank, tensors in states.items()}
     shards = {}
     for rank, payload in payloads.items():
-        described = manifests.describe(
-            payload,
-            job="job",
-            generation=2,
-            step=step,
-            rank=rank,
-            world_size=len(RANKS),
-            code_version="test",
-            chunk_bytes=CHUNK_BYTES,
-        )
+        described = make_manifest(payload, step, rank, generation=2, world_size=len(RANKS), chunk_bytes=CHUNK_BYTES)
         digest = manifests.digest(manifests.encode(described))
         shards[rank] = HeldShard(shard_format.read_header(payload), described, digest)
     return plan(shards, lambda rank, begin, end: xxhash.xxh3_128_digest(payloads[rank][begin:end]))

@@ -11,10 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from support.stores.shards import make_manifest
 from torch import nn
 
 from ckpt_engine.format import integrity
-from ckpt_engine.format.manifest import Manifest, describe
+from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.format.shard_format import LENGTH_BYTES, METADATA_KEY
 from ckpt_engine.format.verified_read import MemorySource
 from ckpt_engine.trainer.capture.capture_plan import STATE_KEY
@@ -50,7 +51,7 @@ def shard() -> Shard:
     prepared = Capturer().take(training_state())
     payload = memoryview(bytearray(prepared.payload_bytes))
     prepared.copy_into(0, payload)
-    manifest = describe(payload, job="job", generation=0, step=0, rank=0, world_size=1, code_version="test")
+    manifest = make_manifest(payload, generation=0)
     end = LENGTH_BYTES + int.from_bytes(payload[:LENGTH_BYTES], "little")
     return json.loads(bytes(payload[LENGTH_BYTES:end])), bytes(payload[end:]), manifest
 

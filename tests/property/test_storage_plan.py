@@ -12,6 +12,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load
+from support.stores.shards import make_manifest
 
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format import shard_format, stored_layout
@@ -49,16 +50,7 @@ def shard(rank: int, content: Content, note: str = "", world_size: int = 8) -> t
     payload = memoryview(bytearray(8 + capacity + offset))
     shard_format.write_header(payload, header, capacity)
     payload[8 + capacity :] = b"".join(data for data, _ in content.values())
-    manifest = manifests.describe(
-        payload,
-        job="job",
-        generation=1,
-        step=3,
-        rank=rank,
-        world_size=world_size,
-        code_version="test",
-        chunk_bytes=CHUNK_BYTES,
-    )
+    manifest = make_manifest(payload, 3, rank, world_size=world_size, chunk_bytes=CHUNK_BYTES)
     held = HeldShard(shard_format.read_header(payload), manifest, manifests.digest(manifests.encode(manifest)))
     return held, bytes(payload)
 

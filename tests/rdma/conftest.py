@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 pytest.register_assert_rewrite("other_host", "raw_verbs", "engine_hosts", "two_engines")
 
-from other_host import OtherHost  # noqa: E402 - found by the path above
+from other_host import OtherMachine  # noqa: E402 - found by the path above
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,16 +49,16 @@ def close_nics() -> None:
 
 
 @pytest.fixture
-def other_host() -> Iterator[OtherHost]:
+def other_host() -> Iterator[OtherMachine]:
     """Where the peer of a test runs: the second virtual machine, or this host where there is none."""
-    with OtherHost.of_this_run() as host:
+    with OtherMachine.of_this_run() as host:
         yield host
 
 
 @pytest.fixture
-def this_host() -> Iterator[OtherHost]:
+def this_host() -> Iterator[OtherMachine]:
     """For a peer beside the test."""
-    with OtherHost.of_one_host() as host:
+    with OtherMachine.of_one_host() as host:
         yield host
 
 
@@ -67,7 +67,7 @@ def sites() -> Iterator[Sites]:
     """Of two hosts with an engine each."""
     from two_engines import Sites  # only here: it imports for seconds where processors are emulated
 
-    with OtherHost.of_one_host() as here, OtherHost.of_this_run() as there:
+    with OtherMachine.of_one_host() as here, OtherMachine.of_this_run() as there:
         yield Sites(here, there)
 
 

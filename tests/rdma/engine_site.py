@@ -17,13 +17,13 @@ from pathlib import Path
 from xmlrpc.server import SimpleXMLRPCServer
 
 sys.path.append(str(Path(__file__).parents[1]))  # tests are not packages: find the modules there by path
-os.environ |= {"ENGINE_HOSTS_DEADLINE_S": "300", "ENGINE_HOSTS_LOOK_S": "0.02"}  # before the module that reads them
 
 import msgspec
 import numpy as np
 import xxhash
 from safetensors.numpy import save
-from support.hosts.engines import DEADLINE_S, EngineHost, Trainer, wait_until
+from support.clocks.waits import DEADLINE_S, until
+from support.hosts.engines import EngineHost, Trainer
 
 from ckpt_engine.host import server as engine_server
 from ckpt_engine.rules.slot_rules import SlotState
@@ -93,7 +93,7 @@ class ForkedEngine:
         return self._exit_code
 
     def wait(self) -> int | None:
-        wait_until(lambda: self.poll() is not None)
+        until(lambda: self.poll() is not None)
         return self._exit_code
 
     def kill(self) -> None:
@@ -101,13 +101,13 @@ class ForkedEngine:
             os.kill(self.pid, signal.SIGKILL)
 
 
-class SiteHost(EngineHost):
+class SiteEngine(EngineHost):
     def start(self, **environment: str) -> EngineHost:
         env = {**os.environ, "FLYBALL_SHM_DIR": str(self.shm_dir), **self.environment, **environment}
         port = () if self.state_dir.exists() else ("--port", self._first_port)
-        arguments = self.command(*port)[self.command().index("--state-dir") :]
+        arguments = self.arguments(*port)
         self.process = ForkedEngine(arguments, env, self.log_path)  # type: ignore[assignment]  # as much of a Popen as is used
-        wait_until(lambda: self._answers() or self.process is None or self.process.poll() is not None)
+        until(lambda: self._answers() or self.process is None or self.process.poll() is not None)
         assert self.process is not None and self.process.poll() is None, self.log_path.read_text()
         return self
 
@@ -124,7 +124,7 @@ class EngineSite:
         self._settings = msgspec.json.decode(settings, type=SiteSettings)
         self._root = Path(tempfile.mkdtemp(prefix="site-", dir="/dev/shm"))
         environment, port = self._settings.environment, PORTS[self._host_id]
-        self._host = SiteHost(self._root, self._host_id, TOKEN, environment, address=self._address, port=port)
+        self._host = SiteEngine(self._root, self._host_id, TOKEN, environment, address=self._address, port=port)
         return True
 
     def start(self) -> str:
@@ -186,7 +186,7 @@ class EngineSite:
         """The seconds from the end of the save until all ranks have the step, with its replicas."""
         self.save(step)
         began = time.monotonic()
-        wait_until(lambda: self.trainer.world_step >= step)
+        until(lambda: self.trainer.world_step >= step)
         return time.monotonic() - began
 
     def save_and_kill(self, step: int, pause_s: float) -> bool:
@@ -221,7 +221,7 @@ class EngineSite:
 
     def _becomes(self, condition: object, within_s: float) -> bool:
         try:
-            wait_until(condition, within_s)  # type: ignore[arg-type]
+            until(condition, within_s)  # type: ignore[arg-type]
         except AssertionError:
             return False
         return True

@@ -121,7 +121,7 @@ def calls(address: str, *, timeout_s: float = CALL_DEADLINE_S) -> xmlrpc.client.
     return xmlrpc.client.ServerProxy(f"http://{address}", transport=_Transport(timeout_s))
 
 
-class OtherHost:
+class OtherMachine:
     """`address` is where its processes are reached, `own_address` where this host is."""
 
     def __init__(self, address: str, own_address: str, processes: Calls) -> None:
@@ -130,18 +130,18 @@ class OtherHost:
         self._started: list[Process] = []
 
     @classmethod
-    def of_one_host(cls) -> OtherHost:
+    def of_one_host(cls) -> OtherMachine:
         own = own_address()
         return cls(own, own, Processes())
 
     @classmethod
-    def all_of_this_run(cls) -> list[OtherHost]:
+    def all_of_this_run(cls) -> list[OtherMachine]:
         """One for each of the other virtual machines; empty where there is none."""
         own = own_address()
         return [cls(other, own, _server_on(other)) for other in addresses() if other != own]
 
     @classmethod
-    def of_this_run(cls) -> OtherHost:
+    def of_this_run(cls) -> OtherMachine:
         others = cls.all_of_this_run()
         return others[0] if others else cls.of_one_host()
 
@@ -168,7 +168,7 @@ class OtherHost:
         with suppress(OSError, http.client.HTTPException):  # the answer may be lost, too
             self._processes.lose_power()
 
-    def __enter__(self) -> OtherHost:
+    def __enter__(self) -> OtherMachine:
         return self
 
     def __exit__(self, *_error: object) -> None:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
-from other_host import OtherHost
+from other_host import OtherMachine
 
 from ckpt_engine.contracts.peer_wire import Ping, Reply, ShardVerdict
 from ckpt_engine.peers.transport.port import Connection
@@ -205,7 +205,7 @@ def test_nothing_is_written_after_a_transfer_was_given_up(scene: Scene) -> None:
 
 @pytest.mark.parametrize("attack", [write, read])
 def test_a_peer_on_another_machine_is_refused_as_well_and_others_are_served_on(
-    other_host: OtherHost, slots: ExitStack, attack: Attack
+    other_host: OtherMachine, slots: ExitStack, attack: Attack
 ) -> None:
     process = other_host.start(sys.executable, "-m", "tests.rdma.slot_peer", str(SLOT_BYTES))
     address = f"{other_host.address}:{process.line('port ')}"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from other_host import OtherHost, Process, addresses
+from other_host import OtherMachine, Process, addresses
 
 from flyball.cli.reach.client import ApiClient
 from flyball.contracts import wire
@@ -60,10 +60,10 @@ HOST = {
 }
 
 
-class Cluster:
+class StackOnMachines:
     """A supervisor on this machine, and a host on each."""
 
-    def __init__(self, here: OtherHost, others: list[OtherHost]) -> None:
+    def __init__(self, here: OtherMachine, others: list[OtherMachine]) -> None:
         self.machines = {f"host-{letter}": machine for letter, machine in zip("abc", (here, *others), strict=True)}
         self._url = f"http://{here.own_address}:{PORT}"
         up = ("up", "--host", here.own_address, "--port", str(PORT), "--state-dir", f"{FOLDER}/supervisor")
@@ -144,18 +144,18 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
+def stack() -> Iterator[StackOnMachines]:
     with ExitStack() as stack:
-        here = stack.enter_context(OtherHost.of_one_host())
-        others = [stack.enter_context(machine) for machine in OtherHost.all_of_this_run()]
-        yield Cluster(here, others)
+        here = stack.enter_context(OtherMachine.of_one_host())
+        others = [stack.enter_context(machine) for machine in OtherMachine.all_of_this_run()]
+        yield StackOnMachines(here, others)
 
 
 def test_a_machine_that_loses_its_power_is_replaced_and_its_rank_trains_on_from_a_peers_copy_read_over_rdma(
-    cluster: Cluster, tmp_path: Path
+    stack: StackOnMachines, tmp_path: Path
 ) -> None:
-    ready = lambda: sum(bool(host["engine_address"]) for host in cluster.hosts().values()) == 3  # noqa: E731
-    cluster.until("three hosts have joined", ready, START_DEADLINE_S)
+    ready = lambda: sum(bool(host["engine_address"]) for host in stack.hosts().values()) == 3  # noqa: E731
+    stack.until("three hosts have joined", ready, START_DEADLINE_S)
     spec = JobSpec(
         job=JOB,
         argv=(str(ROOT / "examples" / "train_gpt.py"), "--steps", "1000000", *MODEL, "--losses-dir", str(tmp_path)),
@@ -164,36 +164,36 @@ def test_a_machine_that_loses_its_power_is_replaced_and_its_rank_trains_on_from_
         checkpoint=CheckpointSpec(every_steps=1, replicas=1),
         hosts=(),
     )
-    cluster.client.post("/v1/jobs", spec)
-    cluster.until("training", lambda: cluster.step() >= STEPS_BEFORE, START_DEADLINE_S)
+    stack.client.post("/v1/jobs", spec)
+    stack.until("training", lambda: stack.step() >= STEPS_BEFORE, START_DEADLINE_S)
 
-    places = {rank: str(row["host_id"]) for rank, row in cluster.ranks().items()}
+    places = {rank: str(row["host_id"]) for rank, row in stack.ranks().items()}
     lost_rank, lost = next((rank, host) for rank, host in places.items() if host != "host-a")
     (holder,) = set(places.values()) - {lost}
-    (spare,) = set(cluster.machines) - set(places.values())
-    assert cluster.hosts()[holder]["transports"][0]["transport"] == "rdma"
-    before = cluster.packets(spare, "rcvd_pkts")
-    step_before = cluster.step()
+    (spare,) = set(stack.machines) - set(places.values())
+    assert stack.hosts()[holder]["transports"][0]["transport"] == "rdma"
+    before = stack.packets(spare, "rcvd_pkts")
+    step_before = stack.step()
     began = time.monotonic()
-    cluster.lose_power_of(lost)
+    stack.lose_power_of(lost)
 
     def migrated() -> bool:
-        return spare in {str(row["host_id"]) for row in cluster.ranks().values()}
+        return spare in {str(row["host_id"]) for row in stack.ranks().values()}
 
-    cluster.until(f"{lost}, which had rank {lost_rank}, is replaced by {spare}", migrated, RECOVERY_DEADLINE_S)
+    stack.until(f"{lost}, which had rank {lost_rank}, is replaced by {spare}", migrated, RECOVERY_DEADLINE_S)
     decided_s = time.monotonic() - began
-    cluster.until(
+    stack.until(
         f"training goes on past step {step_before}",
-        lambda: migrated() and cluster.step() >= step_before + STEPS_AFTER,
+        lambda: migrated() and stack.step() >= step_before + STEPS_AFTER,
         RECOVERY_DEADLINE_S,
     )
     trained_s = time.monotonic() - began
 
-    decisions = [d for d in cluster.client.items("/v1/decisions") if d["kind"] == DecisionKind.MIGRATE_TO_SPARE]
+    decisions = [d for d in stack.client.items("/v1/decisions") if d["kind"] == DecisionKind.MIGRATE_TO_SPARE]
     assert len(decisions) == 1, decisions
     restored = {
         event.rank: event
-        for event in cluster.events()
+        for event in stack.events()
         if event.kind is EventKind.RESTORED and event.rank == lost_rank
     }[lost_rank].data  # fmt: skip
     size_bytes = int(str(restored["size_bytes"]))
@@ -201,12 +201,12 @@ def test_a_machine_that_loses_its_power_is_replaced_and_its_rank_trains_on_from_
     assert restored["transport"] == "rdma"
     restored_step = int(str(restored["step"]))
     assert restored_step > 0
-    cluster.until("training goes on past it", lambda: cluster.step() > restored_step, RECOVERY_DEADLINE_S)
-    received = cluster.packets(spare, "rcvd_pkts") - before
+    stack.until("training goes on past it", lambda: stack.step() > restored_step, RECOVERY_DEADLINE_S)
+    received = stack.packets(spare, "rcvd_pkts") - before
     assert received >= size_bytes / LARGEST_PACKET_BYTES
-    assert {t["peer"]: t["transport"] for t in cluster.hosts()[spare]["transports"]} == {holder: "rdma"}
+    assert {t["peer"]: t["transport"] for t in stack.hosts()[spare]["transports"]} == {holder: "rdma"}
 
-    (incident,) = cluster.client.items("/v1/incidents", job=JOB)
+    (incident,) = stack.client.items("/v1/incidents", job=JOB)
     assert incident["restored_step"] == restored["step"]
     assert IncidentState(incident["state"]) in (IncidentState.VERIFYING, IncidentState.RESOLVED)
     losses: dict[tuple[str, int], set[str]] = defaultdict(set)

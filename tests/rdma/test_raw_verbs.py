@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from other_host import OtherHost
+from other_host import OtherMachine
 
 COUNTERS = Path("/sys/class/infiniband/rxe0/ports/1/hw_counters")
 SIZE_BYTES = 64 << 20
@@ -20,7 +20,7 @@ def test_64_mib_are_written_to_the_other_side_and_read_back(where: str, request:
     import pyverbs.enums as e
     from raw_verbs import Endpoint, hear, say
 
-    host: OtherHost = request.getfixturevalue(where)
+    host: OtherMachine = request.getfixturevalue(where)
     block = random.Random(1).randbytes(BLOCK_BYTES)
     bytes_here = (block * (SIZE_BYTES // BLOCK_BYTES + 1))[:SIZE_BYTES]
     own = Endpoint(SIZE_BYTES)

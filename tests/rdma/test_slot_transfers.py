@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
 import pytest
-from other_host import OtherHost, Process
+from other_host import OtherMachine, Process
 
 from ckpt_engine.contracts.peer_wire import Ping, Reply, ShardVerdict
 from ckpt_engine.peers.transport.port import ByteCounters
@@ -50,7 +50,7 @@ def nics() -> Iterator[Nics]:
     own.close()
 
 
-def start_peer(host: OtherHost, size_bytes: int) -> tuple[Process, str]:
+def start_peer(host: OtherMachine, size_bytes: int) -> tuple[Process, str]:
     process = host.start(sys.executable, "-m", "tests.rdma.slot_peer", str(size_bytes))
     return process, f"{host.address}:{process.line('port ', deadline_s=120)}"
 
@@ -87,7 +87,7 @@ def packets() -> int:
 
 @pytest.mark.parametrize("size_bytes", [64 * MIB, 512 * MIB])
 def test_a_slot_goes_to_a_peer_by_write_and_comes_back_by_read(
-    other_host: OtherHost, nics: Nics, slots: ExitStack, size_bytes: int
+    other_host: OtherMachine, nics: Nics, slots: ExitStack, size_bytes: int
 ) -> None:
     _, address = start_peer(other_host, size_bytes)
     slot = make(slots, size_bytes)
@@ -176,7 +176,7 @@ def test_a_slot_is_registered_once_however_often_it_is_sent(nics: Nics, pair: Pa
 
 
 def test_a_peer_killed_while_it_is_written_to_is_an_error_soon(
-    other_host: OtherHost, nics: Nics, slots: ExitStack
+    other_host: OtherMachine, nics: Nics, slots: ExitStack
 ) -> None:
     process, address = start_peer(other_host, 64 * MIB)
     slot = make(slots, 64 * MIB)
@@ -192,7 +192,7 @@ def test_a_peer_killed_while_it_is_written_to_is_an_error_soon(
 
 
 def test_a_peer_killed_while_it_is_read_from_is_an_error_soon(
-    other_host: OtherHost, nics: Nics, slots: ExitStack
+    other_host: OtherMachine, nics: Nics, slots: ExitStack
 ) -> None:
     process, address = start_peer(other_host, 64 * MIB)
     slot = make(slots, 64 * MIB)

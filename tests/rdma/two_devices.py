@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from other_host import OtherHost
+from other_host import OtherMachine
 
 NIC, DEVICE = "eth1", "rxe1"
 HAS_ADDRESS = f"grep -qs ^0000:0000:0000:0000:0000:ffff: /sys/class/infiniband/{DEVICE}/ports/1/gids/*"
@@ -23,7 +23,7 @@ REMOVE = f"timeout 30 rdma link delete {DEVICE}; ip addr flush dev {NIC}; ip lin
 class Machine:
     """`host` starts processes there that end before the device does."""
 
-    host: OtherHost
+    host: OtherMachine
     second_address: str
 
     def link(self, state: str) -> None:
@@ -42,7 +42,7 @@ def two_devices() -> Iterator[tuple[Machine, Machine]]:
     """This machine and the other one."""
     with ExitStack() as stack:
         machines = []
-        for number, find in enumerate((OtherHost.of_one_host, OtherHost.of_this_run)):
+        for number, find in enumerate((OtherMachine.of_one_host, OtherMachine.of_this_run)):
             outer = stack.enter_context(find())
             address = f"10.77.0.{11 + number}"
             stack.callback(outer.run, "sh", "-c", REMOVE)

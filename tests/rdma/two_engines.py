@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 from engine_site import EngineSite, SiteSettings, status_of
-from other_host import OtherHost, calls
+from other_host import OtherMachine, calls
 
 from flyball.contracts import wire
 from flyball.contracts.checkpoints import CheckpointSpec, Lineage, LineageEntry, RestorePlan, ShardSource, Tier
@@ -27,7 +27,7 @@ PEERS = {"a": "b", "b": "a"}
 class Sites:
     """The processes of both sites, for all tests: they import for seconds where processors are emulated."""
 
-    def __init__(self, here: OtherHost, there: OtherHost) -> None:
+    def __init__(self, here: OtherMachine, there: OtherMachine) -> None:
         self.ips = {"a": here.own_address, "b": there.address}
         started = {
             name: host.start(sys.executable, str(SITE), name, self.ips[name])

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from support.policy.small_world import World
 
 from flyball.contracts.cluster import HostState, JobSpec, JobState
 from flyball.contracts.decisions import DecisionKind, Incident, IncidentState
 from flyball.contracts.identity import run_id
 
-if TYPE_CHECKING:
-    from tests.simulation.conftest import World
-
-NewWorld = Callable[..., "World"]
+NewWorld = Callable[..., World]
 
 
 def started(new_world: NewWorld, spec: JobSpec, **options: object) -> World:

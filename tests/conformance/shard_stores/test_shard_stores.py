@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from safetensors import safe_open
+from support.stores.places import Place
 
 from ckpt_engine.contracts.peer_wire import TierNaming
 from ckpt_engine.format import integrity, world_manifest
@@ -24,7 +25,6 @@ from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier
 from flyball.contracts.errors import CorruptShard, NotFound
 
 MakeShard = Callable[..., tuple[Manifest, bytes, memoryview]]
-Place = Any  # the conftest's
 LINEAGE = (LineageEntry(1),)
 DEAD_AND_RUNNING = (LineageEntry(1, 4), LineageEntry(8))
 

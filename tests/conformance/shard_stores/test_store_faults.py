@@ -11,9 +11,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.stores.places import Place
 
 from ckpt_engine.format import integrity
 from ckpt_engine.format.manifest import Manifest
@@ -31,7 +31,6 @@ from flyball.contracts.errors import (
 )
 
 MakeShard = Callable[..., tuple[Manifest, bytes, memoryview]]
-Place = Any  # the conftest's
 LINEAGE = (LineageEntry(1),)
 SMALL_BYTES, FIVE_PARTS_BYTES = 100_000, 36 << 20
 

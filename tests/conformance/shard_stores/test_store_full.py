@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.stores.places import Place
 
 from ckpt_engine.contracts.peer_wire import TierNaming
 from ckpt_engine.format import integrity
@@ -22,7 +23,6 @@ from flyball.contracts.checkpoints import LineageEntry, Tier
 from flyball.contracts.errors import FlyballError, StorageFull
 
 MakeShard = Callable[..., tuple[Manifest, bytes, memoryview]]
-Place = Any  # the conftest's
 LINEAGE = (LineageEntry(1),)
 ROOT = Path(__file__).parents[3]
 

@@ -11,22 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
-from safetensors.numpy import save
 from support.clocks.waits import until
+from support.hosts.engine_jobs import capture as capture_in
+from support.hosts.engine_jobs import configured, engine_job
+from support.jobs.placements import make_placement
+from support.stores.places import Place
 
 from ckpt_engine.contracts.control_views import RestoreState
-from ckpt_engine.counters import Counters
-from ckpt_engine.host.engine_host import EngineHost
 from ckpt_engine.host.job import EngineJob
-from ckpt_engine.peers.broadcast.bandwidths import MeasuredBandwidths
-from ckpt_engine.peers.peer_access import PeerAccess
-from ckpt_engine.peers.shard_transports import ShardTransports
-from ckpt_engine.peers.transport.port import ByteCounters, Identity
-from ckpt_engine.peers.transport.rdma.nics import Nics
 from ckpt_engine.rules.rate_limit import RateLimit
-from ckpt_engine.settings import EngineSettings
 from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.tiers.writing import tier_retention
 from flyball.contracts.checkpoints import (
@@ -39,14 +33,10 @@ from flyball.contracts.checkpoints import (
     StoredPoints,
     Tier,
 )
-from flyball.contracts.clock import SystemClock
-from flyball.contracts.cluster import HostRanks, Placement
 from flyball.contracts.errors import StorageFull
-from flyball.contracts.identity import Fence
 from flyball.contracts.on_host.engine_wire import Configure
 from flyball.contracts.recovery import complete_points
 
-Place = Any  # the conftest's
 DEADLINE_S = 90.0
 
 
@@ -75,33 +65,8 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         in_touch: Callable[[], bool] = lambda: True,
         stored_points: Callable[[], StoredPoints | None] = lambda: None,
     ) -> EngineJob:
-        settings, counters = EngineSettings(), Counters()
         (tmp_path / host_id).mkdir(exist_ok=True)
-        contact: Any = Contact(in_touch, stored_points)
-        made = EngineJob(
-            "job",
-            host=EngineHost(
-                host_id,
-                tmp_path / host_id,
-                str(tmp_path / host_id / "flyball-test"),
-                settings,
-                MeasuredBandwidths(tmp_path / host_id / "bandwidths.json", SystemClock()),
-                rate_limits={Tier.PERSISTENT: limit} if limit else {},
-            ),
-            peers=PeerAccess(
-                Identity(host_id, "", ""),
-                token=b"",
-                settings=settings,
-                counters=counters,
-                total=ByteCounters(),
-                transports=ShardTransports(host_id, settings=settings, queue_pairs=Nics(settings, ByteCounters())),
-                on_up=lambda host_id: None,
-            ),
-            contact=contact,
-            clock=SystemClock(),
-            counters=counters,
-            on_restored=lambda report: None,
-        )
+        made = engine_job(tmp_path / host_id, host_id, contact=Contact(in_touch, stored_points), limit=limit)
         jobs.append(made)
         return jobs[-1]
 
@@ -112,27 +77,15 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
 
 def configure(host_id: str, place: Place, *, generation: int = 1, restore: RestorePlan | None = None) -> Configure:
     lineage = (LineageEntry(1),) if generation == 1 else (LineageEntry(1, restore.step if restore else None),)
-    placement = Placement(
-        job="job",
-        generation=generation,
-        world_size=1,
-        hosts=(HostRanks(host_id, "127.0.0.1", "", (0,)),),
-        master_address="127.0.0.1",
-        master_port=1,
-        peers={},
-        lineage=lineage if generation == 1 else (*lineage, LineageEntry(generation)),
-        restore=restore,
-    )
+    if generation > 1:
+        lineage = (*lineage, LineageEntry(generation))
+    placement = make_placement({host_id: (0,)}, generation=generation, lineage=lineage, restore=restore)
     spec = CheckpointSpec(replicas=0, persistent_dir=place.url.removesuffix("/job"), persistent_every_steps=1)
-    return Configure(Fence(1, generation), host_id, placement, spec)
+    return configured(placement, host_id, spec)
 
 
 def capture(job: EngineJob, step: int, *, slot: int) -> bytes:
-    payload = save({"w": np.full(300_000, step, np.float32)})
-    with job.slots.memory.using(0, create=True) as entry:
-        assert entry is not None
-        entry.segments.begin_write(slot, 1, step, len(payload))[:] = payload
-        entry.segments.mark_captured(slot)
+    payload = capture_in(job, step, slot=slot, values=300_000)
     job.flush(DEADLINE_S)
     return payload
 
@@ -206,7 +159,7 @@ def test_the_limit_is_asked_for_every_byte(shared_place: Place, start_job: Calla
     assert msgspec.to_builtins(job.save_failures.newest()) == []
 
 
-class CutHost:
+class CutOffEngine:
     """A host of one rank whose contact with the supervisor the test controls."""
 
     def __init__(
@@ -232,9 +185,9 @@ class CutHost:
 
 
 @pytest.fixture
-def cut_host(shared_place: Place, start_job: Callable[..., EngineJob]) -> CutHost:
+def cut_host(shared_place: Place, start_job: Callable[..., EngineJob]) -> CutOffEngine:
     """Out of touch since step 4, now at step 7. It has kept everything."""
-    host = CutHost(shared_place, start_job)
+    host = CutOffEngine(shared_place, start_job)
     host.save_steps(0, 1, 2, 3)
     host.comes_to_have(2, 3)
     host.is_in_touch = False
@@ -243,13 +196,13 @@ def cut_host(shared_place: Place, start_job: Callable[..., EngineJob]) -> CutHos
     return host
 
 
-def test_out_of_touch_with_the_supervisor_what_others_may_restore_stays(cut_host: CutHost) -> None:
+def test_out_of_touch_with_the_supervisor_what_others_may_restore_stays(cut_host: CutOffEngine) -> None:
     cut_host.is_in_touch = True
     cut_host.save_steps(8)
     cut_host.comes_to_have(7, 8)
 
 
-def test_what_was_reported_in_a_contact_too_short_for_a_prune_stays(cut_host: CutHost) -> None:
+def test_what_was_reported_in_a_contact_too_short_for_a_prune_stays(cut_host: CutOffEngine) -> None:
     cut_host.job.report_copies()
     cut_host.save_steps(8)
     cut_host.comes_to_have(2, 3, 7, 8)  # reports out of touch cannot be relied on
@@ -266,7 +219,9 @@ def test_what_was_reported_in_a_contact_too_short_for_a_prune_stays(cut_host: Cu
 def test_the_newest_step_that_the_supervisor_knows_stays_however_far_behind_it_is(
     shared_place: Place, start_job: Callable[..., EngineJob]
 ) -> None:
-    host = CutHost(shared_place, start_job, stored_points={})  # it has stored nothing yet, and may store any of these
+    host = CutOffEngine(
+        shared_place, start_job, stored_points={}
+    )  # it has stored nothing yet, and may store any of these
     host.save_steps(0, 1, 2, 3, 4)
     host.comes_to_leave(0, 1, 2, 3, 4)
     host.stored_points = {"job": StoredPoint(2, 1)}
@@ -286,7 +241,7 @@ def test_the_newest_step_that_the_supervisor_knows_stays_however_far_behind_it_i
 def test_all_ranks_hear_from_the_coordinators_host_what_the_supervisor_may_know(
     shared_place: Place, start_job: Callable[..., EngineJob]
 ) -> None:
-    host = CutHost(shared_place, start_job, stored_points={})
+    host = CutOffEngine(shared_place, start_job, stored_points={})
     host.save_steps(0, 1, 2)
     running = host.job.running
     assert running is not None
@@ -303,10 +258,10 @@ def test_all_ranks_hear_from_the_coordinators_host_what_the_supervisor_may_know(
 def test_what_a_generation_began_with_stays_until_the_supervisor_reports_what_it_stored(
     shared_place: Place, start_job: Callable[..., EngineJob]
 ) -> None:
-    before = CutHost(shared_place, start_job, stored_points={})
+    before = CutOffEngine(shared_place, start_job, stored_points={})
     before.save_steps(0, 1, 2)
     before.job.end(join_timeout_s=DEADLINE_S)
-    host = CutHost(shared_place, start_job, stored_points={})
+    host = CutOffEngine(shared_place, start_job, stored_points={})
     host.save_steps(3, 4)
     host.comes_to_leave(0, 1, 2, 3, 4)
     host.stored_points = {"job": StoredPoint(4, 1)}

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.stores.places import Place
 
 from ckpt_engine.contracts.peer_wire import TierNaming
 from ckpt_engine.format.manifest import Manifest
@@ -21,7 +22,6 @@ from flyball.contracts.checkpoints import LineageEntry, Tier
 from flyball.contracts.errors import StorageFull, Unreachable
 
 MakeShard = Callable[..., tuple[Manifest, bytes, memoryview]]
-Place = Any  # the conftest's
 LINEAGE = (LineageEntry(1),)
 STEPS = (10, 20, 30)
 UNREADABLE = OSError(errno.EIO, os.strerror(errno.EIO))

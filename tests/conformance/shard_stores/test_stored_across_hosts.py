@@ -14,11 +14,12 @@ import pytest
 import xxhash
 from support.clocks.waits import until
 from support.stores.alike_shards import Tensors, as_payload, ddp_state, hsdp_state
+from support.stores.places import Place
+from support.stores.shards import make_manifest, put_in_slot
 
 from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_wire import StorageDecision, StorageStage, StorageVote, TierNaming
 from ckpt_engine.counters import Counters
-from ckpt_engine.format import manifest as manifests
 from ckpt_engine.rules.storage_plan import HeldShard, OddReplicas
 from ckpt_engine.rules.storage_votes import StorageVotes
 from ckpt_engine.tiers.memory import MemoryTier
@@ -34,7 +35,6 @@ from flyball.contracts.errors import Conflict, CorruptShard, StorageFull, Unreac
 from flyball.contracts.identity import Fence
 from flyball.contracts.on_host.engine_wire import Configure
 
-Place = Any  # the conftest's
 HOSTS = {"a": (0, 1), "b": (2, 3), "c": (4,)}
 WORLD = 5
 LINEAGE = (LineageEntry(1),)
@@ -204,22 +204,11 @@ class Job:
             self.put(step, rank, as_payload(state(step, rank), f"rank {rank}"))
 
     def put(self, step: int, rank: int, payload: bytes) -> None:
-        described = manifests.describe(
-            memoryview(payload),
-            job="job",
-            generation=1,
-            step=step,
-            rank=rank,
-            world_size=WORLD,
-            code_version="test",
-            chunk_bytes=1 << 16,
-        )
+        described = make_manifest(payload, step, rank, world_size=WORLD, chunk_bytes=1 << 16)
         self.payloads[step, rank] = payload
         with self.machine_of(rank).memory.using(rank, create=True) as entry:
             assert entry is not None
-            entry.segments.begin_write(step % 2, 1, step, len(payload))[:] = payload
-            entry.segments.mark_captured(step % 2)
-            assert entry.segments.commit(entry.segments.control.slot(step % 2), manifests.encode(described))
+            put_in_slot(entry.segments, step % 2, described, payload)
 
     def take_vote(self, machine: Machine, rank: int) -> None:
         """A report reaches the coordinator, and its decision all engines that live."""

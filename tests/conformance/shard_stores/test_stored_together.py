@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 from support.stores.alike_shards import Tensors, as_payload, ddp_state, hsdp_state
+from support.stores.places import Place
+from support.stores.shards import make_manifest, put_in_slot
 
 from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_wire import TierNaming
 from ckpt_engine.counters import Counters
-from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.format.stored_layout import HEADER_TENSOR
 from ckpt_engine.inspect.copy_places import StoragePlace
@@ -36,13 +37,12 @@ from flyball.contracts.errors import CorruptShard, StorageFull
 from flyball.contracts.identity import Fence
 from flyball.contracts.on_host.engine_wire import Configure
 
-Place = Any  # the conftest's
 DEADLINE_S = 90.0
 RANKS = (0, 1, 2, 3)
 LINEAGE = (LineageEntry(1),)
 
 
-class Host:
+class StoringRanks:
     """Four ranks with their slots, and the writers' side of one tier."""
 
     def __init__(self, root: Path, place: Place, storage: Storage | None = None) -> None:
@@ -78,22 +78,11 @@ class Host:
             self.put(step, rank, as_payload(state(step, rank), f"rank {rank}"))
 
     def put(self, step: int, rank: int, payload: bytes) -> None:
-        described = manifests.describe(
-            memoryview(payload),
-            job="job",
-            generation=1,
-            step=step,
-            rank=rank,
-            world_size=len(RANKS),
-            code_version="test",
-            chunk_bytes=1 << 16,
-        )
+        described = make_manifest(payload, step, rank, world_size=len(RANKS), chunk_bytes=1 << 16)
         self.payloads[step, rank] = payload
         with self.memory.using(rank, create=True) as entry:
             assert entry is not None
-            entry.segments.begin_write(step % 2, 1, step, len(payload))[:] = payload
-            entry.segments.mark_captured(step % 2)
-            assert entry.segments.commit(entry.segments.control.slot(step % 2), manifests.encode(described))
+            put_in_slot(entry.segments, step % 2, described, payload)
 
     def write(self, step: int, rank: int) -> int:
         """As `DiskWriter` does."""
@@ -151,25 +140,25 @@ class Host:
 
 
 @pytest.fixture
-def host(tmp_path: Path, place: Place) -> Iterator[Host]:
+def host(tmp_path: Path, place: Place) -> Iterator[StoringRanks]:
     (tmp_path / "shm").mkdir()
-    made = Host(tmp_path / "shm", place)
+    made = StoringRanks(tmp_path / "shm", place)
     yield made
     made.memory.close()
 
 
-def check_all(host: Host, step: int) -> None:
+def check_all(host: StoringRanks, step: int) -> None:
     assert host.listed(step) == set(RANKS)
     for rank in RANKS:
         assert host.read(step, rank) == host.payloads[step, rank]
         assert host.read(step, rank, host.store) == host.payloads[step, rank]
 
 
-def is_whole(host: Host, step: int, rank: int) -> bool:
+def is_whole(host: StoringRanks, step: int, rank: int) -> bool:
     return bool(host.place.get(f"g1/step{step}/rank{rank}.safetensors") == host.payloads[step, rank])
 
 
-def test_replicas_take_the_room_of_one_and_read_back_byte_for_byte(host: Host) -> None:
+def test_replicas_take_the_room_of_one_and_read_back_byte_for_byte(host: StoringRanks) -> None:
     host.capture(4)
     written = host.write_all(4)
     check_all(host, 4)
@@ -184,14 +173,14 @@ def test_replicas_take_the_room_of_one_and_read_back_byte_for_byte(host: Host) -
     assert host.odd == []
 
 
-def test_replicas_of_blocks_are_stored_once_each(host: Host) -> None:
+def test_replicas_of_blocks_are_stored_once_each(host: StoringRanks) -> None:
     host.capture(4, hsdp_state)
     host.write_all(4)
     check_all(host, 4)
     assert host.file_bytes(4) <= 1.05 * 2 * len(host.payloads[4, 0])
 
 
-def test_shards_that_have_nothing_alike_are_stored_as_they_are(host: Host) -> None:
+def test_shards_that_have_nothing_alike_are_stored_as_they_are(host: StoringRanks) -> None:
     host.capture(4, lambda step, rank: {"w": (np.random.default_rng(rank).random(300_000, dtype=np.float32), None)})
     host.write_all(4)
     check_all(host, 4)
@@ -201,7 +190,7 @@ def test_shards_that_have_nothing_alike_are_stored_as_they_are(host: Host) -> No
     assert not host.together.may_write_ahead(0, len(host.payloads[5, 0]))
 
 
-def test_a_replica_that_differs_is_told_and_keeps_its_own_bytes(host: Host) -> None:
+def test_a_replica_that_differs_is_told_and_keeps_its_own_bytes(host: StoringRanks) -> None:
     host.capture(4)
     odd = bytearray(host.payloads[4, 2])
     odd[4096 + 1_000_000] ^= 4  # of model.w0
@@ -231,7 +220,7 @@ class Failing:
 
 @pytest.mark.parametrize("kind", ["safetensors", "manifest"])
 def test_if_one_cannot_write_the_others_store_their_whole_shards(
-    host: Host, kind: str, monkeypatch: pytest.MonkeyPatch
+    host: StoringRanks, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host.capture(4)
     monkeypatch.setattr(host.store, "_storage", Failing(host.store._storage, f"g1/step4/rank1.{kind}"))
@@ -246,7 +235,7 @@ def test_if_one_cannot_write_the_others_store_their_whole_shards(
     check_all(host, 4)
 
 
-def test_if_one_gives_the_step_up_the_others_store_their_whole_shards(host: Host) -> None:
+def test_if_one_gives_the_step_up_the_others_store_their_whole_shards(host: StoringRanks) -> None:
     host.capture(4)
     waiting = threading.Thread(target=lambda: host.write_all(4, (0, 1, 2)))
     waiting.start()
@@ -260,7 +249,7 @@ def test_if_one_gives_the_step_up_the_others_store_their_whole_shards(host: Host
     assert all(is_whole(host, 4, rank) for rank in (0, 1, 2))
 
 
-def test_one_that_does_nothing_is_waited_for_only_so_long(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_does_nothing_is_waited_for_only_so_long(host: StoringRanks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storing_together, "PATIENCE_S", 0.2)
     host.capture(4)
     host.write_all(4, (0, 1, 2))
@@ -269,7 +258,7 @@ def test_one_that_does_nothing_is_waited_for_only_so_long(host: Host, monkeypatc
     check_all(host, 4)
 
 
-def test_at_the_end_of_a_generation_nobody_waits(host: Host) -> None:
+def test_at_the_end_of_a_generation_nobody_waits(host: StoringRanks) -> None:
     host.capture(4)
     waiting = threading.Thread(target=lambda: host.write_all(4, (0, 1, 2)))
     waiting.start()
@@ -280,7 +269,7 @@ def test_at_the_end_of_a_generation_nobody_waits(host: Host) -> None:
 
 
 def test_a_slot_that_changes_meanwhile_never_counts_and_harms_no_other(
-    host: Host, monkeypatch: pytest.MonkeyPatch
+    host: StoringRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bytes of one rank's slot are overwritten after the plan; the tensor that it stores is in all shards."""
     host.capture(4)
@@ -300,7 +289,7 @@ def test_a_slot_that_changes_meanwhile_never_counts_and_harms_no_other(
 
 @pytest.mark.parametrize("lost", [(0,), (3,), (0, 1, 2), RANKS])
 def test_after_a_kill_between_the_manifests_none_counts_until_all_are_written(
-    host: Host, lost: tuple[int, ...]
+    host: StoringRanks, lost: tuple[int, ...]
 ) -> None:
     """Whichever manifests a killed engine had not written, with all files there."""
     host.capture(4)
@@ -315,7 +304,7 @@ def test_after_a_kill_between_the_manifests_none_counts_until_all_are_written(
     assert {name: host.place.get(name) for name in host.place.names()} == before, "the same plan, the same bytes"
 
 
-def test_after_a_kill_between_the_manifests_a_rank_without_its_slot_makes_no_other_wrong(host: Host) -> None:
+def test_after_a_kill_between_the_manifests_a_rank_without_its_slot_makes_no_other_wrong(host: StoringRanks) -> None:
     """The next engine finds other slots, and so makes another plan, over files of the plan before."""
     host.capture(4)
     host.write_all(4)
@@ -328,7 +317,7 @@ def test_after_a_kill_between_the_manifests_a_rank_without_its_slot_makes_no_oth
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "flipped"])
-def test_a_damaged_file_of_an_owner_is_an_error_for_those_that_need_it(host: Host, damage: str) -> None:
+def test_a_damaged_file_of_an_owner_is_an_error_for_those_that_need_it(host: StoringRanks, damage: str) -> None:
     host.capture(4)
     host.write_all(4)
     name = "g1/step4/rank2.safetensors"
@@ -342,16 +331,7 @@ def test_a_damaged_file_of_an_owner_is_an_error_for_those_that_need_it(host: Hos
         with host.place.store().reading(1, 4, 0) as (manifest, _, stored):
             target = bytearray(stored.size_bytes)
             stored.read_into(memoryview(target), 0)
-            digests = manifests.describe(
-                memoryview(target),
-                job="job",
-                generation=1,
-                step=4,
-                rank=0,
-                world_size=4,
-                code_version="test",
-                chunk_bytes=1 << 16,
-            ).chunk_digests
+            digests = make_manifest(target, 4, world_size=4, chunk_bytes=1 << 16).chunk_digests
         assert digests != manifest.chunk_digests
         return
     for rank in RANKS:
@@ -360,7 +340,7 @@ def test_a_damaged_file_of_an_owner_is_an_error_for_those_that_need_it(host: Hos
     assert host.listed(4) == set()
 
 
-def test_a_copy_that_was_bad_takes_no_other_with_it(host: Host) -> None:
+def test_a_copy_that_was_bad_takes_no_other_with_it(host: StoringRanks) -> None:
     host.capture(4)
     host.write_all(4)
     host.store.distrust(1, 4, 2)
@@ -368,7 +348,7 @@ def test_a_copy_that_was_bad_takes_no_other_with_it(host: Host) -> None:
     assert {rank for rank in RANKS if host.store.holds(1, 4, rank)} == {0, 1, 3}
 
 
-def test_steps_are_pruned_and_removed_as_ever(host: Host) -> None:
+def test_steps_are_pruned_and_removed_as_ever(host: StoringRanks) -> None:
     for step in (4, 5):
         host.capture(step)
         host.write_all(step)
@@ -388,7 +368,7 @@ def test_steps_are_pruned_and_removed_as_ever(host: Host) -> None:
 
 
 def test_a_manifest_that_cannot_be_read_at_the_moment_loses_no_rank(
-    host: Host, monkeypatch: pytest.MonkeyPatch
+    host: StoringRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host.capture(4)
     host.write_all(4)
@@ -410,7 +390,7 @@ def test_a_manifest_that_cannot_be_read_at_the_moment_loses_no_rank(
     assert all(store.holds(1, 4, rank) for rank in RANKS)
 
 
-def test_what_the_command_line_does_with_a_step_sees_whole_shards(host: Host, tmp_path: Path) -> None:
+def test_what_the_command_line_does_with_a_step_sees_whole_shards(host: StoringRanks, tmp_path: Path) -> None:
     """ls, verify, restore and rm; a step that is half there is shown with its reason, and removed."""
     for step in (4, 5):
         host.capture(step)
@@ -439,7 +419,7 @@ def test_what_the_command_line_does_with_a_step_sees_whole_shards(host: Host, tm
 
 def test_a_sealed_step_counts_for_every_rank_of_another_placement(shared_place: Place, tmp_path: Path) -> None:
     """Each host looks at its own ranks' shards, and trusts the world manifest for the others."""
-    host = Host(tmp_path, shared_place)
+    host = StoringRanks(tmp_path, shared_place)
     host.capture(4)
     host.write_all(4)
     host.store.scan_step(1, 4)
@@ -452,7 +432,7 @@ def test_a_sealed_step_counts_for_every_rank_of_another_placement(shared_place: 
 
 
 def test_half_a_plan_is_not_sealed(shared_place: Place, tmp_path: Path) -> None:
-    host = Host(tmp_path, shared_place)
+    host = StoringRanks(tmp_path, shared_place)
     host.capture(4)
     host.write_all(4)
     shared_place.delete("g1/step4/rank2.manifest")

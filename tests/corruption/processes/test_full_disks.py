@@ -4,22 +4,17 @@ reported, and steps are written again once the disk works."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.clocks.waits import until
+from support.hosts.forked_site import ForkedSite
 
 from ckpt_engine.format import integrity
 from ckpt_engine.format.world_manifest import WORLD_MANIFEST
 from ckpt_engine.trainer.restore.load_shard import read_manifest
 from flyball.contracts.checkpoints import Tier
-
-if TYPE_CHECKING:
-    from tests.corruption.processes.conftest import Site
-
-Until = Callable[..., Any]
 
 
 def paths(folder: Path) -> list[Path]:
@@ -62,17 +57,17 @@ def fill(folder: Path) -> Path:
     return filler
 
 
-def counted(site: Site, name: str) -> int:
+def counted(site: ForkedSite, name: str) -> int:
     return max(status.counters.get(name, 0) for status in site.status())  # a rank may use room that another freed
 
 
 @pytest.mark.parametrize("tier", [Tier.DISK, Tier.PERSISTENT])
-def test_a_full_disk_costs_only_what_it_was_to_hold(site_with_small_disks: Site, until: Until, tier: Tier) -> None:
+def test_a_full_disk_costs_only_what_it_was_to_hold(site_with_small_disks: ForkedSite, tier: Tier) -> None:
     site = site_with_small_disks
     folder = site.hosts["a"].engines.seen(site.root / {Tier.DISK: "disk", Tier.PERSISTENT: "store"}[tier])
     site.begin()
-    until("steps are on the disk", lambda: site.durable_step() >= 2)
-    until("steps of both ranks", lambda: newest_on(folder, tier) >= 0)
+    until(lambda: site.durable_step() >= 2, "steps are on the disk")
+    until(lambda: newest_on(folder, tier) >= 0, "steps of both ranks")
     with site.engines_stopped():
         newest = newest_on(folder, tier)
 
@@ -80,17 +75,17 @@ def test_a_full_disk_costs_only_what_it_was_to_hold(site_with_small_disks: Site,
         fill(folder)  # including what retention freed meanwhile
         return counted(site, f"{tier}_storage_full") + counted(site, f"{tier}_seal_failures") >= 3
 
-    until("it is reported", is_reported)
+    until(is_reported, "it is reported")
     with site.engines_stopped():
         assert newest_on(folder, tier) >= newest
     assert any("no room" in failure.message for status in site.status() for failure in status.failures)
     world = site.world_step()
-    until("training goes on", lambda: site.world_step() >= world + 20)
+    until(lambda: site.world_step() >= world + 20, "training goes on")
 
     with site.engines_stopped():
         newest = newest_on(folder, tier)
     fill(folder).unlink()
-    until("newer steps are written", lambda: newest_on(folder, tier) > newest)
+    until(lambda: newest_on(folder, tier) > newest, "newer steps are written")
     committed = site.committed()
     assert site.recover() >= committed
     site.begin()
@@ -98,39 +93,39 @@ def test_a_full_disk_costs_only_what_it_was_to_hold(site_with_small_disks: Site,
 
 
 @pytest.mark.parametrize("call", ["fsync", "pwrite", "open"])
-def test_a_disk_that_fails_costs_only_what_it_was_to_hold(site_with_small_disks: Site, until: Until, call: str) -> None:
+def test_a_disk_that_fails_costs_only_what_it_was_to_hold(site_with_small_disks: ForkedSite, call: str) -> None:
     site = site_with_small_disks
     folder = site.hosts["a"].engines.seen(site.root / "disk")
     site.begin()
-    until("steps of both ranks", lambda: newest_on(folder) >= 0)
+    until(lambda: newest_on(folder) >= 0, "steps of both ranks")
     for host in site.hosts.values():
         host.control_engine(f"break {call}")
     failing = "disk_write_failures"
-    until("it is reported", lambda: counted(site, failing) >= 3)
+    until(lambda: counted(site, failing) >= 3, "it is reported")
     with site.engines_stopped():
         newest = newest_on(folder)
     assert newest >= 0
     assert any("Input/output error" in failure.message for status in site.status() for failure in status.failures)
     world = site.world_step()
-    until("training goes on", lambda: site.world_step() >= world + 20)
+    until(lambda: site.world_step() >= world + 20, "training goes on")
     for host in site.hosts.values():
         host.control_engine(f"mend {call}")
-    until("newer steps are written", lambda: newest_on(folder) > newest)
+    until(lambda: newest_on(folder) > newest, "newer steps are written")
     committed = site.committed()
     assert site.recover() >= committed
     site.begin()
 
 
-def test_what_a_run_leaves_is_for_its_owner_alone(site_with_small_disks: Site, until: Until) -> None:
+def test_what_a_run_leaves_is_for_its_owner_alone(site_with_small_disks: ForkedSite) -> None:
     """In shared memory, in the state folders, on disks."""
     site = site_with_small_disks
     site.begin()
     until(
-        "steps are everywhere",
         lambda: (
             site.durable_step() >= 3
             and all({copy.tier for copy in status.copies} == set(Tier) for status in site.status())
         ),
+        "steps are everywhere",
     )
     seen = site.hosts["a"].engines.seen
     modes: dict[str, set[int]] = {}

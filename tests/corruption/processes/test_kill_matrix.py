@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.clocks.waits import until
+from support.hosts.forked import state_in_kernel
+from support.hosts.forked_site import ForkedSite
 
 from ckpt_engine.format import integrity
 from ckpt_engine.trainer.restore.load_shard import read_manifest
 from flyball.contracts import fault_points
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.on_host.engine_wire import Flush
-
-if TYPE_CHECKING:
-    from tests.corruption.processes.conftest import Site
 
 TRAINERS = ("slot.begun", "capture.half", "slot.before_captured")
 ENGINE_OF_RANK_0 = ("persistent.world", "persistent.sealed")  # only on the coordinator's host
@@ -62,7 +60,7 @@ def test_every_fault_point_is_in_the_matrix_or_elsewhere() -> None:
 
 @pytest.mark.parametrize(("who", "point", "victims"), matrix())
 def test_after_a_kill_the_newest_committed_step_is_restored(
-    site: Site, until: Callable[..., Any], in_kernel: Callable[[int], str], who: str, point: str, victims: str
+    site: ForkedSite, who: str, point: str, victims: str
 ) -> None:
     host = site.hosts["a" if point in ENGINE_OF_RANK_0 else "b"]
     stop = f"{point}:1:SIGSTOP"
@@ -76,7 +74,7 @@ def test_after_a_kill_the_newest_committed_step_is_restored(
     elif point == "engine.flush":
         host.ask_and_forget(Flush("job", 60.0, durable=True))
     stopped = host.trainer if who == "trainer" else host.engine
-    until(f"{who} reaches {point}", lambda: in_kernel(stopped) == "T")
+    until(lambda: state_in_kernel(stopped) == "T", f"{who} reaches {point}")
 
     before = max(before, site.committed())
     everybody = [pid for each in site.hosts.values() for pid in (each.trainer, each.engine)]
@@ -92,13 +90,11 @@ def test_after_a_kill_the_newest_committed_step_is_restored(
     assert site.recover() >= before
 
 
-def test_after_all_of_it_training_goes_on_and_every_file_matches_its_manifest(
-    site: Site, until: Callable[..., Any]
-) -> None:
+def test_after_all_of_it_training_goes_on_and_every_file_matches_its_manifest(site: ForkedSite) -> None:
     site.begin()
     site.train_until(5)
     slow = {Tier.DISK, Tier.PERSISTENT}
-    until("steps are on the disks", lambda: all(slow <= {c.tier for c in status.copies} for status in site.status()))
+    until(lambda: all(slow <= {c.tier for c in status.copies} for status in site.status()), "steps are on the disks")
     before = site.committed()
     assert site.recover() >= before
     with site.engines_stopped():  # they keep pruning

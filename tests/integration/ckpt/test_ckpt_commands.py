@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ckpt_sites import CHUNK_BYTES, JOB, Site, shard
 from safetensors import safe_open
+from support.stores.checkpoint_site import CHUNK_BYTES, JOB, CheckpointSite, shard
 
 from ckpt_engine.format.manifest import entries_of
 from ckpt_engine.format.shard_format import read_header
@@ -32,7 +32,7 @@ def flip(path: Path, offset: int) -> None:
         file.write(bytes([byte ^ 0xFF]))
 
 
-def put_in(site: Site, tier: str, step: int) -> None:
+def put_in(site: CheckpointSite, tier: str, step: int) -> None:
     {"memory": site.put_memory, "peer": site.put_replicas, "disk": site.put_disk, "persistent": site.put_store}[tier](
         step
     )
@@ -42,7 +42,7 @@ def states(listed: dict[str, object]) -> list[tuple[int, bool, bool]]:
     return [(s["step"], s["complete"], s["recovery_point"]) for s in listed["steps"]]  # type: ignore[attr-defined]
 
 
-def test_ls_lists_every_tier_and_marks_the_recovery_point(site: Site) -> None:
+def test_ls_lists_every_tier_and_marks_the_recovery_point(site: CheckpointSite) -> None:
     site.put_memory(10)
     site.put_memory(11)
     site.put_replicas(11)
@@ -76,7 +76,7 @@ def test_ls_lists_every_tier_and_marks_the_recovery_point(site: Site) -> None:
     assert max(map(len, table.splitlines())) <= 80
 
 
-def test_ls_shows_what_carries_shards_between_the_hosts(site: Site) -> None:
+def test_ls_shows_what_carries_shards_between_the_hosts(site: CheckpointSite) -> None:
     site.put_memory(10)
     shown = PeerTransport("host-b", "tcp", "host-b: There is no RDMA device")
     TransportsFile(site.state / "host-a").store((shown,))
@@ -85,7 +85,7 @@ def test_ls_shows_what_carries_shards_between_the_hosts(site: Site) -> None:
     assert "host-b: There is no RDMA device" in site.run("ls", COLUMNS="100").stdout
 
 
-def test_a_folder_alone_is_enough(site: Site) -> None:
+def test_a_folder_alone_is_enough(site: CheckpointSite) -> None:
     site.put_disk(8)
     site.put_store(4)
     by_folder = {
@@ -101,7 +101,7 @@ def test_a_folder_alone_is_enough(site: Site) -> None:
     assert [s["step"] for s in both["steps"]] == [8, 4]
 
 
-def test_steps_that_a_restart_gave_up_are_shown_on_demand(site: Site) -> None:
+def test_steps_that_a_restart_gave_up_are_shown_on_demand(site: CheckpointSite) -> None:
     site.put_disk(5)
     site.put_disk(9)
     site.put_disk(6, generation=2)
@@ -117,7 +117,7 @@ def test_steps_that_a_restart_gave_up_are_shown_on_demand(site: Site) -> None:
     assert [(s["step"], s["alive"]) for s in inferred["steps"]] == [(6, True), (5, True), (9, False)]
 
 
-def test_show_describes_the_manifests_and_the_tensors(site: Site) -> None:
+def test_show_describes_the_manifests_and_the_tensors(site: CheckpointSite) -> None:
     site.put_memory(10)
     site.put_disk(10)
     shown = site.json("show", "latest", "--tensors")
@@ -144,7 +144,7 @@ def test_show_describes_the_manifests_and_the_tensors(site: Site) -> None:
 
 
 @pytest.mark.parametrize("tier", ["memory", "peer", "disk", "persistent"])
-def test_a_flipped_byte_is_found_in_every_tier_and_passed_over(site: Site, tier: str) -> None:
+def test_a_flipped_byte_is_found_in_every_tier_and_passed_over(site: CheckpointSite, tier: str) -> None:
     site.put_store(10)
     if tier != "persistent":
         put_in(site, tier, 10)
@@ -174,7 +174,7 @@ def test_a_flipped_byte_is_found_in_every_tier_and_passed_over(site: Site, tier:
     assert (site.root / "out" / "rank1.safetensors").read_bytes() == shard(10, 1)[2]
 
 
-def test_truncated_shards_and_broken_manifests_are_named(site: Site) -> None:
+def test_truncated_shards_and_broken_manifests_are_named(site: CheckpointSite) -> None:
     site.put_disk(4)
     site.put_disk(8)
     folder = site.root / "disk" / "host-b" / JOB / "g1"
@@ -192,7 +192,7 @@ def test_truncated_shards_and_broken_manifests_are_named(site: Site) -> None:
     assert not (folder / "step8").exists()
 
 
-def test_an_ended_runs_checkpoints_are_found_in_its_state_folder(site: Site) -> None:
+def test_an_ended_runs_checkpoints_are_found_in_its_state_folder(site: CheckpointSite) -> None:
     site.put_disk(8)
     for host in site.hosts:  # as an engine does when a job ends
         (site.state / host / "engine-jobs" / f"{JOB}.json").unlink()
@@ -204,7 +204,7 @@ def test_an_ended_runs_checkpoints_are_found_in_its_state_folder(site: Site) -> 
     assert site.call("ls", "--job", "other")[0] == 8
 
 
-def test_restore_writes_what_safetensors_reads(site: Site) -> None:
+def test_restore_writes_what_safetensors_reads(site: CheckpointSite) -> None:
     site.put_disk(10)
     restored = site.json("restore", "latest", "--to", "deep/out")
     out = site.root / "deep" / "out"
@@ -227,7 +227,7 @@ def test_restore_writes_what_safetensors_reads(site: Site) -> None:
     assert (out / "rank0.safetensors").read_bytes() == shard(10, 0)[2]
 
 
-def test_what_was_restored_is_a_place_as_well(site: Site) -> None:
+def test_what_was_restored_is_a_place_as_well(site: CheckpointSite) -> None:
     site.put_disk(10)
     site.json("restore", "latest", "--to", "out")
     (site.root / "out" / "more").mkdir()
@@ -243,7 +243,7 @@ def test_what_was_restored_is_a_place_as_well(site: Site) -> None:
     assert site.json("ls", "--dir", "out")["ignored"][0]["where"].endswith("rank1.manifest")
 
 
-def test_an_incomplete_step_is_refused_with_the_reason_per_rank(site: Site) -> None:
+def test_an_incomplete_step_is_refused_with_the_reason_per_rank(site: CheckpointSite) -> None:
     site.put_disk(10, ranks=[0])
     code, _, err = site.call("restore", "10", "--to", "out")
     assert (code, "rank 1: no copy" in err) == (23, True)
@@ -253,7 +253,7 @@ def test_an_incomplete_step_is_refused_with_the_reason_per_rank(site: Site) -> N
     assert site.call("verify", "10")[0] == 23
 
 
-def test_rm_keeps_what_is_needed_and_what_is_pinned(site: Site) -> None:
+def test_rm_keeps_what_is_needed_and_what_is_pinned(site: CheckpointSite) -> None:
     for step in (2, 4, 8):
         site.put_disk(step)
     site.put_store(4)
@@ -277,7 +277,7 @@ def test_rm_keeps_what_is_needed_and_what_is_pinned(site: Site) -> None:
     assert site.call("rm", "10", "--yes")[0] == 8  # memory can only be freed as a whole
 
 
-def test_memory_is_freed_only_when_nobody_uses_it(site: Site) -> None:
+def test_memory_is_freed_only_when_nobody_uses_it(site: CheckpointSite) -> None:
     site.put_disk(8)
     site.put_memory(8)
     base = rank_segment(site.prefix("host-b"), JOB, 1)
@@ -297,7 +297,7 @@ def test_memory_is_freed_only_when_nobody_uses_it(site: Site) -> None:
     assert site.json("ls")["recovery_point"] == 8
 
 
-def test_plan_names_sources_and_what_a_lost_host_costs(site: Site) -> None:
+def test_plan_names_sources_and_what_a_lost_host_costs(site: CheckpointSite) -> None:
     site.put_memory(11)
     site.put_replicas(11)
     site.put_disk(8)
@@ -319,7 +319,7 @@ def test_plan_names_sources_and_what_a_lost_host_costs(site: Site) -> None:
     assert (code, "host-a, host-b" in err) == (8, True)
 
 
-def test_hostile_folders_are_no_danger(site: Site) -> None:
+def test_hostile_folders_are_no_danger(site: CheckpointSite) -> None:
     site.put_disk(8)
     site.put_memory(8)
     folder = site.root / "disk" / "host-a" / JOB
@@ -350,7 +350,7 @@ def test_hostile_folders_are_no_danger(site: Site) -> None:
     site.json("restore", "latest", "--to", "out")
 
 
-def test_an_empty_result_is_explained_with_the_next_step(site: Site, tmp_path: Path) -> None:
+def test_an_empty_result_is_explained_with_the_next_step(site: CheckpointSite, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for arguments in (["--state-dir", "empty"], ["--dir", "empty"], ["--dir", "missing"], ["--job", "other"]):
         code, out, err = site.call("ls", *arguments)
@@ -363,7 +363,7 @@ def test_an_empty_result_is_explained_with_the_next_step(site: Site, tmp_path: P
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_users_checkpoints_are_refused_by_name(site: Site) -> None:
+def test_another_users_checkpoints_are_refused_by_name(site: CheckpointSite) -> None:
     site.put_disk(8)
     for path in (site.root, *site.root.parents):
         if path == Path("/tmp"):
@@ -380,7 +380,7 @@ def test_another_users_checkpoints_are_refused_by_name(site: Site) -> None:
     assert f"{site.root / 'disk'} cannot be read: Permission denied" in err
 
 
-def test_several_jobs_and_several_runs(site: Site) -> None:
+def test_several_jobs_and_several_runs(site: CheckpointSite) -> None:
     site.put_disk(8)
     other = site.root / "disk" / "host-a" / "other" / "g1" / "step3"
     other.mkdir(parents=True)
@@ -398,7 +398,7 @@ def test_several_jobs_and_several_runs(site: Site) -> None:
 
 
 def test_an_object_store_is_a_place_like_any_other(tmp_path: Path, s3: str) -> None:
-    site = Site(tmp_path, store=s3)
+    site = CheckpointSite(tmp_path, store=s3)
     site.put_store(4)
     site.put_store(8)
     for folder in (s3, f"{s3}/", f"{s3}/{JOB}"):
@@ -414,7 +414,7 @@ def test_an_object_store_is_a_place_like_any_other(tmp_path: Path, s3: str) -> N
     assert states(site.json("ls", "--dir", s3)) == [(8, True, True)]
 
 
-def test_forcing_leaves_nothing_of_another_world(site: Site) -> None:
+def test_forcing_leaves_nothing_of_another_world(site: CheckpointSite) -> None:
     site.put_disk(8)
     (site.root / "out").mkdir()
     (site.root / "out" / "rank7.safetensors").write_bytes(b"of a larger world")
@@ -426,7 +426,7 @@ def test_forcing_leaves_nothing_of_another_world(site: Site) -> None:
     assert names == {"notes.txt", *(f"rank{rank}{end}" for rank in (0, 1) for end in (".safetensors", ".manifest"))}
 
 
-def test_a_step_that_turns_out_bad_leaves_no_half_of_it(site: Site) -> None:
+def test_a_step_that_turns_out_bad_leaves_no_half_of_it(site: CheckpointSite) -> None:
     site.put_disk(8)
     flip(site.root / "disk" / "host-b" / JOB / "g1" / "step8" / "rank1.safetensors", 100_000)
     code, _, err = site.call("restore", "8", "--to", "out")
@@ -434,7 +434,7 @@ def test_a_step_that_turns_out_bad_leaves_no_half_of_it(site: Site) -> None:
     assert list((site.root / "out").iterdir()) == []
 
 
-def test_where_only_one_host_is_seen_its_disk_is_not_taken_for_needless(site: Site) -> None:
+def test_where_only_one_host_is_seen_its_disk_is_not_taken_for_needless(site: CheckpointSite) -> None:
     for step in (2, 4, 8):
         site.put_disk(step)
     site.put_store(4)
@@ -449,7 +449,7 @@ def test_where_only_one_host_is_seen_its_disk_is_not_taken_for_needless(site: Si
     assert (code, "Step 9 of job is in memory" in err) == (16, True)
 
 
-def test_a_step_is_not_restored_over_its_own_copies(site: Site) -> None:
+def test_a_step_is_not_restored_over_its_own_copies(site: CheckpointSite) -> None:
     site.put_disk(8)
     site.json("restore", "8", "--to", "out")
     for folder in (site.root / "out", site.root / "disk" / "host-a" / JOB / "g1" / "step8"):
@@ -460,7 +460,7 @@ def test_a_step_is_not_restored_over_its_own_copies(site: Site) -> None:
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_a_step_that_is_overwritten_while_it_is_listed_is_no_recovery_point(site: Site) -> None:
+def test_a_step_that_is_overwritten_while_it_is_listed_is_no_recovery_point(site: CheckpointSite) -> None:
     site.put_memory(10)
     site.put_memory(11)
 
@@ -476,7 +476,7 @@ def test_a_step_that_is_overwritten_while_it_is_listed_is_no_recovery_point(site
     assert [(step.step, step.world_size, step.recovery_point) for step in inventory.steps] == [(10, 2, True)]
 
 
-def test_folders_whose_names_no_host_can_have_are_passed_over(site: Site) -> None:
+def test_folders_whose_names_no_host_can_have_are_passed_over(site: CheckpointSite) -> None:
     site.put_disk(8)
     disk = site.root / "disk"
     for name in (b"\xff", b"\x1b[2J", b"Not a host"):

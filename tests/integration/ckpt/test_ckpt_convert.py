@@ -20,10 +20,10 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from ckpt_sites import Site
+from support.clocks.waits import until
 from support.commands.here import run_here
-from support.hosts.engines import wait_until
 from support.jobs.saved_steps import bytes_of, same, write_step
+from support.stores.checkpoint_site import CheckpointSite
 
 from ckpt_engine.contracts.import_wire import ForeignFormat, ImportRequest
 from ckpt_engine.format import manifest as manifests
@@ -156,7 +156,7 @@ def test_the_command_imports_in_a_subprocess_and_load_step_loads_it(tmp_path: Pa
 
 
 def test_a_step_is_exported_from_the_memory_of_the_hosts(tmp_path: Path) -> None:
-    step, site = tmp_path / "saved", Site(tmp_path)
+    step, site = tmp_path / "saved", CheckpointSite(tmp_path)
     truth = write_step(step, (2,)) | {"rank": 0}
     for rank, host in enumerate(site.hosts):
         payload = (step / f"rank{rank}.safetensors").read_bytes()
@@ -330,7 +330,7 @@ def test_a_killed_import_leaves_nothing_that_counts(tmp_path: Path) -> None:
     words = ["import", str(tmp_path / "ckpt.pt"), "--to", str(tmp_path / "in"), "--step", "3"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, "-c", KILLED, *words], env=environment)
-    wait_until(lambda: process.poll() is not None or list((tmp_path / "in").glob("*/*")))
+    until(lambda: process.poll() is not None or list((tmp_path / "in").glob("*/*")))
     process.kill()
     assert process.wait(300) == -signal.SIGKILL
     left = names_in(tmp_path / "in")

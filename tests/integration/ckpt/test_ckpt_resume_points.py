@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ckpt_sites import FROM_SCRATCH, JOB, Site
+from support.stores.checkpoint_site import FROM_SCRATCH, JOB, CheckpointSite
 
 from flyball.cli.run.resume import prepare_locally
 from flyball.cli.run.resume_points import JobCheckpoints
@@ -23,21 +23,21 @@ SHARD_BYTES = 200_000  # at least
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Site:
+def site(tmp_path: Path) -> CheckpointSite:
     """One host, as with `flyball run` on a single machine."""
-    site = Site(tmp_path, hosts=("host",))
+    site = CheckpointSite(tmp_path, hosts=("host",))
     site.run_id = RUN
     return site
 
 
 @pytest.fixture
-def home(site: Site) -> Iterator[RunFolder]:
+def home(site: CheckpointSite) -> Iterator[RunFolder]:
     folder = claim_folder(JOB, site.environment, state_dir=str(site.state))
     yield folder
     folder.close()
 
 
-def left(site: Site, home: RunFolder) -> JobCheckpoints:
+def left(site: CheckpointSite, home: RunFolder) -> JobCheckpoints:
     return JobCheckpoints(home, site.spec, host_id="host", run=RUN, lineage=FROM_SCRATCH, environ=site.environment)
 
 
@@ -51,7 +51,7 @@ def spoil(folder: Path) -> None:
             opened.write(bytes([byte ^ 1]))
 
 
-def test_a_bad_copy_is_passed_over_for_the_next_copy_of_the_same_step(site: Site, home: RunFolder) -> None:
+def test_a_bad_copy_is_passed_over_for_the_next_copy_of_the_same_step(site: CheckpointSite, home: RunFolder) -> None:
     site.put_disk(3)
     site.put_disk(7)
     site.put_memory(7)
@@ -71,7 +71,7 @@ def test_a_bad_copy_is_passed_over_for_the_next_copy_of_the_same_step(site: Site
     assert (older.step, older.verified) == (3, True)
 
 
-def test_a_signal_ends_the_verification_between_two_reads(site: Site, home: RunFolder) -> None:
+def test_a_signal_ends_the_verification_between_two_reads(site: CheckpointSite, home: RunFolder) -> None:
     site.put_disk(7)
     asked = 0
 
@@ -88,7 +88,7 @@ def test_a_signal_ends_the_verification_between_two_reads(site: Site, home: RunF
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_ctrl_c_while_a_command_looks_what_was_left_changes_nothing(
-    site: Site, home: RunFolder, name: str, code: int
+    site: CheckpointSite, home: RunFolder, name: str, code: int
 ) -> None:
     site.put_disk(7)
     spec = JobSpec(JOB, ("train.py",), "/", 1, 1, checkpoint=site.spec)

@@ -6,13 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from ckpt_sites import JOB, Site, shard
+from support.stores.checkpoint_site import JOB, CheckpointSite, shard
 
 FIRST, SECOND = "20251119-080000-000", "20251120-080000-000"
 
 
 @pytest.fixture
-def twice(site: Site) -> Site:
+def twice(site: CheckpointSite) -> CheckpointSite:
     """The first run got further, on disks and in the store. The hosts know the second run. Both were in the hosts'
     memory."""
     site.run_id = FIRST
@@ -32,7 +32,7 @@ def steps_and_tiers(listed: dict[str, object]) -> dict[int, set[str]]:
     return {s["step"]: {t["tier"] for t in s["tiers"]} for s in listed["steps"]}  # type: ignore[attr-defined]
 
 
-def test_the_newest_run_is_shown_with_a_note_about_the_other(twice: Site) -> None:
+def test_the_newest_run_is_shown_with_a_note_about_the_other(twice: CheckpointSite) -> None:
     listed = twice.json("ls")
     assert (listed["run"], listed["runs"], listed["recovery_point"]) == (SECOND, [FIRST, SECOND], 7)
     assert steps_and_tiers(listed) == {7: {"memory"}, 5: {"disk"}, 4: {"persistent"}}
@@ -42,7 +42,7 @@ def test_the_newest_run_is_shown_with_a_note_about_the_other(twice: Site) -> Non
     assert f"--job {JOB}/{FIRST}" in error
 
 
-def test_another_run_is_named_behind_the_job(twice: Site, tmp_path: Path) -> None:
+def test_another_run_is_named_behind_the_job(twice: CheckpointSite, tmp_path: Path) -> None:
     listed = twice.json("ls", "--job", f"{JOB}/{FIRST}")
     assert (listed["run"], listed["recovery_point"]) == (FIRST, 9)  # its host's memory belongs to the newer run
     assert steps_and_tiers(listed) == {9: {"disk"}, 5: {"disk", "persistent"}}
@@ -54,7 +54,7 @@ def test_another_run_is_named_behind_the_job(twice: Site, tmp_path: Path) -> Non
     assert twice.json("ls", "--dir", str(tmp_path / FIRST))["run"] == FIRST
 
 
-def test_a_run_that_is_not_known_is_refused_with_those_that_are(twice: Site) -> None:
+def test_a_run_that_is_not_known_is_refused_with_those_that_are(twice: CheckpointSite) -> None:
     code, _, error = twice.call("ls", "--job", f"{JOB}/20200101-000000-000")
     assert code != 0
     assert FIRST in error
@@ -62,7 +62,7 @@ def test_a_run_that_is_not_known_is_refused_with_those_that_are(twice: Site) -> 
 
 
 @pytest.mark.parametrize("folder", ["disk", "disk/host-a", f"disk/host-a/{JOB}", "store", f"store/{JOB}"])
-def test_folders_alone_tell_the_runs_apart(twice: Site, folder: str) -> None:
+def test_folders_alone_tell_the_runs_apart(twice: CheckpointSite, folder: str) -> None:
     listed = twice.json("ls", "--dir", str(twice.root / folder))
     assert (listed["run"], listed["runs"]) == (SECOND, [FIRST, SECOND])
     assert set(steps_and_tiers(listed)) == ({5} if folder.startswith("disk") else {4})
@@ -71,14 +71,14 @@ def test_folders_alone_tell_the_runs_apart(twice: Site, folder: str) -> None:
 
 
 @pytest.mark.parametrize("tier", ["disk/host-a", "store"])
-def test_the_folder_of_one_run_can_be_named(twice: Site, tier: str) -> None:
+def test_the_folder_of_one_run_can_be_named(twice: CheckpointSite, tier: str) -> None:
     listed = twice.json("ls", "--dir", str(twice.root / tier / JOB / FIRST))
     assert (listed["job"], listed["run"], listed["runs"]) == (JOB, FIRST, [FIRST])
     assert {place["tier"] for place in listed["places"]} == {"disk" if tier != "store" else "persistent"}
 
 
 def test_an_object_store_has_its_runs_apart(tmp_path: Path, s3: str) -> None:
-    site = Site(tmp_path, store=s3)
+    site = CheckpointSite(tmp_path, store=s3)
     for run, step in ((FIRST, 8), (SECOND, 3)):
         site.run_id = run
         site.put_store(step)
@@ -93,7 +93,7 @@ def test_an_object_store_has_its_runs_apart(tmp_path: Path, s3: str) -> None:
 
 
 @pytest.mark.parametrize("tier", ["disk/host-a", "store"])
-def test_the_folder_of_a_run_that_was_moved_to_another_does_not_count(twice: Site, tier: str) -> None:
+def test_the_folder_of_a_run_that_was_moved_to_another_does_not_count(twice: CheckpointSite, tier: str) -> None:
     job = twice.root / tier / JOB
     shutil.rmtree(job / SECOND)
     (job / FIRST).rename(job / SECOND)
@@ -103,7 +103,7 @@ def test_the_folder_of_a_run_that_was_moved_to_another_does_not_count(twice: Sit
     assert all(FIRST in ignored["reason"] for ignored in listed["ignored"])
 
 
-def test_a_supervisor_is_not_asked_for_another_run(twice: Site) -> None:
+def test_a_supervisor_is_not_asked_for_another_run(twice: CheckpointSite) -> None:
     code, _, error = twice.call("plan", "5", "--supervisor", "http://127.0.0.1:9", "--job", f"{JOB}/{FIRST}")
     assert code == 2
     assert "name the job alone" in error

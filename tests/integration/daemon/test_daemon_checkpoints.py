@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from support.clocks.waits import until
 
 from flyball.contracts.checkpoints import RestorePlan, ShardSource, Tier, branch
 from flyball.contracts.decisions import SaveEmergency, StartWorkers, UpdateState
@@ -34,7 +35,7 @@ def test_emergency_save_stop_and_restore_lose_no_step(shared, make_shared_job):
         newest = supervisor.newest
         return max((r.step for r in statuses_in(newest.workers, newest.progress) if r.job == name), default=-1)
 
-    shared.until("a few steps", lambda: newest_step() >= 3)
+    until(lambda: newest_step() >= 3, "a few steps")
     late = job.send(SaveEmergency(name, 1, 0, 20.0), generation=1)
     assert (late.state, late.code) == (UpdateState.FAILED, "too_late")
     assert {p.rank for p in late.result.positions} == {0, 1}
@@ -65,15 +66,15 @@ def test_emergency_save_stop_and_restore_lose_no_step(shared, make_shared_job):
     )
     assert job.send(StartWorkers(job.spec, placement), generation=2).state is UpdateState.SUCCEEDED
     for rank in (0, 1):
-        shared.until("its start, the whole line", lambda rank=rank: "\n" in job.log(2, rank))
+        until(lambda rank=rank: "\n" in job.log(2, rank), "its start, the whole line")
         assert job.log(2, rank).split() == ["start", str(step + 1), str(float(step + 1))]
-    restores = shared.until(
-        "the restores in a report",
+    restores = until(
         lambda: {(s.rank, s.step, s.source_tier) for r in supervisor.reports for s in r.restores if s.job == name},
+        "the restores in a report",
     )
     assert restores <= {(0, step, Tier.MEMORY), (1, step, Tier.MEMORY)}
-    shared.until("a step beyond", lambda: newest_step() > step)
-    shared.until("its copies in a report", lambda: [c for c in supervisor.newest.copies if c.generation == 2])
+    until(lambda: newest_step() > step, "a step beyond")
+    until(lambda: [c for c in supervisor.newest.copies if c.generation == 2], "its copies in a report")
     marks = [m for r in supervisor.reports for m in r.marks if m.job == name and m.generation == 2]
     assert all(m.spawned_at <= m.attached_at <= m.restored_at <= m.first_step_at for m in marks if m.first_step_at)
     job.end(2)

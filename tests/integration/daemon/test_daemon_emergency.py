@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from safetensors import safe_open
+from support.clocks.waits import until
 
 from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts.decisions import FlushState, SaveEmergency, StopWorkers, UpdateState
@@ -75,9 +76,9 @@ class Run:
         two seconds for that, and then takes the one before it.)"""
         for rank, step in enumerate(steps):
             self.gates.open(rank, step)
-        self.shared.until(f"steps {steps}", lambda: self.steps() == dict(enumerate(steps)))
+        until(lambda: self.steps() == dict(enumerate(steps)), f"steps {steps}")
         saved = min(steps) // EVERY * EVERY
-        self.shared.until(f"recovery point {saved}", lambda: self.recovery_point() == saved)
+        until(lambda: self.recovery_point() == saved, f"recovery point {saved}")
 
     def recovery_point(self) -> int:
         prefix = shm_prefix(str(self.shared.state_dir.resolve()), str(self.shared.shm_dir))
@@ -131,14 +132,14 @@ def test_ranks_three_steps_apart_save_the_named_step_and_it_is_flushed(run: Run)
     command, armed = run.arm(21)
     assert armed.state is UpdateState.ACKNOWLEDGED
     run.gates.open(1, 50)  # the rank ahead reaches the step and waits there
-    run.shared.until("rank 1 at the step", lambda: run.steps()[1] == 21)
+    until(lambda: run.steps()[1] == 21, "rank 1 at the step")
     assert run.steps()[0] == 14
     run.gates.open(0, 50)
     saved = run.shared.supervisor.answer(command)
     assert saved.state is UpdateState.SUCCEEDED
     flushed = run.flush()
     assert flushed.result.flushed == {"disk": 21, "persistent": 21}
-    run.shared.until("reports of the step", lambda: run.steps() == {0: 21, 1: 21})  # they may arrive after the answer
+    until(lambda: run.steps() == {0: 21, 1: 21}, "reports of the step")  # they may arrive after the answer
     run.check_files(21)
 
 
@@ -149,15 +150,15 @@ def test_with_a_hung_rank_the_newest_recovery_point_is_flushed_and_the_others_co
     with run.stopped(1):
         run.gates.open(0, 29)
         run.gates.open(1, 29)
-        run.shared.until("rank 0 at the step", lambda: run.steps()[0] == 15)
+        until(lambda: run.steps()[0] == 15, "rank 0 at the step")
         missed = run.shared.supervisor.answer(command)
         assert (missed.state, missed.code) == (UpdateState.FAILED, "not_saved")
         assert run.steps()[0] == 15
         flushed = run.flush(disarm=True)
         assert flushed.result.flushed == {"disk": 10, "persistent": 10}
-        run.shared.until("rank 0 goes on", lambda: run.steps()[0] > 15)
+        until(lambda: run.steps()[0] > 15, "rank 0 goes on")
     run.check_files(10)
-    run.shared.until("both are there again", lambda: run.steps() == {0: 29, 1: 29})
+    until(lambda: run.steps() == {0: 29, 1: 29}, "both are there again")
     assert run.flush().result.flushed == {"disk": 20, "persistent": 20}  # the abandoned step cost no slot
     run.check_files(20)
 
@@ -176,7 +177,7 @@ def test_a_save_abandoned_before_its_deadline_does_not_delay_the_flush(run: Run)
 
 def test_killing_the_engine_in_between_loses_neither_the_step_nor_the_flush(run: Run) -> None:
     def kill_engine() -> None:
-        os.kill(int((run.shared.state_dir / "engine.pid").read_text().split()[0]), signal.SIGKILL)
+        os.kill(run.shared.engine_pid, signal.SIGKILL)
 
     run.at(11, 11)
     command, armed = run.arm(15)

@@ -10,6 +10,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from support.clocks.waits import until
+from support.commands.own_processes import is_running
 
 from flyball.contracts.decisions import SaveEmergency, StartWorkers, StopWorkers, UpdateState
 from flyball.contracts.reports.rank_columns import statuses_in
@@ -64,13 +66,6 @@ def newest_step(supervisor) -> int:
     return max((rank.step for rank in statuses_in(newest.workers, newest.progress)), default=-1)
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def test_workers_are_stopped_on_a_full_disk(daemon, supervisor, make_job, small_disk):
     daemon.start()
     job, other, third = make_job(WAIT), make_job(WAIT, name="other"), make_job(WAIT, name="third")
@@ -81,11 +76,11 @@ def test_workers_are_stopped_on_a_full_disk(daemon, supervisor, make_job, small_
 
     start = job.send(StartWorkers(job.spec, job.placement(2)), generation=2)
     assert (start.state, start.code) == (UpdateState.FAILED, "storage_full")
-    assert "cannot grow" in start.message and is_alive(pids[0]), "what cannot be started again is not ended"
+    assert "cannot grow" in start.message and is_running(pids[0]), "what cannot be started again is not ended"
     stop = job.command(StopWorkers("job", 1, 0.0), generation=2)
     supervisor.send(stop)
     assert supervisor.answer(stop).state is UpdateState.SUCCEEDED
-    assert [is_alive(pid) for pid in pids] == [False, True, True]
+    assert [is_running(pid) for pid in pids] == [False, True, True]
     assert "obeyed_on_a_full_disk" in daemon.log()
 
     daemon.kill()
@@ -95,7 +90,7 @@ def test_workers_are_stopped_on_a_full_disk(daemon, supervisor, make_job, small_
     assert supervisor.answer(stop, count=2).state is UpdateState.SUCCEEDED
     assert other.stop(1).state is UpdateState.SUCCEEDED
     assert third.end().state is UpdateState.SUCCEEDED
-    assert [is_alive(pid) for pid in pids] == [False, False, False]
+    assert [is_running(pid) for pid in pids] == [False, False, False]
 
     filler.unlink()
     assert other.stop(1).state is UpdateState.SUCCEEDED
@@ -121,15 +116,15 @@ def test_a_job_that_ends_on_a_full_disk_frees_its_memory_at_once(daemon, supervi
     daemon.start()
     job = make_job(SAVES)
     pid = job.start().result.pids["0"]
-    daemon.until("a few steps", lambda: newest_step(supervisor) >= 3)
+    until(lambda: newest_step(supervisor) >= 3, "a few steps")
     assert in_memory()
     filler = fill(small_disk)
     assert job.end().state is UpdateState.SUCCEEDED
-    assert (is_alive(pid), in_memory()) == (False, [])
+    assert (is_running(pid), in_memory()) == (False, [])
     assert "end_not_recorded" in daemon.log()
 
     filler.unlink()
-    daemon.until("a record that it ended", is_recorded)  # though nobody asks again
+    until(is_recorded, "a record that it ended")  # though nobody asks again
     daemon.kill()
     daemon.start()
     assert in_memory() == []
@@ -140,7 +135,7 @@ def test_ranks_are_saved_in_an_emergency_on_a_full_disk(daemon, supervisor, make
     job = make_job(SAVES)
     pid = job.start().result.pids["0"]
 
-    daemon.until("a few steps", lambda: newest_step(supervisor) >= 3)
+    until(lambda: newest_step(supervisor) >= 3, "a few steps")
     fill(small_disk)
     step = newest_step(supervisor) + 200  # seconds ahead, for a busy machine
     saved = job.send(SaveEmergency("job", 1, step, 100.0), generation=1)
@@ -149,4 +144,4 @@ def test_ranks_are_saved_in_an_emergency_on_a_full_disk(daemon, supervisor, make
     stopped = job.stop(1)
     assert stopped.state is UpdateState.SUCCEEDED
     assert [(p.rank, p.step) for p in stopped.result.positions] == [(0, step)]
-    assert not is_alive(pid)
+    assert not is_running(pid)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from itertools import count
 
+from support.clocks.waits import until
+
 from flyball.contracts.decisions import UpdateState
 from flyball.contracts.reports.drains import Departure
 from flyball.contracts.reports.signals import PreemptionNotice
@@ -34,9 +36,9 @@ def told_to_end(daemon, supervisor, job, timeout_s: str, generations) -> int:
         job.start(generation)
         job.wait_up(generation)
         daemon.process.send_signal(signal.SIGTERM)
-        daemon.until("a notice", lambda: len(notices(supervisor)) > before or daemon.process.poll() is not None)
+        until(lambda: len(notices(supervisor)) > before or daemon.process.poll() is not None, "a notice")
         if "leaving_unannounced" not in daemon.log():
-            daemon.until("the notice", lambda: len(notices(supervisor)) > before)
+            until(lambda: len(notices(supervisor)) > before, "the notice")
             assert notices(supervisor)[-1].source == "sigterm"
             return generation
         daemon.process.wait(120)
@@ -49,13 +51,13 @@ def test_it_serves_until_its_ranks_train_elsewhere(daemon, supervisor, make_job)
     job, generations = make_job(WAIT), count(1)
     generation = told_to_end(daemon, supervisor, job, "600", generations)
     assert job.stop(generation).state is UpdateState.SUCCEEDED
-    daemon.until("the engine, whose state must still be fetched", lambda: supervisor.newest.facts.engine_address)
+    until(lambda: supervisor.newest.facts.engine_address, "the engine, whose state must still be fetched")
     assert daemon.process.poll() is None
     supervisor.departure = Departure(may_leave=True)
     assert daemon.process.wait(120) == 0
-    daemon.until("the end of all its processes", lambda: not daemon.owned())
+    until(lambda: not daemon.owned(), "the end of all its processes")
     daemon.start("--leave-timeout-s", "600")
-    daemon.until("the withdrawal of the notice", lambda: len(notices(supervisor)) == 2)
+    until(lambda: len(notices(supervisor)) == 2, "the withdrawal of the notice")
     assert notices(supervisor)[1].deadline_at == 0.0
 
     supervisor.departure = Departure(may_leave=False, waits_for="the test")
@@ -63,7 +65,7 @@ def test_it_serves_until_its_ranks_train_elsewhere(daemon, supervisor, make_job)
     assert len(notices(supervisor)) == 3
     daemon.process.send_signal(signal.SIGTERM)
     assert daemon.process.wait(120) == 0, "after a second signal it does not wait"
-    daemon.until("the end of all its processes", lambda: not daemon.owned())
+    until(lambda: not daemon.owned(), "the end of all its processes")
 
 
 def test_it_ends_its_workers_itself_when_time_is_up(daemon, supervisor, make_job) -> None:
@@ -71,4 +73,4 @@ def test_it_ends_its_workers_itself_when_time_is_up(daemon, supervisor, make_job
     assert daemon.process.wait(120) == 0
     assert "leaving_overdue" in daemon.log()
     assert supervisor.exit_of(0).expected
-    daemon.until("the end of all its processes", lambda: not daemon.owned())
+    until(lambda: not daemon.owned(), "the end of all its processes")

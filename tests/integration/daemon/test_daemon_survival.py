@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-from pathlib import Path
 
 import msgspec
 import pytest
+from support.clocks.waits import until
+from support.commands.own_processes import is_running
 
 from flyball.contracts.cluster import Phase, RankStatus
 from flyball.contracts.decisions import StartWorkers, StopWorkers, UpdateState
@@ -35,19 +36,12 @@ for step in range(1_000):
 """
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def advance(daemon, supervisor, pid: int, upto: int) -> None:
     """Make the worker complete its steps up to one; the supervisor sees each before the next."""
     for step in range(upto + 1):
         if step not in steps_of(supervisor):
             os.kill(pid, signal.SIGUSR1)
-            daemon.until(f"step {step}", lambda step=step: step in steps_of(supervisor))
+            until(lambda step=step: step in steps_of(supervisor), f"step {step}")
 
 
 def ranks_in(report: Report) -> list[RankStatus]:
@@ -75,7 +69,7 @@ def wait_until_all_has_arrived(daemon, supervisor) -> None:
         newest = max(ours, key=lambda report: report.seq)
         return not newest.signals and not newest.completed
 
-    daemon.until("a report without news", has_no_news)
+    until(has_no_news, "a report without news")
 
 
 def test_a_restarted_daemon_adopts_its_workers(daemon, supervisor, make_job):
@@ -84,22 +78,22 @@ def test_a_restarted_daemon_adopts_its_workers(daemon, supervisor, make_job):
     pid = job.start().result.pids["0"]
     job.wait_up()
     advance(daemon, supervisor, pid, 2)
-    engine = daemon.until("the engine", lambda: supervisor.newest.facts.engine_address)
+    engine = until(lambda: supervisor.newest.facts.engine_address, "the engine")
     wait_until_all_has_arrived(daemon, supervisor)
     before = supervisor.newest.incarnation
     daemon.kill()
-    assert alive(pid)
+    assert is_running(pid)
     os.kill(pid, signal.SIGUSR1)  # a step while there is no daemon
     daemon.start()
     assert supervisor.newest.succeeds == (before,), "so that it can take over at once"
-    daemon.until("the worker in a report", lambda: [r for r in ranks_in(supervisor.newest) if r.pid == pid])
-    daemon.until("the step in between", lambda: 3 in steps_of(supervisor))
+    until(lambda: [r for r in ranks_in(supervisor.newest) if r.pid == pid], "the worker in a report")
+    until(lambda: 3 in steps_of(supervisor), "the step in between")
     advance(daemon, supervisor, pid, 4)
     assert steps_of(supervisor) == [0, 1, 2, 3, 4]
-    assert daemon.until("the engine", lambda: supervisor.newest.facts.engine_address) == engine
+    assert until(lambda: supervisor.newest.facts.engine_address, "the engine") == engine
     update = job.stop()
     assert [(p.rank, p.step) for p in update.result.positions] == [(0, 4)]
-    assert not alive(pid)
+    assert not is_running(pid)
     exited = supervisor.exit_of(0)
     assert (exited.exit_code, exited.signal_number, exited.expected, exited.last_step) == (None, None, True, 4)
 
@@ -113,9 +107,9 @@ def test_a_daemon_whose_host_id_another_one_uses_ends_its_workers_and_reports_wh
     supervisor.refusal_body = json.dumps(problem).encode()
     supervisor.refusal = (409, {})
     assert daemon.process.wait(60.0) != 0
-    assert not alive(pid)
+    assert not is_running(pid)
     assert "error: Another daemon speaks for it.\nNext step: Give it another id.\n" in daemon.log()
-    daemon.until("the end of all its processes", lambda: not daemon.owned())
+    until(lambda: not daemon.owned(), "the end of all its processes")
 
 
 def test_a_worker_that_ended_without_a_daemon_is_reported_once(daemon, supervisor, make_job):
@@ -125,13 +119,13 @@ def test_a_worker_that_ended_without_a_daemon_is_reported_once(daemon, superviso
     job.wait_up()
     daemon.kill()
     os.kill(pid, signal.SIGKILL)
-    daemon.until("its end", lambda: not alive(pid))
+    until(lambda: not is_running(pid), "its end")
     daemon.start()
     assert supervisor.exit_of(0).signal_number is None
     daemon.kill()
     daemon.start()
     count = len(supervisor.reports)
-    daemon.until("more reports", lambda: len(supervisor.reports) > count + 3)
+    until(lambda: len(supervisor.reports) > count + 3, "more reports")
     assert len(supervisor.exits()) == 1
 
 
@@ -156,7 +150,7 @@ def test_a_good_end_without_a_daemon_is_known(daemon, supervisor, make_job, code
     job.wait_up()
     daemon.kill()
     os.kill(pid, signal.SIGUSR1)
-    daemon.until("its end", lambda: not alive(pid))
+    until(lambda: not is_running(pid), "its end")
     daemon.start()
     exited = supervisor.exit_of(0)
     assert (exited.exit_code, exited.signal_number) == (reported, None)
@@ -167,20 +161,20 @@ def test_the_spool_survives_and_keeps_its_numbers(daemon, supervisor, make_job):
     daemon.start()
     job = make_job("import sys; sys.exit(3)", nproc=2)
     job.start()
-    before = daemon.until("both exits", lambda: len(supervisor.exits()) == 2 and supervisor.signals())
+    before = until(lambda: len(supervisor.exits()) == 2 and supervisor.signals(), "both exits")
     daemon.kill()
     supervisor.refusal = (503, {})
-    daemon.process = daemon.launch()
+    daemon.launch()
     refused = supervisor.refused
-    daemon.until("an attempt", lambda: supervisor.refused > refused)
+    until(lambda: supervisor.refused > refused, "an attempt")
     daemon.kill()
     supervisor.reports.clear()
     supervisor.refusal = None
     daemon.start()
-    after = daemon.until("both exits again", lambda: len(supervisor.exits()) == 2 and supervisor.signals())
+    after = until(lambda: len(supervisor.exits()) == 2 and supervisor.signals(), "both exits again")
     assert after == before
     supervisor.commits = True
-    daemon.until("the commit", lambda: supervisor.committed)
+    until(lambda: supervisor.committed, "the commit")
     wait_until_all_has_arrived(daemon, supervisor)
     daemon.kill()
     earlier = {report.incarnation for report in supervisor.reports}
@@ -189,7 +183,7 @@ def test_the_spool_survives_and_keeps_its_numbers(daemon, supervisor, make_job):
     def reports() -> list[Report]:
         return [r for r in list(supervisor.reports) if r.incarnation not in earlier]
 
-    daemon.until("reports of the new one", lambda: len(reports()) > 3)
+    until(lambda: len(reports()) > 3, "reports of the new one")
     assert [s for report in reports() for s in report.signals] == []
 
 
@@ -201,7 +195,7 @@ def test_an_uncommitted_signal_is_sent_again(daemon, supervisor, make_job):
     def attempts() -> int:  # to send this end: a busy machine is a condition, which may be sent before it
         return sum(isinstance(s.body, WorkerExited) for report in supervisor.reports for s in report.signals)
 
-    daemon.until("three attempts", lambda: attempts() >= 3)
+    until(lambda: attempts() >= 3, "three attempts")
     assert len(supervisor.exits()) == 1, supervisor.signals()
 
 
@@ -216,7 +210,7 @@ def test_a_stale_command_is_refused_even_after_a_restart(daemon, supervisor, mak
     daemon.kill()
     daemon.start()
     assert job.stop(9, epoch=4).state is UpdateState.REFUSED
-    assert alive(pid)
+    assert is_running(pid)
 
 
 def test_a_repeated_command_is_answered_and_not_obeyed_again(daemon, supervisor, make_job):
@@ -234,7 +228,7 @@ def test_a_repeated_command_is_answered_and_not_obeyed_again(daemon, supervisor,
     repeated = supervisor.answer(start, count=3)
     assert repeated.incarnation == supervisor.newest.incarnation, "the former daemon no longer counts"
     assert msgspec.structs.replace(repeated, incarnation=first.incarnation) == first
-    assert alive(first.result.pids["0"])
+    assert is_running(first.result.pids["0"])
     assert supervisor.exits() == []
 
 
@@ -243,12 +237,12 @@ def test_a_dead_engine_is_replaced_while_workers_keep_running(daemon, supervisor
     job = make_job(WAIT)
     pid = job.start().result.pids["0"]
     job.wait_up()
-    daemon.until("the engine", lambda: supervisor.newest.engine.alive)  # an engine that was never up causes no signal
+    until(lambda: supervisor.newest.engine.alive, "the engine")  # an engine that was never up causes no signal
     (engine,) = [p for p, c in daemon.owned().items() if "ckpt_engine.host.server" in c]
     os.kill(engine, signal.SIGKILL)
-    daemon.until("the signal", lambda: [s for s in supervisor.signals() if isinstance(s.body, EngineRestarted)])
-    daemon.until("a report of the new engine", lambda: supervisor.newest.engine.alive)
-    assert alive(pid)
+    until(lambda: [s for s in supervisor.signals() if isinstance(s.body, EngineRestarted)], "the signal")
+    until(lambda: supervisor.newest.engine.alive, "a report of the new engine")
+    assert is_running(pid)
     assert [p for p, c in daemon.owned().items() if "ckpt_engine.host.server" in c] != [engine]
     assert job.stop().state is UpdateState.SUCCEEDED
 
@@ -262,18 +256,18 @@ def test_workers_keep_running_while_the_supervisor_is_away(daemon, supervisor, m
     refused = supervisor.refused
     for count in (1, 2, 3):
         os.kill(pid, signal.SIGUSR1)
-        daemon.until("the step", lambda count=count: f"done {count}\n" in job.log())  # two signals at once would merge
-        daemon.until("an attempt", lambda r=refused: supervisor.refused > r)
+        until(lambda count=count: f"done {count}\n" in job.log(), "the step")  # two signals at once would merge
+        until(lambda r=refused: supervisor.refused > r, "an attempt")
         refused = supervisor.refused
     supervisor.refusal = None
-    daemon.until("all steps", lambda: len(steps_of(supervisor)) == 3)
+    until(lambda: len(steps_of(supervisor)) == 3, "all steps")
     assert steps_of(supervisor) == [0, 1, 2]
 
 
 def test_a_busy_supervisor_is_left_alone_as_long_as_it_requests(daemon, supervisor):
     daemon.start()
     supervisor.refusal = (429, {"Retry-After": "30"})
-    daemon.until("both the report and the poll refused", lambda: supervisor.refused >= 2)
+    until(lambda: supervisor.refused >= 2, "both the report and the poll refused")
     refused = supervisor.refused
     count = len(supervisor.reports)
     os.kill(daemon.pid, 0)
@@ -282,8 +276,8 @@ def test_a_busy_supervisor_is_left_alone_as_long_as_it_requests(daemon, supervis
 
 def test_a_wrong_token_is_logged_clearly_and_the_daemon_keeps_running(daemon, supervisor):
     daemon.token_file.write_text("wrong")
-    daemon.process = daemon.launch()
-    daemon.until("the reason in the log", lambda: "supervisor_refuses" in daemon.log())
+    daemon.launch()
+    until(lambda: "supervisor_refuses" in daemon.log(), "the reason in the log")
     assert "refuses this daemon's token" in daemon.log() and "wrong" not in daemon.log().replace("wrong_", "")
     assert daemon.process.poll() is None
 
@@ -301,15 +295,15 @@ def test_a_preemption_notice_is_reported_once(daemon, supervisor):
         return [s.body for s in supervisor.signals() if isinstance(s.body, PreemptionNotice)]
 
     write("{broken")
-    daemon.until("the complaint", lambda: "preemption_notice_malformed" in daemon.log())
+    until(lambda: "preemption_notice_malformed" in daemon.log(), "the complaint")
     write('{"deadline_s": 30.0, "source": "test"}')
-    (notice_sent,) = daemon.until("the signal", notices)
+    (notice_sent,) = until(notices, "the signal")
     assert notice_sent.source == "test"
     assert abs(notice_sent.deadline_at - notice.stat().st_mtime - 30) < 1e-3
     daemon.kill()
     daemon.start()
     count = len(supervisor.reports)
-    daemon.until("more reports", lambda: len(supervisor.reports) > count + 3)
+    until(lambda: len(supervisor.reports) > count + 3, "more reports")
     assert len(notices()) == 1
     assert daemon.log().count("preemption_notice_malformed") == 1
 
@@ -323,8 +317,8 @@ def test_an_interrupted_start_is_not_repeated(daemon, supervisor, make_job):
     held = make_job(WAIT, name="held", env={"PYTHONPATH": str(hold)})  # its standby is never ready
     command = held.command(StartWorkers(held.spec, held.placement(1)), generation=1)
     supervisor.send(command)
-    daemon.until("the standby", lambda: daemon.children("host_daemon.spawning.spawner"))
-    daemon.until("the running command", lambda: command.command_id in daemon.log())
+    until(lambda: daemon.children("host_daemon.spawning.spawner"), "the standby")
+    until(lambda: command.command_id in daemon.log(), "the running command")
     daemon.kill()
     daemon.start()
     supervisor.send(command)
@@ -342,7 +336,7 @@ def test_a_newer_command_replaces_one_that_waits(daemon, supervisor, make_job):
     job = make_job(WAIT, env={"PYTHONPATH": str(hold)})
     start = job.command(StartWorkers(job.spec, job.placement(1)), generation=1)
     supervisor.send(start)
-    daemon.until("the standby", lambda: daemon.children("host_daemon.spawning.spawner"))
+    until(lambda: daemon.children("host_daemon.spawning.spawner"), "the standby")
     stop = job.command(StopWorkers("job", 1, 0.0), generation=1)
     supervisor.send(stop)
     assert supervisor.answer(start).code == "superseded"
@@ -356,9 +350,9 @@ def test_beacons_show_phase_and_age(daemon, supervisor, make_job):
     pid = job.start().result.pids["0"]
     job.wait_up()
     advance(daemon, supervisor, pid, 1)
-    status = daemon.until("step 1", lambda: [r for r in ranks_in(supervisor.newest) if r.step == 1])[0]
+    status = until(lambda: [r for r in ranks_in(supervisor.newest) if r.step == 1], "step 1")[0]
     assert (status.rank, status.generation, status.pid, status.phase) == (0, 1, pid, Phase.STEP)
-    older = daemon.until("an age", lambda: [r for r in ranks_in(supervisor.newest) if r.beacon_age_s > 0.3])[0]
+    older = until(lambda: [r for r in ranks_in(supervisor.newest) if r.beacon_age_s > 0.3], "an age")[0]
     assert older.step == 1
     marks = max((m for report in supervisor.reports for m in report.marks), key=lambda m: m.first_step_at)
     assert marks.first_step_at > marks.spawned_at > 0

@@ -6,7 +6,9 @@ import json
 import os
 import re
 import signal
-from pathlib import Path
+
+from support.clocks.waits import until
+from support.commands.own_processes import is_running
 
 from flyball.contracts.decisions import StartWorkers, UpdateState, WarmUp
 from flyball.contracts.reports.signals import WorkerStartFailed
@@ -24,13 +26,6 @@ print("up", flush=True)
 while True:
     signal.pause()
 """
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def test_a_worker_has_torchruns_environment(shared, make_shared_job):
@@ -129,12 +124,12 @@ while True:
 """
     job = make_shared_job(script)
     worker = job.start().result.pids["0"]
-    shared.until("both children", lambda: job.log(1, 0).split().count("child") == 2)
-    found = shared.until("their pids", lambda: re.search(r"pids (\d+) (\d+)\n", job.log(1, 0)))  # these may come last
+    until(lambda: job.log(1, 0).split().count("child") == 2, "both children")
+    found = until(lambda: re.search(r"pids (\d+) (\d+)\n", job.log(1, 0)), "their pids")  # these may come last
     children = [int(pid) for pid in found.groups()]
     update = job.stop()
     assert update.state is UpdateState.SUCCEEDED
-    assert not any(alive(pid) for pid in (worker, *children))
+    assert not any(is_running(pid) for pid in (worker, *children))
     assert job.exit_of(0).expected
 
 
@@ -149,9 +144,9 @@ raise RuntimeError("gone, and the child stays")
     job.start()
     job.exit_of(0)
     child = int(job.log(1, 0).split()[0])
-    assert alive(child)
+    assert is_running(child)
     job.stop()
-    assert not alive(child)
+    assert not is_running(child)
 
 
 def test_grace_lets_a_worker_finish_and_its_end_is_final(shared, make_shared_job):
@@ -180,7 +175,7 @@ def test_a_stopped_process_can_be_stopped(shared, make_shared_job):
     job.wait_up()
     os.kill(pid, signal.SIGSTOP)
     assert job.stop().state is UpdateState.SUCCEEDED
-    assert not alive(pid)
+    assert not is_running(pid)
 
 
 def test_workers_survive_their_spawner(daemon, supervisor, make_job):
@@ -192,8 +187,8 @@ def test_workers_survive_their_spawner(daemon, supervisor, make_job):
     (spawner,) = daemon.children("host_daemon.spawning.spawner")
     before = set(daemon.owned())
     os.kill(spawner, signal.SIGKILL)
-    daemon.until("another spawner", lambda: daemon.children("host_daemon.spawning.spawner") - before)
-    assert alive(worker)
+    until(lambda: daemon.children("host_daemon.spawning.spawner") - before, "another spawner")
+    assert is_running(worker)
     os.kill(worker, signal.SIGUSR1)
     assert job.exit_of(0).exit_code == 5
     job.stop(1)
@@ -214,7 +209,7 @@ def test_a_failure_is_reported_correctly_while_the_spawner_is_stopped(daemon, su
         assert job.exit_of(0).signal_number == signal.SIGKILL
     finally:
         os.kill(spawner, signal.SIGCONT)
-    assert alive(pids["1"])
+    assert is_running(pids["1"])
 
 
 def test_user_packages_with_our_names_take_precedence(shared, make_shared_job):
@@ -286,7 +281,7 @@ def test_a_missing_script_is_a_clear_failure(shared, make_shared_job):
         bodies = [s.body for s in shared.supervisor.signals() if isinstance(s.body, WorkerStartFailed)]
         return [body.message for body in bodies if body.job == job.spec.job]
 
-    (failed,) = shared.until("the signal", failures)
+    (failed,) = until(failures, "the signal")
     assert "absent.py" in failed
 
 
@@ -299,7 +294,7 @@ def test_warm_up_starts_a_standby_before_there_is_a_worker(daemon, supervisor, m
     job.wait_up()
     assert daemon.children("host_daemon.spawning.spawner") == {warm}
     job.end(1)
-    daemon.until("the standby's end", lambda: not alive(warm))
+    until(lambda: not is_running(warm), "the standby's end")
 
 
 def test_ranks_connect_at_once_and_again_after_a_restart(shared, make_shared_job):
@@ -328,8 +323,8 @@ def test_nothing_is_left_after_the_end_of_a_job_and_of_the_daemon(daemon, superv
     ended, running = make_job(WAIT, name="ended"), make_job(WAIT, name="running")
     ended.start()
     running.start()
-    daemon.until("both up", lambda: all(daemon.rank_log(1, 0, name) for name in ("ended", "running")))
+    until(lambda: all(daemon.rank_log(1, 0, name) for name in ("ended", "running")), "both up")
     assert ended.end().state is UpdateState.SUCCEEDED
     assert not [p.name for p in daemon.shm_dir.iterdir() if ".ended." in p.name]
     assert daemon.stop() == 0
-    daemon.until("the end of all its processes", lambda: not daemon.owned())
+    until(lambda: not daemon.owned(), "the end of all its processes")

@@ -4,85 +4,17 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from support.hosts.engines import JOB, EngineHost, Trainer, wait_until
+from support.hosts.engine_cluster import EngineCluster
 from support.jobs.resharded import Make, Ranks, ReshardedJob
 from support.stores.stored_replicas import CountedStore
 
 from flyball.contracts.checkpoints import (
     CheckpointSpec,
-    Lineage,
-    LineageEntry,
-    RestorePlan,
-    ShardSource,
-    Tier,
 )
-from flyball.contracts.cluster import HostRanks, Placement
-from flyball.contracts.identity import Fence
-from flyball.contracts.on_host.engine_wire import Configure, EngineReply
-
-
-class Cluster:
-    """The hosts of one test, and their placements."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.hosts: dict[str, EngineHost] = {}
-
-    def host(self, host_id: str, *, token: str = "a token of the test", start: bool = True, **env: str) -> EngineHost:
-        host = EngineHost(self.root, host_id, token, {f"FLYBALL_CKPT_{name}": value for name, value in env.items()})
-        self.hosts[host_id] = host
-        return host.start() if start else host
-
-    def placement(
-        self,
-        ranks: Mapping[str, tuple[int, ...]],
-        *,
-        generation: int = 1,
-        peers: Mapping[str, tuple[str, ...]] | None = None,
-        lineage: Lineage | None = None,
-        restore: RestorePlan | None = None,
-        run: str = "",
-    ) -> Placement:
-        """`ranks` by host. Without `peers` each host's replicas are on the next one."""
-        names = list(ranks)
-        ring = {name: (names[(i + 1) % len(names)],) for i, name in enumerate(names)} if len(names) > 1 else {}
-        return Placement(
-            job=JOB,
-            generation=generation,
-            world_size=sum(len(r) for r in ranks.values()),
-            hosts=tuple(HostRanks(n, "127.0.0.1", self.hosts[n].address, r) for n, r in ranks.items()),
-            master_address="127.0.0.1",
-            master_port=1,
-            peers=ring if peers is None else peers,
-            lineage=lineage or (LineageEntry(generation),),
-            restore=restore,
-            run=run,
-        )
-
-    def configure(
-        self, placement: Placement, spec: CheckpointSpec | None = None, *, epoch: int = 1
-    ) -> dict[str, EngineReply]:
-        """Configure every host of the placement."""
-        return {
-            part.host_id: self.hosts[part.host_id].ask(
-                Configure(Fence(epoch, placement.generation), part.host_id, placement, spec or CheckpointSpec())
-            )
-            for part in placement.hosts
-        }
-
-    def source(self, rank: int, tier: Tier, host_id: str, generation: int = 1) -> ShardSource:
-        if tier is Tier.PERSISTENT:
-            return ShardSource(rank, generation, tier, "", "")
-        return ShardSource(rank, generation, tier, host_id, self.hosts[host_id].address)
-
-    def end(self) -> None:
-        for host in self.hosts.values():
-            if host.process is not None and host.process.poll() is None:
-                host.kill()
 
 
 @pytest.fixture
@@ -96,9 +28,9 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountedStore]:
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
+def cluster() -> Iterator[EngineCluster]:
     root = Path(tempfile.mkdtemp(prefix="flyball-engine-"))  # short: a Unix socket's path is limited
-    cluster = Cluster(root)
+    cluster = EngineCluster(root)
     try:
         yield cluster
     finally:
@@ -107,17 +39,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def trainer() -> Callable[..., Trainer]:
-    return Trainer
-
-
-@pytest.fixture
-def until() -> Callable[..., None]:
-    return wait_until
-
-
-@pytest.fixture
-def made_job(cluster: Cluster) -> Callable[..., ReshardedJob]:
+def made_job(cluster: EngineCluster) -> Callable[..., ReshardedJob]:
     """Makes a job on these hosts, which has saved nothing."""
 
     def make(hosts: Iterable[str], *, disk: bool = False, store: str = "", replicas: int = 1) -> ReshardedJob:

@@ -4,22 +4,19 @@ them. The store, a process of its own, counts what it gives out."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from support.clocks.waits import until
+from support.hosts.engine_cluster import EngineCluster
+from support.stores.stored_replicas import ALIKE_BYTES, CountedStore, Job
 
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.fault_points import VARIABLE
 
-if TYPE_CHECKING:
-    from tests.integration.engine.conftest import Cluster
-
-from support.stores.stored_replicas import ALIKE_BYTES, CountedStore, Job, Until
-
 
 @pytest.fixture
-def job(cluster: Cluster, store: CountedStore, until: Until) -> Job:
-    return Job(cluster, store, until)
+def job(cluster: EngineCluster, store: CountedStore) -> Job:
+    return Job(cluster, store)
 
 
 def once(job: Job) -> int:
@@ -108,7 +105,7 @@ def _bytes_at(path: Path, offset: int, count: int) -> bytes:
         return file.read(count)
 
 
-def test_bytes_that_are_damaged_before_they_are_passed_on_are_read_from_the_store(job: Job, until: Until) -> None:
+def test_bytes_that_are_damaged_before_they_are_passed_on_are_read_from_the_store(job: Job) -> None:
     job.save({"a": (0,), "b": (1,)})
     for host_id in job.ranks:
         job.start(host_id, FLYBALL_CKPT_BROADCAST="on")

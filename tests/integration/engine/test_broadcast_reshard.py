@@ -7,10 +7,11 @@ import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-from support.hosts.engines import JOB, EngineHost, Trainer, wait_until
+from support.clocks.waits import until
+from support.hosts.engine_cluster import EngineCluster
+from support.hosts.engines import JOB, EngineHost, Trainer
 from support.stores.stored_replicas import ALIKE_BYTES, LINEAGE, RUN, STEP, CountedStore, Job
 
 from ckpt_engine.contracts.control_views import RestoreAnswer, RestoreState
@@ -22,9 +23,6 @@ from flyball.contracts.checkpoints import LineageEntry, RestorePlan, RestoreRepo
 from flyball.contracts.fault_points import VARIABLE
 from flyball.contracts.identity import Fence
 from flyball.contracts.on_host.engine_wire import Configure
-
-if TYPE_CHECKING:
-    from tests.integration.engine.conftest import Cluster
 
 ON = {"FLYBALL_CKPT_BROADCAST": "on"}
 MIB = 1 << 20
@@ -89,7 +87,7 @@ class Resharded:
         return {report.rank: report for host in hosts for report in host.status.restores}
 
     def await_tidy(self) -> None:
-        wait_until(lambda: not list((self.job.cluster.root / "shm").glob("*.restore")))
+        until(lambda: not list((self.job.cluster.root / "shm").glob("*.restore")))
 
 
 class Asking:
@@ -103,7 +101,7 @@ class Asking:
         self.control = self.trainer.segments.control
 
     def folder(self) -> Path:
-        wait_until(lambda: self.control.read_restore().state is not RestoreState.PENDING)
+        until(lambda: self.control.read_restore().state is not RestoreState.PENDING)
         words = self.control.read_restore()
         assert words.state in (RestoreState.FOLDER, RestoreState.READY), words.error
         return Path(words.path)
@@ -119,7 +117,7 @@ class Asking:
         self.trainer.notify(RestoreMoved(JOB, self.rank, 2))
 
     def await_brought(self) -> None:
-        wait_until(lambda: self.control.read_restore().state in (RestoreState.READY, RestoreState.FAILED))
+        until(lambda: self.control.read_restore().state in (RestoreState.READY, RestoreState.FAILED))
         words = self.control.read_restore()
         assert words.state is RestoreState.READY, words.error
         for saved in self.wanted:
@@ -138,8 +136,8 @@ def complete(askings: list[Asking]) -> None:
 
 
 @pytest.fixture
-def job(cluster: Cluster, store: CountedStore) -> Job:
-    return Job(cluster, store, wait_until)
+def job(cluster: EngineCluster, store: CountedStore) -> Job:
+    return Job(cluster, store)
 
 
 def test_fewer_hosts_read_the_store_once_whichever_ranks_saved_the_bytes(job: Job) -> None:
@@ -170,7 +168,7 @@ def test_more_ranks_copy_within_their_host_what_is_alike_there(job: Job) -> None
     resharded.begin(ranks)
     complete(resharded.ask_all())
     assert resharded.given() <= resharded.once()
-    wait_until(lambda: len(resharded.reports()) == 3)
+    until(lambda: len(resharded.reports()) == 3)
     tiers = [resharded.reports()[rank].tier_bytes for rank in (0, 1)]
     assert sum(found.get(Tier.MEMORY, 0) for found in tiers) > ALIKE_BYTES // 2
 
@@ -186,7 +184,7 @@ def test_hosts_that_want_different_bytes_read_for_themselves(job: Job) -> None:
         (folder / "its.new").write_bytes(encode_wanted({0: kept}))
         (folder / "its.new").rename(folder / wanted_name(asking.rank, 0))
     for asking in (one, other):
-        wait_until(lambda asking=asking: asking.control.read_restore().state is RestoreState.READY)
+        until(lambda asking=asking: asking.control.read_restore().state is RestoreState.READY)
         asking.finish()
     assert resharded.given() <= (2 * 3 + 16) * MIB
     for host_id in "ab":

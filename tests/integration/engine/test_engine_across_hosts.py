@@ -4,13 +4,13 @@ a step that counts restores bit for bit, and the others do not count."""
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from safetensors.numpy import save
+from support.clocks.waits import until
+from support.hosts.engine_cluster import EngineCluster
 from support.hosts.engines import JOB, Trainer
 
 from ckpt_engine.contracts.control_views import RestoreState
@@ -20,11 +20,7 @@ from ckpt_engine.tiers.opening import open_persistent
 from ckpt_engine.tiers.shard_store import ShardStore
 from flyball.contracts.checkpoints import CheckpointSpec, Lineage, LineageEntry, RestorePlan, Tier
 
-if TYPE_CHECKING:
-    from tests.integration.engine.conftest import Cluster
-
 HOSTS = ("a", "b", "c", "d")
-Until = Callable[..., None]
 
 
 class Replica(Trainer):
@@ -44,7 +40,7 @@ class Replica(Trainer):
 class Job:
     """A rank on each of four hosts, and their store."""
 
-    def __init__(self, cluster: Cluster, until: Until, spec: CheckpointSpec | None = None) -> None:
+    def __init__(self, cluster: EngineCluster, spec: CheckpointSpec | None = None) -> None:
         self.cluster, self.until = cluster, until
         self.spec = spec or CheckpointSpec(
             persistent_dir=str(cluster.root / "store"), persistent_every_steps=1, replicas=0, persistent_keep_latest=2
@@ -90,17 +86,17 @@ class Job:
 
 
 @pytest.fixture
-def job(cluster: Cluster, until: Until) -> Job:
+def job(cluster: EngineCluster) -> Job:
     for name in HOSTS:
         cluster.host(name)
-    return Job(cluster, until)
+    return Job(cluster)
 
 
-def test_a_ddp_job_on_four_hosts_takes_the_room_of_one_and_comes_back(cluster: Cluster, until: Until) -> None:
+def test_a_ddp_job_on_four_hosts_takes_the_room_of_one_and_comes_back(cluster: EngineCluster) -> None:
     """From the store, with all memory gone: the hosts read it once between them. Old steps are removed, by all four."""
     for name in HOSTS:
         cluster.host(name, BROADCAST="on")
-    job = Job(cluster, until)
+    job = Job(cluster)
     job.begin()
     for host in job.hosts:
         host.stays_in_touch()
@@ -129,7 +125,7 @@ def test_a_ddp_job_on_four_hosts_takes_the_room_of_one_and_comes_back(cluster: C
 KILLS = [("c", "part"), ("a", "manifest"), ("a", "world")]  # the others: tests/conformance/shard_stores
 
 
-def test_whichever_engine_is_killed_at_whichever_stage_a_step_that_counts_is_complete(job: Job, until: Until) -> None:
+def test_whichever_engine_is_killed_at_whichever_stage_a_step_that_counts_is_complete(job: Job) -> None:
     job.begin()
     step = 0
     for name, stage in KILLS:
@@ -151,12 +147,12 @@ def test_whichever_engine_is_killed_at_whichever_stage_a_step_that_counts_is_com
     assert job.is_shared(step - 1)
 
 
-def test_without_an_engine_that_does_not_answer_the_others_store_by_themselves(cluster: Cluster, until: Until) -> None:
+def test_without_an_engine_that_does_not_answer_the_others_store_by_themselves(cluster: EngineCluster) -> None:
     """It stops when another asks for its manifest, and goes on later."""
     for name in HOSTS:
         cluster.host(name, IO_TIMEOUT_S="0.5", HANDSHAKE_TIMEOUT_S="0.5", start=name != "d")
     stopped = cluster.hosts["d"].start(FLYBALL_FAULT_POINT="engine.chunks_announced:1:SIGSTOP")
-    job = Job(cluster, until)
+    job = Job(cluster)
     job.begin()
     job.save(0)
     for rank in (0, 1, 2):
@@ -173,10 +169,10 @@ def test_without_an_engine_that_does_not_answer_the_others_store_by_themselves(c
     assert job.is_shared(1)
 
 
-def test_a_slow_host_is_waited_for(cluster: Cluster, until: Until) -> None:
+def test_a_slow_host_is_waited_for(cluster: EngineCluster) -> None:
     for name in HOSTS:
         cluster.host(name, **({"PERSISTENT_BYTES_PER_S": "1000000"} if name == "d" else {}))  # 2 s for its part
-    job = Job(cluster, until)
+    job = Job(cluster)
     job.begin()
     job.save(0)
     until(lambda: job.sealed(0))
@@ -184,7 +180,7 @@ def test_a_slow_host_is_waited_for(cluster: Cluster, until: Until) -> None:
     assert job.is_shared(0)
 
 
-def test_a_replica_of_another_host_that_differs_is_named(job: Job, until: Until) -> None:
+def test_a_replica_of_another_host_that_differs_is_named(job: Job) -> None:
     job.begin()
     for trainer in job.trainers:
         trainer.flipped = (2,)
@@ -197,13 +193,13 @@ def test_a_replica_of_another_host_that_differs_is_named(job: Job, until: Until)
 
 
 def test_a_generation_that_ends_in_the_middle_leaves_nothing_that_counts_and_is_not_whole(
-    cluster: Cluster, until: Until
+    cluster: EngineCluster,
 ) -> None:
     """One host is killed before its part is there; the others wait for it when the next generation begins."""
     for name in HOSTS:
         cluster.host(name, start=name != "d")
     cluster.hosts["d"].start(FLYBALL_FAULT_POINT="persistent.data")
-    job = Job(cluster, until)
+    job = Job(cluster)
     job.begin()
     job.save(0)
     until(lambda: cluster.hosts["d"].process is not None and cluster.hosts["d"].process.poll() == -9)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from support.commands.here import run_here
+from support.hosts.engine_cluster import EngineCluster
 from support.hosts.engines import JOB
 from support.jobs.attached import attached
 
 from ckpt_engine.format.stored_layout import read_file
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, Tier
 from tests.integration.engine.test_engine_stored_once import STEP, blank, ddp_state, save_all, tensors_of
-
-if TYPE_CHECKING:
-    from tests.integration.engine.conftest import Cluster
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,7 +26,7 @@ def command(*words: object) -> None:
 
 
 @pytest.mark.parametrize("kind", ["torch", "dcp"])
-def test_what_was_stored_once_is_exported_imported_and_restored(cluster: Cluster, kind: str) -> None:
+def test_what_was_stored_once_is_exported_imported_and_restored(cluster: EngineCluster, kind: str) -> None:
     host, root = cluster.host("a"), cluster.root
     disk = CheckpointSpec(disk_dir=str(root / "disk"), disk_every_steps=1, replicas=0)
     save_all(cluster, disk, (0, 1))

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from support.clocks.waits import until
+from support.hosts.engine_cluster import EngineCluster
+from support.hosts.engines import EngineHost, Trainer
+from support.stores.shards import make_manifest
 
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.tiers.opening import open_persistent
 from flyball.contracts.checkpoints import CheckpointSpec, Tier
 
-if TYPE_CHECKING:
-    from tests.integration.engine.conftest import Cluster, EngineHost, Trainer
-
 JOB = "job"  # as in conftest.py
-Until = Callable[..., None]
 
 
 def steps_on(host: EngineHost, tier: Tier, rank: int) -> set[int]:
     return {copy.step for copy in host.status.copies if (copy.tier, copy.rank) == (tier, rank)}
 
 
-def common_steps(cluster: Cluster) -> set[int]:
+def common_steps(cluster: EngineCluster) -> set[int]:
     a, b = cluster.hosts["a"], cluster.hosts["b"]
     return steps_on(a, Tier.DISK, 0) & steps_on(b, Tier.DISK, 1)
 
 
-def newest_after(cluster: Cluster, step: int, until: Until) -> int:
+def newest_after(cluster: EngineCluster, step: int) -> int:
     """The newest common step, as soon as it is beyond `step`. Hosts are asked in turn, so two replies may briefly have
     no step in common."""
     found = step
@@ -43,13 +41,11 @@ def newest_after(cluster: Cluster, step: int, until: Until) -> int:
     return found
 
 
-def test_hosts_always_have_a_disk_step_in_common_whichever_engine_is_killed(
-    cluster: Cluster, trainer: type[Trainer], until: Until
-) -> None:
+def test_hosts_always_have_a_disk_step_in_common_whichever_engine_is_killed(cluster: EngineCluster) -> None:
     spec = CheckpointSpec(disk_dir=str(cluster.root / "disk"), disk_every_steps=2)
     a, b = cluster.host("a"), cluster.host("b")
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}), spec)
-    first, second = trainer(a, 0), trainer(b, 1)
+    first, second = Trainer(a, 0), Trainer(b, 1)
 
     def train(begin: int, end: int) -> None:
         for step in range(begin, end):
@@ -59,26 +55,24 @@ def test_hosts_always_have_a_disk_step_in_common_whichever_engine_is_killed(
     newest = -1
     for begin, killed in ((0, b), (10, a), (20, None)):
         train(begin, begin + 9)
-        newest = newest_after(cluster, newest, until)
+        newest = newest_after(cluster, newest)
         if killed is not None:
             killed.kill()
             killed.start()
-            newest_after(cluster, newest - 1, until)
+            newest_after(cluster, newest - 1)
     until(lambda: common_steps(cluster) >= {28})
     until(lambda: len(steps_on(a, Tier.DISK, 0)) <= 2 and steps_on(a, Tier.DISK, 0) == steps_on(b, Tier.DISK, 1))
     until(lambda: first.world_step == second.world_step == 28)
 
 
-def test_a_step_in_the_store_counts_on_every_host_when_all_ranks_are_there(
-    cluster: Cluster, trainer: type[Trainer], until: Until
-) -> None:
+def test_a_step_in_the_store_counts_on_every_host_when_all_ranks_are_there(cluster: EngineCluster) -> None:
     store = cluster.root / "store"
     spec = CheckpointSpec(persistent_dir=str(store), persistent_every_steps=1)
     a = cluster.host("a")
     b = cluster.host("b", start=False)
     b.start(FLYBALL_FAULT_POINT="persistent.manifest")
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}), spec)
-    first, second = trainer(a, 0), trainer(b, 1)
+    first, second = Trainer(a, 0), Trainer(b, 1)
     first.save(0)
     second.save(0)
     until(lambda: b.process is not None and b.process.poll() == -9)
@@ -93,14 +87,14 @@ def test_a_step_in_the_store_counts_on_every_host_when_all_ranks_are_there(
 
 @pytest.mark.parametrize("stage", ["disk.data", "disk.manifest", "disk.written"])
 def test_an_engine_killed_while_it_writes_to_its_disk_writes_the_step_after_all(
-    cluster: Cluster, trainer: type[Trainer], until: Until, stage: str
+    cluster: EngineCluster, stage: str
 ) -> None:
     disk = cluster.root / "disk"
     a = cluster.host("a", start=False)
     a.start(FLYBALL_FAULT_POINT=stage)
     spec = CheckpointSpec(disk_dir=str(disk), disk_every_steps=1, replicas=0)
     cluster.configure(cluster.placement({"a": (0,)}), spec)
-    worker = trainer(a, 0)
+    worker = Trainer(a, 0)
     worker.save(0)
     until(lambda: a.process is not None and a.process.poll() == -9)
     a.start()
@@ -116,20 +110,16 @@ def manifests_in(store: Path) -> set[str]:
     return {path.parent.relative_to(store / "job").as_posix() for path in store.glob("job/g*/step*/world.manifest")}
 
 
-def test_steps_that_are_kept_for_ever_do_not_fill_what_engines_tell(
-    cluster: Cluster, trainer: type[Trainer], until: Until
-) -> None:
+def test_steps_that_are_kept_for_ever_do_not_fill_what_engines_tell(cluster: EngineCluster) -> None:
     """A message is limited to 16 MiB, and every host reports the shared tier."""
     root = cluster.root / "store"
     spec = CheckpointSpec(persistent_dir=str(root), persistent_every_steps=1, persistent_keep_every=1)
     store = open_persistent(str(root), job=JOB, settings=EngineSettings())
     host = cluster.host("a")
-    rank = trainer(host, 0)
+    rank = Trainer(host, 0)
     for step in range(40):
         payload = memoryview(rank.payload(step, count=10))
-        manifest = manifests.describe(
-            payload, job=JOB, generation=1, step=step, rank=0, world_size=1, code_version="test"
-        )
+        manifest = make_manifest(payload, step, job=JOB)
         store.write(manifest, manifests.encode(manifest), payload)
         store.seal(1, step, 1)
     cluster.configure(cluster.placement({"a": (0,)}), spec)

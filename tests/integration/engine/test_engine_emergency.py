@@ -5,25 +5,24 @@ from __future__ import annotations
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from support.clocks.waits import until
+from support.hosts.engine_cluster import EngineCluster
+from support.hosts.engines import EngineHost, Trainer
 
 from ckpt_engine.rules.save_schedule import is_due
 from flyball.contracts.checkpoints import CheckpointSpec, RestorePlan, Tier, branch
 from flyball.contracts.identity import Fence
 from flyball.contracts.on_host.engine_wire import Arm, AwaitSaved, Disarm, EngineReply, Flush, GetStatus
 
-if TYPE_CHECKING:
-    from tests.integration.engine.conftest import Cluster, EngineHost, Trainer
-
 JOB = "job"  # as in conftest.py
 
 
-def all_tiers(cluster: Cluster, **settings: float) -> CheckpointSpec:
+def all_tiers(cluster: EngineCluster, **settings: float) -> CheckpointSpec:
     """Both disk tiers, with intervals so long that nothing is written on schedule."""
     settings = {"disk_every_steps": 1000, "persistent_every_steps": 1000, **settings}
     return CheckpointSpec(
@@ -80,12 +79,10 @@ def training(trainers: list[Trainer], spec: CheckpointSpec, step_s: float = 0.00
         thread.join(120)
 
 
-def test_what_dead_trainers_left_is_written_to_every_tier_out_of_schedule(
-    cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None]
-) -> None:
+def test_what_dead_trainers_left_is_written_to_every_tier_out_of_schedule(cluster: EngineCluster) -> None:
     hosts = [cluster.host("a"), cluster.host("b")]
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}), all_tiers(cluster))
-    ranks = [trainer(host, rank) for rank, host in enumerate(hosts)]
+    ranks = [Trainer(host, rank) for rank, host in enumerate(hosts)]
     for step in (1, 2, 3):
         for rank in ranks:
             rank.save(step)
@@ -102,13 +99,13 @@ def test_what_dead_trainers_left_is_written_to_every_tier_out_of_schedule(
 
 
 def test_the_step_that_a_generation_was_restored_from_is_flushed_if_it_saved_none_itself(
-    cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None]
+    cluster: EngineCluster,
 ) -> None:
     host = cluster.host("a")
     spec = all_tiers(cluster)
     first = cluster.placement({"a": (0,)})
     cluster.configure(first, spec)
-    rank = trainer(host, 0)
+    rank = Trainer(host, 0)
     for step in (1, 2):
         rank.save(step)
     until(lambda: rank.world_step == 2)
@@ -123,12 +120,10 @@ def test_the_step_that_a_generation_was_restored_from_is_flushed_if_it_saved_non
     assert files(cluster.root / "disk", 2) == files(cluster.root / "store", 2) == {"rank0.safetensors": rank.payload(2)}
 
 
-def test_a_deadline_too_short_is_kept_and_the_result_reported(
-    cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None]
-) -> None:
+def test_a_deadline_too_short_is_kept_and_the_result_reported(cluster: EngineCluster) -> None:
     hosts = [cluster.host("a"), cluster.host("b")]
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}), all_tiers(cluster))
-    ranks = [trainer(host, rank) for rank, host in enumerate(hosts)]
+    ranks = [Trainer(host, rank) for rank, host in enumerate(hosts)]
     for rank in ranks:
         rank.save(1)
     until(lambda: ranks[1].world_step == 1)
@@ -143,12 +138,10 @@ def test_a_deadline_too_short_is_kept_and_the_result_reported(
     assert [reply.flushed for reply in flush(hosts)] == [{"disk": 1, "persistent": 1, "peer": 1}] * 2
 
 
-def test_an_engine_that_is_killed_in_the_middle_of_it_flushes_when_it_is_asked_again(
-    cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None]
-) -> None:
+def test_an_engine_that_is_killed_in_the_middle_of_it_flushes_when_it_is_asked_again(cluster: EngineCluster) -> None:
     host = cluster.host("a", start=False).start(FLYBALL_FAULT_POINT="engine.flush")
     cluster.configure(cluster.placement({"a": (0,)}), all_tiers(cluster))
-    rank = trainer(host, 0)
+    rank = Trainer(host, 0)
     for step in (1, 2):
         rank.save(step)
     until(lambda: rank.world_step == 2)
@@ -163,11 +156,11 @@ def test_an_engine_that_is_killed_in_the_middle_of_it_flushes_when_it_is_asked_a
 
 @pytest.mark.parametrize("given_up", [False, True])
 def test_an_engine_killed_before_it_reports_armed_ranks_knows_of_them_when_asked_again(
-    cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None], given_up: bool
+    cluster: EngineCluster, given_up: bool
 ) -> None:
     host = cluster.host("a", start=False).start(FLYBALL_FAULT_POINT="engine.armed")
     cluster.configure(cluster.placement({"a": (0,)}), all_tiers(cluster))
-    rank = trainer(host, 0)
+    rank = Trainer(host, 0)
     rank.save(1)
     until(lambda: rank.world_step == 1)
     with pytest.raises((OSError, struct.error)):
@@ -191,10 +184,10 @@ def test_an_engine_killed_before_it_reports_armed_ranks_knows_of_them_when_asked
     assert files(cluster.root / "disk", newest) == {"rank0.safetensors": rank.payload(newest)}
 
 
-def test_ranks_that_were_armed_are_let_go(cluster: Cluster, trainer: Callable[..., Trainer]) -> None:
+def test_ranks_that_were_armed_are_let_go(cluster: EngineCluster) -> None:
     host = cluster.host("a")
     cluster.configure(cluster.placement({"a": (0,)}))
-    control = trainer(host, 0).segments.control
+    control = Trainer(host, 0).segments.control
     assert host.ask(Arm(Fence(1, 1), JOB, 10)).ok
     assert control.emergency_step(1) == 10
     assert host.ask(Disarm(Fence(1, 1), JOB)).ok
@@ -203,9 +196,7 @@ def test_ranks_that_were_armed_are_let_go(cluster: Cluster, trainer: Callable[..
 
 
 @pytest.mark.parametrize("every_steps", [0, 7])
-def test_intervals_in_seconds_name_steps_that_all_ranks_have(
-    cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None], every_steps: int
-) -> None:
+def test_intervals_in_seconds_name_steps_that_all_ranks_have(cluster: EngineCluster, every_steps: int) -> None:
     hosts = [cluster.host("a"), cluster.host("b")]
     spec = CheckpointSpec(
         every_steps=every_steps,
@@ -215,7 +206,7 @@ def test_intervals_in_seconds_name_steps_that_all_ranks_have(
         disk_keep_latest=1000,
     )
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}), spec)
-    ranks = [trainer(host, rank) for rank, host in enumerate(hosts)]
+    ranks = [Trainer(host, rank) for rank, host in enumerate(hosts)]
 
     def on_disks() -> set[int]:
         held = [{c.step for c in host.status.copies if c.tier is Tier.DISK} for host in hosts]
@@ -231,12 +222,10 @@ def test_intervals_in_seconds_name_steps_that_all_ranks_have(
         }
 
 
-def test_a_save_that_was_aborted_is_known_although_its_notice_was_lost(
-    cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None]
-) -> None:
+def test_a_save_that_was_aborted_is_known_although_its_notice_was_lost(cluster: EngineCluster) -> None:
     hosts = [cluster.host("a"), cluster.host("b")]
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
-    ranks = [trainer(host, rank) for rank, host in enumerate(hosts)]
+    ranks = [Trainer(host, rank) for rank, host in enumerate(hosts)]
     for rank in ranks:
         rank.save(1)
     until(lambda: ranks[0].world_step == 1)

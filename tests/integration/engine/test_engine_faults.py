@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 import pytest
 from safetensors.numpy import load_file
+from support.clocks.waits import until
+from support.hosts.engine_cluster import EngineCluster
+from support.hosts.engines import EngineHost, Trainer
 
 from ckpt_engine.contracts.control_views import RestoreState
 from ckpt_engine.rules.slot_rules import SlotState
@@ -14,11 +14,6 @@ from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, Tier
 from flyball.contracts.on_host.engine_wire import Flush
 from flyball.contracts.on_host.segments import replica_segment
-
-if TYPE_CHECKING:
-    from tests.integration.engine.conftest import Cluster, EngineHost, Trainer
-
-Until = Callable[..., None]
 
 
 def died(host: EngineHost) -> bool:
@@ -28,13 +23,11 @@ def died(host: EngineHost) -> bool:
 @pytest.mark.parametrize(
     "point", ["engine.commit:2", "engine.offer:2", "engine.replica:2", "engine.shard_half:2", "engine.replicated:2"]
 )
-def test_an_engine_killed_in_the_middle_goes_on_where_it_was(
-    cluster: Cluster, trainer: type[Trainer], until: Until, point: str
-) -> None:
+def test_an_engine_killed_in_the_middle_goes_on_where_it_was(cluster: EngineCluster, point: str) -> None:
     a, b = cluster.host("a"), cluster.host("b", start=False)
     b.start(FLYBALL_FAULT_POINT=point)
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
-    first, second = trainer(a, 0), trainer(b, 1)
+    first, second = Trainer(a, 0), Trainer(b, 1)
     first.save(0)
     second.save(0)
     until(lambda: first.world_step == second.world_step == 0)
@@ -49,13 +42,11 @@ def test_an_engine_killed_in_the_middle_goes_on_where_it_was(
     assert view is not None and bytes(replica.payload(view.index)) == first.payload(1)
 
 
-def test_steps_that_are_due_reach_the_disk_and_restore_from_there(
-    cluster: Cluster, trainer: type[Trainer], until: Until
-) -> None:
+def test_steps_that_are_due_reach_the_disk_and_restore_from_there(cluster: EngineCluster) -> None:
     spec = CheckpointSpec(disk_dir=str(cluster.root / "disk"), disk_every_steps=2)
     a = cluster.host("a")
     cluster.configure(cluster.placement({"a": (0,)}), spec)
-    worker = trainer(a, 0)
+    worker = Trainer(a, 0)
     for step in range(7):
         worker.save(step)
     until(lambda: a.holds(Tier.DISK, 6, 0))
@@ -73,7 +64,7 @@ def test_steps_that_are_due_reach_the_disk_and_restore_from_there(
     lineage = (LineageEntry(1, 6), LineageEntry(2))
     plan = RestorePlan(6, {"0": (cluster.source(0, Tier.DISK, "a"),)})
     cluster.configure(cluster.placement({"a": (0,)}, generation=2, lineage=lineage, restore=plan), spec)
-    again = trainer(a, 0, 2, lineage)
+    again = Trainer(a, 0, 2, lineage)
     assert again.await_restore(2) is RestoreState.READY
     assert again.stored(1, 6) == expected
     until(lambda: a.status.restores)  # the trainer is informed first
@@ -81,13 +72,11 @@ def test_steps_that_are_due_reach_the_disk_and_restore_from_there(
     assert (report.source_tier, report.source_host, report.socket_bytes) == (Tier.DISK, "a", 0)
 
 
-def test_a_shard_on_another_hosts_disk_comes_through_its_engine(
-    cluster: Cluster, trainer: type[Trainer], until: Until
-) -> None:
+def test_a_shard_on_another_hosts_disk_comes_through_its_engine(cluster: EngineCluster) -> None:
     spec = CheckpointSpec(disk_dir=str(cluster.root / "disk"), disk_every_steps=1)
     a, b = cluster.host("a"), cluster.host("b")
     cluster.configure(cluster.placement({"a": (0,)}), spec)
-    worker = trainer(a, 0)
+    worker = Trainer(a, 0)
     worker.save(0)
     until(lambda: a.holds(Tier.DISK, 0, 0))
     for path in a.segments():
@@ -95,7 +84,7 @@ def test_a_shard_on_another_hosts_disk_comes_through_its_engine(
     lineage = (LineageEntry(1, 0), LineageEntry(2))
     plan = RestorePlan(0, {"0": (cluster.source(0, Tier.DISK, "a"),)})
     cluster.configure(cluster.placement({"b": (0,)}, generation=2, lineage=lineage, restore=plan), spec)
-    moved = trainer(b, 0, 2, lineage)
+    moved = Trainer(b, 0, 2, lineage)
     assert moved.await_restore(2) is RestoreState.READY
     assert moved.stored(1, 0) == worker.payload(0)
     until(lambda: b.status.restores)
@@ -104,15 +93,13 @@ def test_a_shard_on_another_hosts_disk_comes_through_its_engine(
     assert report.socket_bytes >= report.size_bytes
 
 
-def test_a_disk_that_cannot_be_written_fails_visibly_and_the_memory_tier_goes_on(
-    cluster: Cluster, trainer: type[Trainer], until: Until
-) -> None:
+def test_a_disk_that_cannot_be_written_fails_visibly_and_the_memory_tier_goes_on(cluster: EngineCluster) -> None:
     blocked = cluster.root / "disk"
     blocked.write_text("a file where the folder should be")
     spec = CheckpointSpec(disk_dir=str(blocked), disk_every_steps=1)
     a = cluster.host("a")
     cluster.configure(cluster.placement({"a": (0,)}), spec)
-    worker = trainer(a, 0)
+    worker = Trainer(a, 0)
     for step in range(4):
         worker.save(step)
     until(lambda: worker.world_step == 3)
@@ -121,12 +108,10 @@ def test_a_disk_that_cannot_be_written_fails_visibly_and_the_memory_tier_goes_on
     assert worker.segments.control.durable_step(1) == -1
 
 
-def test_a_shard_that_is_no_safetensors_file_fails_its_save_only(
-    cluster: Cluster, trainer: type[Trainer], until: Until
-) -> None:
+def test_a_shard_that_is_no_safetensors_file_fails_its_save_only(cluster: EngineCluster) -> None:
     a = cluster.host("a")
     cluster.configure(cluster.placement({"a": (0,)}))
-    worker = trainer(a, 0)
+    worker = Trainer(a, 0)
     worker.save(0)
     until(lambda: worker.world_step == 0)
     slot = next(view for view in worker.segments.slots() if view.state is SlotState.EMPTY)
@@ -137,12 +122,10 @@ def test_a_shard_that_is_no_safetensors_file_fails_its_save_only(
     until(lambda: worker.world_step == 2)
 
 
-def test_a_peer_that_stays_away_fails_saves_and_not_for_ever(
-    cluster: Cluster, trainer: type[Trainer], until: Until
-) -> None:
+def test_a_peer_that_stays_away_fails_saves_and_not_for_ever(cluster: EngineCluster) -> None:
     a, b = cluster.host("a", REPLICATE_TIMEOUT_S="1.0"), cluster.host("b")
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
-    ranks = first, second = trainer(a, 0), trainer(b, 1)
+    ranks = first, second = Trainer(a, 0), Trainer(b, 1)
 
     def agree(begin: int) -> int:
         """The first step that both have. A delayed peer may also cost one."""
@@ -165,13 +148,11 @@ def test_a_peer_that_stays_away_fails_saves_and_not_for_ever(
 
 
 @pytest.mark.parametrize("away", ["a", "c"])
-def test_a_step_that_one_rank_alone_has_is_abandoned_once_the_engine_is_back(
-    cluster: Cluster, trainer: type[Trainer], until: Until, away: str
-) -> None:
+def test_a_step_that_one_rank_alone_has_is_abandoned_once_the_engine_is_back(cluster: EngineCluster, away: str) -> None:
     """After a restart on fewer hosts: rank 1 is new on its host, and has two empty slots there."""
     hosts = [cluster.host(name) for name in "abc"]
     cluster.configure(cluster.placement({"a": (0,), "b": (1,), "c": (2,)}))
-    three = [trainer(host, rank) for rank, host in enumerate(hosts)]
+    three = [Trainer(host, rank) for rank, host in enumerate(hosts)]
     for step in (0, 1):
         for rank in three:
             rank.save(step)
@@ -179,7 +160,7 @@ def test_a_step_that_one_rank_alone_has_is_abandoned_once_the_engine_is_back(
     lineage = (LineageEntry(1, 1, world_size=3), LineageEntry(2, world_size=2))
     plan = RestorePlan(1, {str(rank): (cluster.source(rank, Tier.MEMORY, host),) for rank, host in enumerate("abc")})
     cluster.configure(cluster.placement({"a": (0,), "c": (1,)}, generation=2, lineage=lineage, restore=plan))
-    two = first, moved = trainer(hosts[0], 0, 2, lineage), trainer(hosts[2], 1, 2, lineage)
+    two = first, moved = Trainer(hosts[0], 0, 2, lineage), Trainer(hosts[2], 1, 2, lineage)
     cluster.hosts[away].kill()
     first.save(2)
     moved.save(2)
@@ -194,12 +175,10 @@ def test_a_step_that_one_rank_alone_has_is_abandoned_once_the_engine_is_back(
     until(lambda: all(rank.world_step == 4 for rank in two))
 
 
-def test_a_slot_that_went_bad_before_it_was_replicated_is_found_and_dropped(
-    cluster: Cluster, trainer: type[Trainer], until: Until
-) -> None:
+def test_a_slot_that_went_bad_before_it_was_replicated_is_found_and_dropped(cluster: EngineCluster) -> None:
     a, b = cluster.host("a"), cluster.host("b")
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
-    first, second = trainer(a, 0), trainer(b, 1)
+    first, second = Trainer(a, 0), Trainer(b, 1)
     first.save(0)
     second.save(0)
     until(lambda: first.world_step == second.world_step == 0)

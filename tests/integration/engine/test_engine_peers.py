@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from safetensors.numpy import save
+from support.clocks.waits import until
+from support.hosts.engine_cluster import EngineCluster
+from support.hosts.engines import EngineHost, Trainer
 
 from ckpt_engine.contracts.control_views import RestoreState
 from ckpt_engine.contracts.peer_wire import ListShards, ShardList
@@ -24,10 +26,6 @@ from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Replicat
 from flyball.contracts.on_host.segments import replica_segment
 from services.controller.round.choices.peer_choice import choose_peers
 
-if TYPE_CHECKING:
-    from tests.integration.engine.conftest import Cluster, EngineHost, Trainer
-
-Until = Callable[..., None]
 HAS_RDMA = any(Path("/sys/class/infiniband").glob("*"))
 
 
@@ -39,12 +37,10 @@ def call(host: EngineHost) -> Connection:
     return connection
 
 
-def test_a_peer_lists_what_it_holds_of_the_requested_ranks(
-    cluster: Cluster, trainer: type[Trainer], until: Until
-) -> None:
+def test_a_peer_lists_what_it_holds_of_the_requested_ranks(cluster: EngineCluster) -> None:
     a, b = cluster.host("a"), cluster.host("b")
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
-    first, second = trainer(a, 0), trainer(b, 1)
+    first, second = Trainer(a, 0), Trainer(b, 1)
     for step in range(2):
         first.save(step)
         second.save(step)
@@ -60,12 +56,10 @@ def test_a_peer_lists_what_it_holds_of_the_requested_ranks(
 
 
 @pytest.mark.skipif(HAS_RDMA, reason="this machine has RDMA")
-def test_without_rdma_shards_go_over_tcp_and_the_status_says_why(
-    cluster: Cluster, trainer: type[Trainer], until: Until
-) -> None:
+def test_without_rdma_shards_go_over_tcp_and_the_status_says_why(cluster: EngineCluster) -> None:
     a, _ = cluster.host("a"), cluster.host("b")
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
-    ranks = [trainer(cluster.hosts[name], rank) for rank, name in enumerate("ab")]
+    ranks = [Trainer(cluster.hosts[name], rank) for rank, name in enumerate("ab")]
     for rank in ranks:
         rank.save(0)
     until(lambda: all(rank.world_step == 0 for rank in ranks))
@@ -80,13 +74,11 @@ def test_without_rdma_shards_go_over_tcp_and_the_status_says_why(
 
 
 @pytest.mark.skipif(HAS_RDMA, reason="this machine has RDMA")
-def test_required_rdma_that_is_not_there_sends_no_byte_and_says_why(
-    cluster: Cluster, trainer: type[Trainer], until: Until
-) -> None:
+def test_required_rdma_that_is_not_there_sends_no_byte_and_says_why(cluster: EngineCluster) -> None:
     for name in "ab":
         cluster.host(name, TRANSPORT="rdma", **IMPATIENT)
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
-    ranks = [trainer(cluster.hosts[name], rank) for rank, name in enumerate("ab")]
+    ranks = [Trainer(cluster.hosts[name], rank) for rank, name in enumerate("ab")]
     for rank in ranks:
         rank.save(0)
     # One of the two gives up first, as with any peer that takes no replica. The other may learn that the step is lost
@@ -102,15 +94,13 @@ def test_required_rdma_that_is_not_there_sends_no_byte_and_says_why(
     assert ranks[0].world_step == -1
 
 
-def ready(
-    cluster: Cluster, trainer: type[Trainer], names: str, peers: Mapping[str, tuple[str, ...]], **settings: str
-) -> list[Trainer]:
+def ready(cluster: EngineCluster, names: str, peers: Mapping[str, tuple[str, ...]], **settings: str) -> list[Trainer]:
     """One host and one rank per letter, two replicas each; generation 1 runs."""
     for name in names:
         cluster.host(name, **settings)
     placement = cluster.placement({name: (rank,) for rank, name in enumerate(names)}, peers=peers)
     assert all(reply.ok for reply in cluster.configure(placement, CheckpointSpec(replicas=2)).values())
-    return [trainer(cluster.hosts[name], rank) for rank, name in enumerate(names)]
+    return [Trainer(cluster.hosts[name], rank) for rank, name in enumerate(names)]
 
 
 RING = {"a": ("b", "c"), "b": ("c", "d"), "c": ("d", "a"), "d": ("a", "b")}
@@ -119,11 +109,11 @@ IMPATIENT = {"REPLICATE_TIMEOUT_S": "1.0"}
 
 @pytest.mark.parametrize("mode", list(Replication))
 def test_a_host_and_one_of_its_holders_are_lost_and_the_other_has_every_byte(
-    cluster: Cluster, trainer: type[Trainer], until: Until, mode: Replication
+    cluster: EngineCluster, mode: Replication
 ) -> None:
     names = "abcd" if mode is Replication.RING else "abc"
     peers = choose_peers({name: f"rack-{name}" for name in names}, 2, mode)
-    ranks = ready(cluster, trainer, names, peers)
+    ranks = ready(cluster, names, peers)
     for step in range(2):
         for rank in ranks:
             rank.save(step)
@@ -155,7 +145,7 @@ def test_a_host_and_one_of_its_holders_are_lost_and_the_other_has_every_byte(
     )
     cluster.configure(placement, CheckpointSpec(replicas=2))
     for rank, name in ((0, "x"), (gone, "y")):
-        moved = trainer(cluster.hosts[name], rank, 2, lineage)
+        moved = Trainer(cluster.hosts[name], rank, 2, lineage)
         assert moved.await_restore(2) is RestoreState.READY
         assert moved.stored(1, 1) == ranks[rank].payload(1)
         until(lambda name=name: cluster.hosts[name].status.restores)  # the trainer is informed first
@@ -169,10 +159,8 @@ def test_a_host_and_one_of_its_holders_are_lost_and_the_other_has_every_byte(
             until(lambda holder=holder, rank=rank: cluster.hosts[holder].holds(Tier.PEER, 1, rank))
 
 
-def test_a_dead_peer_delays_neither_the_other_copy_nor_for_long_the_save(
-    cluster: Cluster, trainer: type[Trainer], until: Until
-) -> None:
-    ranks = ready(cluster, trainer, "abcd", RING, **IMPATIENT)
+def test_a_dead_peer_delays_neither_the_other_copy_nor_for_long_the_save(cluster: EngineCluster) -> None:
+    ranks = ready(cluster, "abcd", RING, **IMPATIENT)
     a, b, c, d = (cluster.hosts[name] for name in "abcd")
     for rank in ranks:
         rank.save(0)
@@ -189,12 +177,10 @@ def test_a_dead_peer_delays_neither_the_other_copy_nor_for_long_the_save(
     assert d.status.ok
 
 
-def test_a_peer_that_falls_silent_in_the_middle_of_an_exchange_is_not_waited_for(
-    cluster: Cluster, trainer: type[Trainer], until: Until
-) -> None:
+def test_a_peer_that_falls_silent_in_the_middle_of_an_exchange_is_not_waited_for(cluster: EngineCluster) -> None:
     # Longer in total than a delayed peer stays silent: only this peer may be given up.
     quick = {name: "5.0" for name in ("REPLICATE_TIMEOUT_S", "IO_TIMEOUT_S", "HANDSHAKE_TIMEOUT_S", "PING_TIMEOUT_S")}
-    ranks = ready(cluster, trainer, "abcd", RING, **quick)
+    ranks = ready(cluster, "abcd", RING, **quick)
     for rank in ranks:
         rank.save(0)
     until(lambda: all(rank.world_step == 0 for rank in ranks))
@@ -208,8 +194,8 @@ def test_a_peer_that_falls_silent_in_the_middle_of_an_exchange_is_not_waited_for
     until(lambda: cluster.hosts["b"].holds(Tier.PEER, 1, 0))
 
 
-def test_chunks_that_did_not_change_do_not_travel_again(cluster: Cluster, trainer: type[Trainer], until: Until) -> None:
-    class Frozen(trainer):  # type: ignore[misc,valid-type]  # the fixture's class
+def test_chunks_that_did_not_change_do_not_travel_again(cluster: EngineCluster) -> None:
+    class Frozen(Trainer):  # type: ignore[misc,valid-type]  # the fixture's class
         """Two of 24 MiB change from step to step."""
 
         def payload(self, step: int, count: int = 0) -> bytes:
@@ -250,30 +236,26 @@ def test_chunks_that_did_not_change_do_not_travel_again(cluster: Cluster, traine
     assert a.status.counters.get("saves_failed", 0) == 0
 
 
-def test_a_bandwidth_limit_holds_and_a_newer_generation_does_not_wait_for_it(
-    cluster: Cluster, trainer: type[Trainer], until: Until
-) -> None:
+def test_a_bandwidth_limit_holds_and_a_newer_generation_does_not_wait_for_it(cluster: EngineCluster) -> None:
     a, b = cluster.host("a", PEER_BYTES_PER_S="10000"), cluster.host("b")
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
-    first, second = trainer(a, 0), trainer(b, 1)
+    first, second = Trainer(a, 0), Trainer(b, 1)
     first.save(0)
     second.save(0)
     until(lambda: a.status.counters["peer_bytes_sent"] > 10_000)
     assert not b.holds(Tier.PEER, 0, 0)  # 1.2 MB would take two minutes
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}, generation=2))
-    again = [trainer(a, 0, 2), trainer(b, 1, 2)]
+    again = [Trainer(a, 0, 2), Trainer(b, 1, 2)]
     assert all(rank.try_save(0) for rank in again)
     sent = a.status.counters["peer_bytes_sent"]
     until(lambda: a.status.counters["peer_bytes_sent"] > sent)  # the old transfer has made room for the new one
     assert not b.holds(Tier.PEER, 0, 0)
 
 
-def test_a_sender_that_dies_in_mid_shard_leaves_the_older_replica_and_sends_again(
-    cluster: Cluster, trainer: type[Trainer], until: Until
-) -> None:
+def test_a_sender_that_dies_in_mid_shard_leaves_the_older_replica_and_sends_again(cluster: EngineCluster) -> None:
     a, b = cluster.host("a"), cluster.host("b")
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
-    first, second = trainer(a, 0), trainer(b, 1)
+    first, second = Trainer(a, 0), Trainer(b, 1)
     for rank in (first, second):
         rank.save(0)
     until(lambda: first.world_step == second.world_step == 0)

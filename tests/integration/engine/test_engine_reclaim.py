@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from support.clocks.waits import until
 from support.commands.warm_python import WarmPython
+from support.hosts.engine_cluster import EngineCluster
+from support.hosts.engines import EngineHost, Trainer
 
 from ckpt_engine.path_saves.path_memory import memory_root
 from ckpt_engine.slots.rank_segments import RankSegments
@@ -18,12 +20,9 @@ from ckpt_engine.trainer.path_saves.load_path import load_path
 from flyball.contracts import fault_points
 from flyball.contracts.on_host.segments import rank_segment
 
-if TYPE_CHECKING:
-    from tests.integration.engine.conftest import Cluster, EngineHost, Trainer
-
 
 @contextmanager
-def stopped(host: EngineHost, until: Callable[..., None]) -> Iterator[None]:
+def stopped(host: EngineHost) -> Iterator[None]:
     """A sweep that lists segments while they are being made logs another size than it removes."""
     assert host.process is not None
     pid = host.process.pid
@@ -50,16 +49,14 @@ def leave(prefix: str) -> None:
     dead.close()
 
 
-def test_an_engine_reclaims_the_segments_of_dead_jobs_and_of_no_others(
-    cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None]
-) -> None:
+def test_an_engine_reclaims_the_segments_of_dead_jobs_and_of_no_others(cluster: EngineCluster) -> None:
     host = cluster.host("a", SEGMENT_TTL_S="0.1")
     cluster.configure(cluster.placement({"a": (0,)}))
-    worker = trainer(host, 0)
+    worker = Trainer(host, 0)
     worker.save(0)
     until(lambda: worker.world_step == 0)
     worker.segments.close()  # the worker is dead, but its next generation restores from here
-    with stopped(host, until):
+    with stopped(host):
         leave(host.prefix)
         leave(host.prefix + "0")  # another state folder's
     until(lambda: host.logged("segments_reclaimed"))
@@ -75,8 +72,7 @@ def test_an_engine_reclaims_the_segments_of_dead_jobs_and_of_no_others(
 
 
 def test_an_engine_writes_what_a_killed_worker_saved_to_a_path(
-    cluster: Cluster,
-    until: Callable[..., None],
+    cluster: EngineCluster,
     warm_python: WarmPython,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

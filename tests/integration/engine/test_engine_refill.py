@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+
+from support.clocks.waits import until
+from support.hosts.engine_cluster import EngineCluster
+from support.hosts.engines import EngineHost, Trainer
 
 from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts.checkpoints import CheckpointSpec, Tier
 from flyball.contracts.fault_points import VARIABLE
 from flyball.contracts.on_host.segments import replica_segment
 
-if TYPE_CHECKING:
-    from tests.integration.engine.conftest import Cluster, EngineHost, Trainer
 
-
-def saved(cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None]) -> list[Trainer]:
+def saved(cluster: EngineCluster) -> list[Trainer]:
     """Two ranks on two hosts, with steps 1 to 3 in memory and as replicas on each other."""
     hosts = [cluster.hosts["a"], cluster.hosts["b"]]
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
-    ranks = [trainer(host, rank) for rank, host in enumerate(hosts)]
+    ranks = [Trainer(host, rank) for rank, host in enumerate(hosts)]
     for step in (1, 2, 3):
         for rank in ranks:
             rank.save(step)
@@ -34,16 +33,14 @@ def empty(host: EngineHost) -> None:
         path.unlink()
 
 
-def test_memory_is_filled_again_from_the_peers_and_the_world_knows_its_step(
-    cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None]
-) -> None:
+def test_memory_is_filled_again_from_the_peers_and_the_world_knows_its_step(cluster: EngineCluster) -> None:
     a = cluster.host("a")
     b = cluster.host("b")
-    ranks = saved(cluster, trainer, until)
+    ranks = saved(cluster)
     empty(a)  # the coordinator's: it has lost the world step too
     a.start()
     until(lambda: a.holds(Tier.MEMORY, 3, 0) and a.holds(Tier.PEER, 3, 1))
-    again = trainer(a, 0, generation=2)  # only to look
+    again = Trainer(a, 0, generation=2)  # only to look
     assert again.stored(1, 3) == ranks[0].payload(3)
     until(lambda: again.stored(1, 2) == ranks[0].payload(2))  # the newest comes first
     until(lambda: again.world_step == 3)
@@ -51,14 +48,12 @@ def test_memory_is_filled_again_from_the_peers_and_the_world_knows_its_step(
     assert b.holds(Tier.PEER, 3, 0)
 
 
-def test_a_replica_that_is_bad_does_not_keep_the_next_holders_away(
-    cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None]
-) -> None:
+def test_a_replica_that_is_bad_does_not_keep_the_next_holders_away(cluster: EngineCluster) -> None:
     hosts = [cluster.host(name) for name in "abc"]
     peers = {"a": ("b", "c"), "b": ("c", "a"), "c": ("a", "b")}
     placement = cluster.placement({"a": (0,), "b": (1,), "c": (2,)}, peers=peers)
     cluster.configure(placement, CheckpointSpec(replicas=2))
-    ranks = [trainer(host, rank) for rank, host in enumerate(hosts)]
+    ranks = [Trainer(host, rank) for rank, host in enumerate(hosts)]
     for rank in ranks:
         rank.save(1)
     until(lambda: all(rank.world_step == 1 for rank in ranks) and all(h.holds(Tier.PEER, 1, 0) for h in hosts[1:]))
@@ -69,15 +64,13 @@ def test_a_replica_that_is_bad_does_not_keep_the_next_holders_away(
     replica.payload(view.index)[-1] ^= 1
     hosts[0].start()
     until(lambda: hosts[0].holds(Tier.MEMORY, 1, 0))
-    assert trainer(hosts[0], 0, generation=2).stored(1, 1) == ranks[0].payload(1)
+    assert Trainer(hosts[0], 0, generation=2).stored(1, 1) == ranks[0].payload(1)
 
 
-def test_an_engine_with_refill_off_stays_empty(
-    cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None]
-) -> None:
+def test_an_engine_with_refill_off_stays_empty(cluster: EngineCluster) -> None:
     a = cluster.host("a", REFILL="false")
     cluster.host("b")
-    saved(cluster, trainer, until)
+    saved(cluster)
     empty(a)
     a.start()
     until(lambda: a.holds(Tier.PEER, 3, 1))  # replicas of others arrive all the same
@@ -85,12 +78,10 @@ def test_an_engine_with_refill_off_stays_empty(
     assert "shards_refilled" not in a.status.counters
 
 
-def test_killed_in_the_middle_of_it_the_next_engine_does_it(
-    cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None]
-) -> None:
+def test_killed_in_the_middle_of_it_the_next_engine_does_it(cluster: EngineCluster) -> None:
     a = cluster.host("a")
     cluster.host("b")
-    saved(cluster, trainer, until)
+    saved(cluster)
     empty(a)
     with contextlib.suppress(AssertionError):  # killed before it could reply
         a.start(**{VARIABLE: "engine.refill:2"})
@@ -99,13 +90,11 @@ def test_killed_in_the_middle_of_it_the_next_engine_does_it(
     until(lambda: a.holds(Tier.MEMORY, 3, 0) and a.holds(Tier.PEER, 3, 1))
 
 
-def test_a_trainer_at_work_keeps_its_slots_to_itself(
-    cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None]
-) -> None:
+def test_a_trainer_at_work_keeps_its_slots_to_itself(cluster: EngineCluster) -> None:
     """It restored from a file, say, and has not saved since: two writers in one slot would tear a step."""
     a = cluster.host("a")
     cluster.host("b")
-    rank, _ = saved(cluster, trainer, until)
+    rank, _ = saved(cluster)
     a.kill()
     for view in rank.segments.slots():
         rank.segments.drop(view.index)

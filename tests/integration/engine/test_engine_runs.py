@@ -4,19 +4,15 @@ begin at 1 again."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from support.clocks.waits import until
+from support.hosts.engine_cluster import EngineCluster
+from support.hosts.engines import Trainer
 
 from ckpt_engine.contracts.control_views import RestoreState
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, Tier, branch
-
-if TYPE_CHECKING:
-    from tests.integration.engine.conftest import Cluster, Trainer
-
-Until = Callable[..., None]
 
 FIRST_RUN, SECOND_RUN = "20251119-080000-000", "20251120-080000-000"
 SEEDS = {FIRST_RUN: 1, SECOND_RUN: 2}
@@ -33,9 +29,7 @@ def files_below(folder: Path) -> dict[Path, bytes]:
 
 
 def train(
-    cluster: Cluster,
-    trainer: type[Trainer],
-    until: Until,
+    cluster: EngineCluster,
     *,
     run: str,
     spec: CheckpointSpec,
@@ -46,7 +40,7 @@ def train(
     host = cluster.hosts["a"]
     cluster.configure(cluster.placement({"a": (0,)}, run=run), spec)
     host.stays_in_touch()
-    worker = trainer(host, 0, seed=SEEDS[run])
+    worker = Trainer(host, 0, seed=SEEDS[run])
     for step in range(steps):
         worker.save(step)
         until(lambda step=step: host.holds(tier, step, 0))
@@ -55,19 +49,17 @@ def train(
 
 
 @pytest.mark.parametrize("tier", [Tier.DISK, Tier.PERSISTENT])
-def test_a_run_sees_overwrites_and_removes_nothing_of_the_run_before(
-    cluster: Cluster, trainer: type[Trainer], until: Until, tier: Tier
-) -> None:
+def test_a_run_sees_overwrites_and_removes_nothing_of_the_run_before(cluster: EngineCluster, tier: Tier) -> None:
     """As many steps are kept as one run writes: if runs were mixed, one would displace the other."""
     root = cluster.root / "shared"
     spec = spec_of(tier, root)
     host = cluster.host("a")
-    older = train(cluster, trainer, until, run=FIRST_RUN, spec=spec, tier=tier, steps=4)
+    older = train(cluster, run=FIRST_RUN, spec=spec, tier=tier, steps=4)
     host.lose()  # with everything that knew the first run, except its files
     kept = files_below(root)
 
     host.start()
-    worker = train(cluster, trainer, until, run=SECOND_RUN, spec=spec, tier=tier, steps=3)
+    worker = train(cluster, run=SECOND_RUN, spec=spec, tier=tier, steps=3)
     assert {path: data for path, data in files_below(root).items() if path in kept} == kept
     host.lose()
 
@@ -75,19 +67,17 @@ def test_a_run_sees_overwrites_and_removes_nothing_of_the_run_before(
     lineage = branch((LineageEntry(1),), restored_step=2, generation=2)
     plan = RestorePlan(2, {"0": (cluster.source(0, tier, "a"),)})
     cluster.configure(cluster.placement({"a": (0,)}, generation=2, lineage=lineage, restore=plan, run=SECOND_RUN), spec)
-    again = trainer(host, 0, 2, lineage)
+    again = Trainer(host, 0, 2, lineage)
     assert again.await_restore(2) is RestoreState.READY
     assert again.stored(1, 2) == worker.payload(2) != older.payload(2)
 
 
-def test_a_run_takes_no_shard_of_another_run_from_slots_or_peers(
-    cluster: Cluster, trainer: type[Trainer], until: Until
-) -> None:
+def test_a_run_takes_no_shard_of_another_run_from_slots_or_peers(cluster: EngineCluster) -> None:
     """State folder and slots stayed; both runs have the same generation, step and rank."""
     spec = CheckpointSpec(replicas=1)
     a, b = cluster.host("a"), cluster.host("b")
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}, run=FIRST_RUN), spec)
-    for worker in (trainer(a, 0), trainer(b, 1)):
+    for worker in (Trainer(a, 0), Trainer(b, 1)):
         worker.save(0)
     for host, rank in ((a, 1), (b, 0)):
         until(lambda host=host, rank=rank: host.holds(Tier.PEER, 0, rank))
@@ -97,21 +87,19 @@ def test_a_run_takes_no_shard_of_another_run_from_slots_or_peers(
     cluster.configure(
         cluster.placement({"a": (0,), "b": (1,)}, generation=2, lineage=lineage, restore=plan, run=SECOND_RUN), spec
     )
-    assert trainer(a, 0, 2, lineage).await_restore(2) is RestoreState.FAILED
+    assert Trainer(a, 0, 2, lineage).await_restore(2) is RestoreState.FAILED
     assert a.status.copies == b.status.copies == ()
 
 
 @pytest.mark.parametrize("replicas", [0, 1])
-def test_slots_of_a_run_before_that_are_still_in_memory_block_nothing(
-    cluster: Cluster, trainer: type[Trainer], until: Until, replicas: int
-) -> None:
+def test_slots_of_a_run_before_that_are_still_in_memory_block_nothing(cluster: EngineCluster, replicas: int) -> None:
     """The state folders were removed, shared memory was not; the first run was in its third generation."""
     spec = CheckpointSpec(replicas=replicas)
     hosts = [cluster.host(name) for name in ("a", "b")]
     ranks = {"a": (0,), "b": (1,)}
     lineage = (LineageEntry(3),)
     cluster.configure(cluster.placement(ranks, generation=3, lineage=lineage, run=FIRST_RUN), spec)
-    older = [trainer(host, rank, 3, lineage, seed=1) for rank, host in enumerate(hosts)]
+    older = [Trainer(host, rank, 3, lineage, seed=1) for rank, host in enumerate(hosts)]
     for step in range(40, 44):
         for worker in older:
             worker.save(step)
@@ -125,7 +113,7 @@ def test_slots_of_a_run_before_that_are_still_in_memory_block_nothing(
         host.start()
 
     cluster.configure(cluster.placement(ranks, run=SECOND_RUN), spec)
-    workers = [trainer(host, rank, seed=2) for rank, host in enumerate(hosts)]
+    workers = [Trainer(host, rank, seed=2) for rank, host in enumerate(hosts)]
     assert [worker.world_step for worker in workers] == [-1, -1]
     for step in range(3):
         for worker in workers:

@@ -5,28 +5,22 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
+from support.clocks.waits import until
+from support.hosts.engine_cluster import EngineCluster
+from support.hosts.engines import EngineHost, Trainer
+from support.jobs.rank_alone import rank_alone
 
-from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Tier
+from flyball.contracts.checkpoints import CheckpointSpec, Tier
 from flyball.sdk.trainer import Job
-from flyball.sdk.worker_identity import WorkerIdentity
-
-if TYPE_CHECKING:
-    from tests.integration.engine.conftest import Cluster, EngineHost, Trainer
-
-Until = Callable[..., None]
 
 
-def test_a_step_that_another_rank_passed_by_is_given_up_while_that_rank_stands_still(
-    cluster: Cluster, trainer: type[Trainer], until: Until
-) -> None:
+def test_a_step_that_another_rank_passed_by_is_given_up_while_that_rank_stands_still(cluster: EngineCluster) -> None:
     """The rank that has the step finds no free slot, while the other waits for it in a collective."""
     a, b = cluster.host("a"), cluster.host("b")
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
-    saves, passes = trainer(a, 0), trainer(b, 1)
+    saves, passes = Trainer(a, 0), Trainer(b, 1)
     for rank in (saves, passes):
         rank.save(0)
     until(lambda: saves.world_step == passes.world_step == 0)
@@ -46,18 +40,12 @@ class Ranks:
     def __init__(self, hosts: list[EngineHost], spec: CheckpointSpec) -> None:
         self.jobs = [
             Job(
-                WorkerIdentity(
-                    job="job",
-                    generation=1,
+                rank_alone(
+                    host.prefix,
                     rank=rank,
                     world_size=len(hosts),
-                    local_world_size=1,
-                    beacon="",
-                    shm_prefix=host.prefix,
                     engine_notify=str(host.state_dir / "notify.sock"),
-                    restore_step=None,
                     checkpoint=spec,
-                    lineage=(LineageEntry(1),),
                 )
             )
             for rank, host in enumerate(hosts)
@@ -104,7 +92,7 @@ def interval_of(host: EngineHost) -> int:
 
 
 def test_a_slow_peer_makes_saves_less_frequent_for_all_ranks_and_a_fast_one_as_frequent_as_before(
-    cluster: Cluster, until: Until
+    cluster: EngineCluster,
 ) -> None:
     slow = {"PEER_BYTES_PER_S": "2MB"}  # over half a second for the changes of a 10 ms step
     a, b = cluster.host("a", **slow), cluster.host("b", **slow)
@@ -134,7 +122,7 @@ def test_a_slow_peer_makes_saves_less_frequent_for_all_ranks_and_a_fast_one_as_f
         until(lambda: all(job.recovery_point > seen for job in ranks.jobs))
 
 
-def test_a_job_that_wants_every_step_waits_for_its_slow_peer(cluster: Cluster, until: Until) -> None:
+def test_a_job_that_wants_every_step_waits_for_its_slow_peer(cluster: EngineCluster) -> None:
     slow = {"PEER_BYTES_PER_S": "2MB"}
     a, b = cluster.host("a", **slow), cluster.host("b", **slow)
     spec = CheckpointSpec(adapt_interval=False)

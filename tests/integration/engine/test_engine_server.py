@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
+from support.clocks.waits import until
+from support.hosts.engine_cluster import EngineCluster
+from support.hosts.engines import EngineHost, Trainer
 
 from ckpt_engine.contracts.control_views import RestoreState
 from ckpt_engine.contracts.notices import SaveAborted, SaveWaited
@@ -20,24 +21,19 @@ from flyball.contracts.on_host.engine_wire import Arm, AwaitSaved, Configure, Fl
 from flyball.contracts.on_host.segments import replica_segment
 from flyball.contracts.reports.testimony import Testimonies
 
-if TYPE_CHECKING:
-    from tests.integration.engine.conftest import Cluster, EngineHost, Trainer
-
-    Pair: TypeAlias = tuple[EngineHost, EngineHost, Trainer, Trainer]
-
-Until = Callable[..., None]
+Pair = tuple[EngineHost, EngineHost, Trainer, Trainer]
 
 
 @pytest.fixture
-def pair(cluster: Cluster, trainer: type[Trainer]) -> Pair:
+def pair(cluster: EngineCluster) -> Pair:
     """Hosts a and b, one rank each, each the other's peer; generation 1 runs."""
     a, b = cluster.host("a"), cluster.host("b")
     replies = cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
     assert all(reply.ok for reply in replies.values()), replies
-    return a, b, trainer(a, 0), trainer(b, 1)
+    return a, b, Trainer(a, 0), Trainer(b, 1)
 
 
-def test_a_captured_shard_is_committed_replicated_and_becomes_the_world_step(pair: Pair, until: Until) -> None:
+def test_a_captured_shard_is_committed_replicated_and_becomes_the_world_step(pair: Pair) -> None:
     a, b, first, second = pair
     for step in range(5):
         first.save(step)
@@ -52,7 +48,7 @@ def test_a_captured_shard_is_committed_replicated_and_becomes_the_world_step(pai
     until(lambda: first.segments.control.replicated_step(1) == 4)
 
 
-def test_a_rank_never_overwrites_what_the_world_still_needs(pair: Pair, until: Until) -> None:
+def test_a_rank_never_overwrites_what_the_world_still_needs(pair: Pair) -> None:
     _, _, first, second = pair
     first.save(0)
     second.save(0)
@@ -63,7 +59,7 @@ def test_a_rank_never_overwrites_what_the_world_still_needs(pair: Pair, until: U
     first.save(2)
 
 
-def test_a_step_that_one_rank_failed_to_save_is_abandoned_and_the_world_goes_on(pair: Pair, until: Until) -> None:
+def test_a_step_that_one_rank_failed_to_save_is_abandoned_and_the_world_goes_on(pair: Pair) -> None:
     _, b, first, second = pair
     first.save(0)
     second.save(0)
@@ -77,7 +73,7 @@ def test_a_step_that_one_rank_failed_to_save_is_abandoned_and_the_world_goes_on(
     assert [(f.rank, f.step, f.message) for f in failures] == [(1, 1, "no room")]
 
 
-def test_a_step_that_one_rank_went_past_without_a_word_is_abandoned(pair: Pair, until: Until) -> None:
+def test_a_step_that_one_rank_went_past_without_a_word_is_abandoned(pair: Pair) -> None:
     _, _, first, second = pair
     for step in (0, 1):
         first.save(step)
@@ -88,7 +84,7 @@ def test_a_step_that_one_rank_went_past_without_a_word_is_abandoned(pair: Pair, 
     until(lambda: first.world_step == second.world_step == 2)
 
 
-def test_a_host_that_was_away_while_more_steps_were_abandoned_than_have_names_goes_on(pair: Pair, until: Until) -> None:
+def test_a_host_that_was_away_while_more_steps_were_abandoned_than_have_names_goes_on(pair: Pair) -> None:
     _, b, first, second = pair
     for rank in (first, second):
         rank.save(0)
@@ -104,12 +100,10 @@ def test_a_host_that_was_away_while_more_steps_were_abandoned_than_have_names_go
     until(lambda: first.world_step == second.world_step == 30)
 
 
-def test_a_failure_that_a_killed_engine_never_reported_keeps_no_replica_slot(
-    cluster: Cluster, trainer: type[Trainer], until: Until
-) -> None:
+def test_a_failure_that_a_killed_engine_never_reported_keeps_no_replica_slot(cluster: EngineCluster) -> None:
     a, b = cluster.host("a"), cluster.host("b", start=False).start(FLYBALL_FAULT_POINT="engine.replicated:2")
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
-    first, second = trainer(a, 0), trainer(b, 1)
+    first, second = Trainer(a, 0), Trainer(b, 1)
     for rank in (first, second):
         rank.save(0)
     until(lambda: first.world_step == second.world_step == 0)
@@ -126,7 +120,7 @@ def test_a_failure_that_a_killed_engine_never_reported_keeps_no_replica_slot(
     assert b.status.failures == ()
 
 
-def test_an_engine_killed_with_a_captured_slot_commits_it_when_it_is_back(pair: Pair, until: Until) -> None:
+def test_an_engine_killed_with_a_captured_slot_commits_it_when_it_is_back(pair: Pair) -> None:
     a, b, first, second = pair
     first.save(0)
     second.save(0)
@@ -143,7 +137,7 @@ def test_an_engine_killed_with_a_captured_slot_commits_it_when_it_is_back(pair: 
     until(lambda: first.world_step == second.world_step == 2)
 
 
-def test_a_killed_peer_is_seen_at_once_without_traffic_and_seen_again_when_back(cluster: Cluster, until: Until) -> None:
+def test_a_killed_peer_is_seen_at_once_without_traffic_and_seen_again_when_back(cluster: EngineCluster) -> None:
     a, b = cluster.host("a", PING_TIMEOUT_S="1000"), cluster.host("b")
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
     until(lambda: a.logged("peer_connected"))
@@ -162,9 +156,7 @@ def test_a_killed_peer_is_seen_at_once_without_traffic_and_seen_again_when_back(
     until(lambda: a.status.unreachable_peers == ())
 
 
-def test_a_lost_host_is_restored_on_a_spare_from_the_peers_memory(
-    pair: Pair, cluster: Cluster, trainer: type[Trainer], until: Until
-) -> None:
+def test_a_lost_host_is_restored_on_a_spare_from_the_peers_memory(pair: Pair, cluster: EngineCluster) -> None:
     a, b, first, second = pair
     for step in range(3):
         first.save(step)
@@ -180,7 +172,7 @@ def test_a_lost_host_is_restored_on_a_spare_from_the_peers_memory(
     plan = RestorePlan(2, {"0": (cluster.source(0, Tier.PEER, "b"),), "1": (cluster.source(1, Tier.MEMORY, "b"),)})
     placement = cluster.placement({"c": (0,), "b": (1,)}, generation=2, lineage=lineage, restore=plan)
     assert all(reply.ok for reply in cluster.configure(placement).values())
-    moved, stayed = trainer(c, 0, 2, lineage), trainer(b, 1, 2, lineage)
+    moved, stayed = Trainer(c, 0, 2, lineage), Trainer(b, 1, 2, lineage)
     assert moved.await_restore(2) is RestoreState.READY
     assert moved.stored(1, 2) == expected
     until(lambda: c.status.restores and b.status.restores)
@@ -199,9 +191,7 @@ def test_a_lost_host_is_restored_on_a_spare_from_the_peers_memory(
     until(lambda: moved.world_step == stayed.world_step == 5)
 
 
-def test_the_spare_that_holds_the_replica_restores_without_a_socket(
-    pair: Pair, cluster: Cluster, trainer: type[Trainer], until: Until
-) -> None:
+def test_the_spare_that_holds_the_replica_restores_without_a_socket(pair: Pair, cluster: EngineCluster) -> None:
     a, b, first, second = pair
     first.save(0)
     second.save(0)
@@ -210,25 +200,23 @@ def test_the_spare_that_holds_the_replica_restores_without_a_socket(
     lineage = (LineageEntry(1, 0), LineageEntry(2))
     plan = RestorePlan(0, {"0": (cluster.source(0, Tier.PEER, "b"),), "1": (cluster.source(1, Tier.MEMORY, "b"),)})
     cluster.configure(cluster.placement({"b": (0, 1)}, generation=2, lineage=lineage, restore=plan))
-    moved = trainer(b, 0, 2, lineage)
+    moved = Trainer(b, 0, 2, lineage)
     assert moved.await_restore(2) is RestoreState.READY
     assert moved.stored(1, 0) == first.payload(0)
     until(lambda: len(b.status.restores) == 2)
     report = next(r for r in b.status.restores if r.rank == 0)
     assert (report.source_tier, report.source_host, report.socket_bytes) == (Tier.PEER, "b", 0)
     moved.save(1)
-    trainer(b, 1, 2, lineage).save(1)
+    Trainer(b, 1, 2, lineage).save(1)
     until(lambda: moved.world_step == 1)
     until(lambda: not b.holds(Tier.PEER, 0, 0))  # freed: not needed any more
 
 
-def test_a_corrupt_replica_is_refused_and_the_next_source_is_used(
-    cluster: Cluster, trainer: type[Trainer], until: Until
-) -> None:
+def test_a_corrupt_replica_is_refused_and_the_next_source_is_used(cluster: EngineCluster) -> None:
     spec = CheckpointSpec(persistent_dir=str(cluster.root / "store"), persistent_every_steps=1)
     a, b = cluster.host("a"), cluster.host("b")
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}), spec)
-    first, second = trainer(a, 0), trainer(b, 1)
+    first, second = Trainer(a, 0), Trainer(b, 1)
     first.save(0)
     second.save(0)
     until(lambda: first.world_step == second.world_step == 0)
@@ -243,7 +231,7 @@ def test_a_corrupt_replica_is_refused_and_the_next_source_is_used(
     sources = (cluster.source(0, Tier.PEER, "b"), cluster.source(0, Tier.PERSISTENT, ""))
     plan = RestorePlan(0, {"0": sources, "1": (cluster.source(1, Tier.MEMORY, "b"),)})
     cluster.configure(cluster.placement({"c": (0,), "b": (1,)}, generation=2, lineage=lineage, restore=plan), spec)
-    moved = trainer(c, 0, 2, lineage)
+    moved = Trainer(c, 0, 2, lineage)
     assert moved.await_restore(2) is RestoreState.READY
     assert moved.stored(1, 0) == first.payload(0)
     until(lambda: c.status.restores)
@@ -251,9 +239,7 @@ def test_a_corrupt_replica_is_refused_and_the_next_source_is_used(
     assert c.logged("restore_source_skipped")
 
 
-def test_a_corrupt_local_slot_is_replaced_from_the_peer(
-    pair: Pair, cluster: Cluster, trainer: type[Trainer], until: Until
-) -> None:
+def test_a_corrupt_local_slot_is_replaced_from_the_peer(pair: Pair, cluster: EngineCluster) -> None:
     a, _, first, second = pair
     first.save(0)
     second.save(0)
@@ -269,25 +255,23 @@ def test_a_corrupt_local_slot_is_replaced_from_the_peer(
         },
     )
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}, generation=2, lineage=lineage, restore=plan))
-    again = trainer(a, 0, 2, lineage)
+    again = Trainer(a, 0, 2, lineage)
     assert again.await_restore(2) is RestoreState.READY
     assert again.stored(1, 0) == first.payload(0)
     until(lambda: a.status.restores)
     assert a.status.restores[0].source_tier is Tier.PEER
 
 
-def test_a_restore_without_any_good_source_fails_with_the_reasons(
-    pair: Pair, cluster: Cluster, trainer: type[Trainer]
-) -> None:
+def test_a_restore_without_any_good_source_fails_with_the_reasons(pair: Pair, cluster: EngineCluster) -> None:
     lineage = (LineageEntry(1, 7), LineageEntry(2))
     plan = RestorePlan(7, {"0": (cluster.source(0, Tier.PEER, "b"),), "1": ()})
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}, generation=2, lineage=lineage, restore=plan))
-    again = trainer(cluster.hosts["a"], 0, 2, lineage)
+    again = Trainer(cluster.hosts["a"], 0, 2, lineage)
     assert again.await_restore(2) is RestoreState.FAILED
     assert "missing" in again.segments.control.read_restore().error
 
 
-def test_a_torn_capture_does_not_count(pair: Pair, until: Until) -> None:
+def test_a_torn_capture_does_not_count(pair: Pair) -> None:
     a, _, first, second = pair
     first.save(0)
     second.save(0)
@@ -297,7 +281,7 @@ def test_a_torn_capture_does_not_count(pair: Pair, until: Until) -> None:
     assert {(c.tier, c.step) for c in reply.copies if c.rank == 0} == {(Tier.MEMORY, 0)}
 
 
-def test_flush_commits_what_a_dead_trainer_captured_although_the_peer_is_gone(pair: Pair, until: Until) -> None:
+def test_flush_commits_what_a_dead_trainer_captured_although_the_peer_is_gone(pair: Pair) -> None:
     a, b, first, second = pair
     first.save(0)
     second.save(0)
@@ -308,7 +292,7 @@ def test_flush_commits_what_a_dead_trainer_captured_although_the_peer_is_gone(pa
     assert (Tier.MEMORY, 1) in {(c.tier, c.step) for c in reply.copies if c.rank == 0}
 
 
-def test_a_stale_command_is_refused_also_after_a_restart(pair: Pair, cluster: Cluster) -> None:
+def test_a_stale_command_is_refused_also_after_a_restart(pair: Pair, cluster: EngineCluster) -> None:
     a, *_ = pair
     newer = cluster.placement({"a": (0,), "b": (1,)}, generation=3)
     older = cluster.placement({"a": (0,), "b": (1,)}, generation=2)
@@ -321,7 +305,7 @@ def test_a_stale_command_is_refused_also_after_a_restart(pair: Pair, cluster: Cl
     assert a.ask(Configure(Fence(2, 3), "a", newer, CheckpointSpec())).ok  # repeating it is harmless
 
 
-def test_arm_names_a_step_and_comes_too_late_for_a_rank_that_passed_it(pair: Pair, until: Until) -> None:
+def test_arm_names_a_step_and_comes_too_late_for_a_rank_that_passed_it(pair: Pair) -> None:
     a, _, first, second = pair
     first.save(3)
     second.save(3)
@@ -337,7 +321,7 @@ def test_arm_names_a_step_and_comes_too_late_for_a_rank_that_passed_it(pair: Pai
     assert a.ask(AwaitSaved("job", 4, 5, 1.0)).code == "stale_command"
 
 
-def test_another_token_is_refused_on_both_sides(cluster: Cluster, trainer: type[Trainer], until: Until) -> None:
+def test_another_token_is_refused_on_both_sides(cluster: EngineCluster) -> None:
     a, b = cluster.host("a"), cluster.host("b", token="another token")
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
     until(lambda: a.status.unreachable_peers == ("b",))
@@ -346,7 +330,7 @@ def test_another_token_is_refused_on_both_sides(cluster: Cluster, trainer: type[
     assert not a.logged("peer_connected")
 
 
-def test_release_leaves_nothing_in_shared_memory(pair: Pair, until: Until) -> None:
+def test_release_leaves_nothing_in_shared_memory(pair: Pair) -> None:
     a, b, first, second = pair
     first.save(0)
     second.save(0)
@@ -361,7 +345,7 @@ def test_release_leaves_nothing_in_shared_memory(pair: Pair, until: Until) -> No
     assert a.status.copies == ()
 
 
-def test_a_second_engine_on_the_same_folder_names_the_first(cluster: Cluster) -> None:
+def test_a_second_engine_on_the_same_folder_names_the_first(cluster: EngineCluster) -> None:
     a = cluster.host("a")
     second = subprocess.run(a.command(), stderr=subprocess.PIPE, text=True, check=False, timeout=90)
     assert second.returncode == 16
@@ -369,7 +353,7 @@ def test_a_second_engine_on_the_same_folder_names_the_first(cluster: Cluster) ->
     assert a.status.ok
 
 
-def test_sigterm_commits_what_was_captured_and_keeps_the_slots(pair: Pair, until: Until) -> None:
+def test_sigterm_commits_what_was_captured_and_keeps_the_slots(pair: Pair) -> None:
     a, _, first, _ = pair
     first.save(0)
     assert a.terminate() == 0
@@ -378,7 +362,7 @@ def test_sigterm_commits_what_was_captured_and_keeps_the_slots(pair: Pair, until
     assert not (a.state_dir / "engine.sock").exists()
 
 
-def test_late_saves_that_an_engine_could_not_report_are_reported_by_the_next_one(pair: Pair, until: Until) -> None:
+def test_late_saves_that_an_engine_could_not_report_are_reported_by_the_next_one(pair: Pair) -> None:
     a, _, first, _ = pair
     for step in (1, 2, 3):
         first.notify(SaveWaited("job", 0, 1, step, 0.5))
@@ -391,7 +375,7 @@ def test_late_saves_that_an_engine_could_not_report_are_reported_by_the_next_one
     assert a.start().status.late == ()
 
 
-def test_the_server_never_imports_torch(cluster: Cluster) -> None:
+def test_the_server_never_imports_torch(cluster: EngineCluster) -> None:
     a = cluster.host("a")
     assert a.process is not None
     assert "libtorch" not in Path(f"/proc/{a.process.pid}/maps").read_text()

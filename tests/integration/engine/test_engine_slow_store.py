@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from support.clocks.waits import until
+from support.hosts.engine_cluster import EngineCluster
+from support.hosts.engines import Trainer
 
 from ckpt_engine.rules.memory_plan import MemoryPlan
 from ckpt_engine.rules.slot_rules import slot_count
 from flyball.contracts.checkpoints import CheckpointSpec, Tier
 
-if TYPE_CHECKING:
-    from tests.integration.engine.conftest import Cluster, Trainer
-
 SAVES = 30
 
 
-def test_saves_go_on_while_a_slow_store_writes_and_its_step_stays_whole(
-    cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None], tmp_path: Path
-) -> None:
+def test_saves_go_on_while_a_slow_store_writes_and_its_step_stays_whole(cluster: EngineCluster, tmp_path: Path) -> None:
     host = cluster.host("a", DISK_BYTES_PER_S="1000")  # twenty minutes for a shard
     spec = CheckpointSpec(disk_dir=str(tmp_path), disk_every_steps=1)
     cluster.configure(cluster.placement({"a": (0,)}), spec)
-    worker = trainer(host, 0)
+    worker = Trainer(host, 0)
     size_bytes = len(worker.payload(0))
     assert worker.segments.settle(MemoryPlan(size_bytes, slots=slot_count(spec))).slots == 3
     worker.save(0)
@@ -40,12 +37,12 @@ def test_saves_go_on_while_a_slow_store_writes_and_its_step_stays_whole(
 
 
 def test_with_two_slots_a_save_waits_for_the_slow_store_and_loses_nothing(
-    cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None], tmp_path: Path
+    cluster: EngineCluster, tmp_path: Path
 ) -> None:
     host = cluster.host("a", DISK_BYTES_PER_S="1000")
     spec = CheckpointSpec(disk_dir=str(tmp_path), disk_every_steps=1)
     cluster.configure(cluster.placement({"a": (0,)}), spec)
-    worker = trainer(host, 0)
+    worker = Trainer(host, 0)
     worker.save(0)
     until(lambda: worker.segments.read_world().held == {0})
     worker.save(1)

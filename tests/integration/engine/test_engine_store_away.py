@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from support.clocks.waits import until
+from support.hosts.engine_cluster import EngineCluster
+from support.hosts.engines import Trainer
 
 from ckpt_engine.contracts.control_views import RestoreState
 from ckpt_engine.host import durable_tiers
@@ -17,23 +18,17 @@ from flyball.contracts.checkpoints import CheckpointSpec, JobHistory, LineageEnt
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.on_host.engine_wire import Flush
 
-if TYPE_CHECKING:
-    from tests.integration.engine.conftest import Cluster, Trainer
-
 JOB = "job"  # as in conftest.py
-Until = Callable[..., None]
 RUN = "20251119-080000-000"
 
 
 @pytest.mark.parametrize("leaves", ["an empty folder", "nothing"])
-def test_a_step_in_a_store_that_is_away_is_waited_for(
-    cluster: Cluster, trainer: Callable[..., Trainer], until: Until, leaves: str
-) -> None:
+def test_a_step_in_a_store_that_is_away_is_waited_for(cluster: EngineCluster, leaves: str) -> None:
     share, elsewhere = cluster.root / "share", cluster.root / "unmounted"
     spec = CheckpointSpec(persistent_dir=str(share), persistent_every_steps=1, replicas=0)
     lost, spare = cluster.host("a"), cluster.host("b")
     cluster.configure(cluster.placement({"a": (0,)}, run=RUN), spec)
-    worker = trainer(lost, 0)
+    worker = Trainer(lost, 0)
     for step in range(3):
         worker.save(step)
         until(lambda step=step: lost.holds(Tier.PERSISTENT, step, 0))
@@ -46,7 +41,7 @@ def test_a_step_in_a_store_that_is_away_is_waited_for(
     plan = RestorePlan(2, {"0": (cluster.source(0, Tier.PERSISTENT, ""),)})
     del cluster.hosts["a"]
     cluster.configure(cluster.placement({"b": (0,)}, generation=2, lineage=lineage, restore=plan, run=RUN), spec)
-    again = trainer(spare, 0, 2, lineage)
+    again = Trainer(spare, 0, 2, lineage)
     until(lambda: len(spare.logged("restore_source_skipped")) > 1)
     assert again.segments.control.read_restore().state is RestoreState.PENDING
     if share.exists():
@@ -60,14 +55,12 @@ def test_a_step_in_a_store_that_is_away_is_waited_for(
         until(lambda step=step: spare.holds(Tier.PERSISTENT, step, 0))
 
 
-def test_a_step_that_is_gone_from_a_store_that_is_there_is_not_waited_for(
-    cluster: Cluster, trainer: Callable[..., Trainer], until: Until
-) -> None:
+def test_a_step_that_is_gone_from_a_store_that_is_there_is_not_waited_for(cluster: EngineCluster) -> None:
     share: Path = cluster.root / "share"
     spec = CheckpointSpec(persistent_dir=str(share), persistent_every_steps=1, replicas=0)
     host = cluster.host("a")
     cluster.configure(cluster.placement({"a": (0,)}, run=RUN), spec)
-    worker = trainer(host, 0)
+    worker = Trainer(host, 0)
     for step in range(3):
         worker.save(step)
         until(lambda step=step: host.holds(Tier.PERSISTENT, step, 0))
@@ -76,13 +69,13 @@ def test_a_step_that_is_gone_from_a_store_that_is_there_is_not_waited_for(
     lineage = branch((LineageEntry(1),), restored_step=7, generation=2)
     plan = RestorePlan(7, {"0": (cluster.source(0, Tier.PERSISTENT, ""),)})  # removed by somebody
     cluster.configure(cluster.placement({"a": (0,)}, generation=2, lineage=lineage, restore=plan, run=RUN), spec)
-    again = trainer(host, 0, 2, lineage)
+    again = Trainer(host, 0, 2, lineage)
     assert again.await_restore(2) is RestoreState.FAILED
     assert len(host.logged("restore_source_skipped")) == 1
 
 
 def test_an_engine_that_does_not_know_the_job_lists_what_is_in_the_store_if_it_is_told_where_to_look(
-    cluster: Cluster, trainer: Callable[..., Trainer], until: Until, monkeypatch: pytest.MonkeyPatch
+    cluster: EngineCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All hosts of the job are lost. A spare never heard of it, and one knows a generation that was replaced."""
     share: Path = cluster.root / "share"
@@ -91,7 +84,7 @@ def test_an_engine_that_does_not_know_the_job_lists_what_is_in_the_store_if_it_i
     cluster.configure(cluster.placement({"a": (0,), "old": (1,)}, run=RUN), spec)
     lineage = (LineageEntry(1, upto_step=-1), LineageEntry(2))
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}, generation=2, lineage=lineage, run=RUN), spec)
-    workers = [trainer(a, 0, 2, lineage), trainer(b, 1, 2, lineage)]
+    workers = [Trainer(a, 0, 2, lineage), Trainer(b, 1, 2, lineage)]
     for step in range(3):
         for worker in workers:
             worker.save(step)

@@ -3,16 +3,17 @@ all memory is gone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save
-from support.hosts.engines import JOB, Trainer
+from support.clocks.waits import until
+from support.hosts.engine_cluster import EngineCluster
+from support.hosts.engines import JOB, EngineHost, Trainer
 from support.jobs.attached import attached
 from support.jobs.fake_ranks import as_rank, local, spread
 from torch.distributed.tensor import Replicate, Shard
@@ -25,12 +26,8 @@ from ckpt_engine.trainer.restore.load_shard import read_file
 from ckpt_engine.trainer.restore.load_step import load_step
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, Tier
 
-if TYPE_CHECKING:
-    from tests.integration.engine.conftest import Cluster, EngineHost
-
 STEP = 3
 RANKS = (0, 1, 2, 3)
-Until = Callable[..., None]
 
 
 def ddp_state(rank: int, world: int) -> dict[str, Any]:
@@ -60,7 +57,7 @@ def tensors_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return found | {"generator": state["generator"]}
 
 
-def save_all(cluster: Cluster, spec: CheckpointSpec, ranks: tuple[int, ...]) -> int:
+def save_all(cluster: EngineCluster, spec: CheckpointSpec, ranks: tuple[int, ...]) -> int:
     """Save the state on these ranks of host a. The bytes on its disk."""
     host = cluster.hosts["a"]
     lineage = (LineageEntry(1, world_size=len(ranks)),)
@@ -77,7 +74,7 @@ def save_all(cluster: Cluster, spec: CheckpointSpec, ranks: tuple[int, ...]) -> 
     return sum(path.stat().st_size for path in files)
 
 
-def test_a_ddp_job_on_four_ranks_takes_the_room_of_one_and_comes_back(cluster: Cluster) -> None:
+def test_a_ddp_job_on_four_ranks_takes_the_room_of_one_and_comes_back(cluster: EngineCluster) -> None:
     cluster.host("a")
     alone = CheckpointSpec(disk_dir=str(cluster.root / "alone"), disk_every_steps=1, replicas=0)
     one = save_all(cluster, alone, (0,))
@@ -127,7 +124,7 @@ def check_files(folder: Path) -> None:
     assert sum(name == "model.0.weight" for name in seen) == 1
 
 
-def test_replicas_of_hsdp_are_stored_once(cluster: Cluster) -> None:
+def test_replicas_of_hsdp_are_stored_once(cluster: EngineCluster) -> None:
     """A mesh of two replicas of two shards."""
     host = cluster.host("a")
     spec = CheckpointSpec(persistent_dir=str(cluster.root / "store"), persistent_every_steps=1, replicas=0)
@@ -177,7 +174,7 @@ def save_step(trainers: list[Replica], step: int) -> None:
     "stage",
     ["disk.data:2", "disk.data:4", "disk.manifest:1", "disk.manifest:4", "disk.written:1", "disk.written:3"],
 )
-def test_an_engine_killed_anywhere_between_loses_no_step(cluster: Cluster, until: Until, stage: str) -> None:
+def test_an_engine_killed_anywhere_between_loses_no_step(cluster: EngineCluster, stage: str) -> None:
     host = cluster.host("a", start=False)
     host.start(FLYBALL_FAULT_POINT=stage)
     spec = CheckpointSpec(disk_dir=str(cluster.root / "disk"), disk_every_steps=1, replicas=0)
@@ -201,7 +198,7 @@ def test_an_engine_killed_anywhere_between_loses_no_step(cluster: Cluster, until
             assert shard == trainer.payload(step)
 
 
-def test_another_host_restores_from_the_disk_with_the_memory_gone(cluster: Cluster, until: Until) -> None:
+def test_another_host_restores_from_the_disk_with_the_memory_gone(cluster: EngineCluster) -> None:
     """The engine of the disk puts each shard together for its peer."""
     a, b = cluster.host("a"), cluster.host("b")
     spec = CheckpointSpec(disk_dir=str(cluster.root / "disk"), disk_every_steps=1, replicas=0)
@@ -223,7 +220,7 @@ def test_another_host_restores_from_the_disk_with_the_memory_gone(cluster: Clust
     assert {report.source_tier for report in b.status.restores} == {Tier.DISK}
 
 
-def test_a_replica_that_differs_is_told_once_and_stays_as_it_is(cluster: Cluster, until: Until) -> None:
+def test_a_replica_that_differs_is_told_once_and_stays_as_it_is(cluster: EngineCluster) -> None:
     host = cluster.host("a")
     spec = CheckpointSpec(disk_dir=str(cluster.root / "disk"), disk_every_steps=1, replicas=0, disk_keep_latest=4)
     cluster.configure(cluster.placement({"a": RANKS}), spec)

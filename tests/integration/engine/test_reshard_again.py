@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from support.hosts.engines import wait_until
+from support.clocks.waits import until
+from support.hosts.engine_cluster import EngineCluster
 from support.jobs.resharded import STEP, Make, Ranks, truth
-
-if TYPE_CHECKING:
-    from tests.integration.engine.conftest import Cluster
 
 FOUR: Ranks = {"a": (0, 1), "b": (2, 3)}
 
@@ -30,7 +28,7 @@ def test_a_resharded_restore_can_be_made_again(job_of: Make) -> None:
         job.await_tidy()
 
 
-def test_an_engine_that_was_killed_in_between_is_followed_by_the_next(job_of: Make, cluster: Cluster) -> None:
+def test_an_engine_that_was_killed_in_between_is_followed_by_the_next(job_of: Make, cluster: EngineCluster) -> None:
     job = job_of({"a": (0, 1)}, replicas=0)
     placement = job.begin({"a": (0,)})
     with job.attach(placement, 0) as attached:
@@ -46,7 +44,7 @@ def test_a_second_restore_may_be_in_another_layout_than_the_first(job_of: Make) 
     placement = job.begin({"a": (0,), "b": (1,)})
     with job.attach(placement, 0) as attached:
         job.restore(placement, 0, job=attached)  # as it was saved
-        wait_until(lambda: not job.folders())
+        until(lambda: not job.folders())
         for _ in range(2):
             state: dict[str, Any] = {name: torch.zeros_like(value) for name, value in truth().items()}
             assert attached.restore(state) == STEP + 1

@@ -8,12 +8,14 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
 import torch
-from support.hosts.engines import JOB, wait_until
+from support.clocks.waits import until
+from support.hosts.engine_cluster import EngineCluster
+from support.hosts.engines import JOB
 from support.jobs.fake_ranks import as_rank
 from support.jobs.resharded import STEP, Make, Ranks, ReshardedJob, state_of, truth
 
@@ -26,9 +28,6 @@ from flyball.contracts.cluster import Placement
 from flyball.contracts.errors import RestoreFailed
 from flyball.contracts.on_host.engine_wire import GetStatus
 from flyball.contracts.on_host.segments import rank_segment, replica_segment
-
-if TYPE_CHECKING:
-    from tests.integration.engine.conftest import Cluster
 
 FOUR: Ranks = {"a": (0, 1), "b": (2, 3)}
 
@@ -60,7 +59,7 @@ def restoring(job: ReshardedJob, placement: Placement, rank: int) -> Iterator[li
     assert not thread.is_alive()
 
 
-def test_a_source_that_dies_in_the_middle_is_replaced_by_the_next(job_of: Make, cluster: Cluster) -> None:
+def test_a_source_that_dies_in_the_middle_is_replaced_by_the_next(job_of: Make, cluster: EngineCluster) -> None:
     job = job_of(FOUR)
     cluster.host("c")
     a = cluster.hosts["a"]
@@ -68,7 +67,7 @@ def test_a_source_that_dies_in_the_middle_is_replaced_by_the_next(job_of: Make, 
     a.start(FLYBALL_FAULT_POINT="engine.chunks_announced:3")  # after the headers of its two shards
     placement = job.begin({"c": (0,), "b": (1,)})
     with restoring(job, placement, 0) as failures:
-        wait_until(lambda: a.process is not None and a.process.poll() is not None)
+        until(lambda: a.process is not None and a.process.poll() is not None)
     assert failures == []
     c = cluster.hosts["c"]
     assert c.status.counters["restore_sources_skipped"] >= 1
@@ -76,7 +75,9 @@ def test_a_source_that_dies_in_the_middle_is_replaced_by_the_next(job_of: Make, 
     assert report.source_host in ("b", "") and report.size_bytes > 0
 
 
-def test_a_flipped_bit_in_the_nearest_copy_is_found_and_had_from_elsewhere(job_of: Make, cluster: Cluster) -> None:
+def test_a_flipped_bit_in_the_nearest_copy_is_found_and_had_from_elsewhere(
+    job_of: Make, cluster: EngineCluster
+) -> None:
     job = job_of(FOUR, disk=True)
     a, b = cluster.hosts["a"], cluster.hosts["b"]
     flip(rank_segment(a.prefix, JOB, 0), -5)  # read by the trainer itself
@@ -86,7 +87,7 @@ def test_a_flipped_bit_in_the_nearest_copy_is_found_and_had_from_elsewhere(job_o
     assert not a.holds(Tier.MEMORY, STEP, 0), "dropped"
 
 
-def test_a_flipped_bit_in_a_peers_copy_is_found_on_arrival(job_of: Make, cluster: Cluster) -> None:
+def test_a_flipped_bit_in_a_peers_copy_is_found_on_arrival(job_of: Make, cluster: EngineCluster) -> None:
     job = job_of(FOUR)
     cluster.host("c")
     flip(rank_segment(cluster.hosts["a"].prefix, JOB, 1), -5)
@@ -96,14 +97,14 @@ def test_a_flipped_bit_in_a_peers_copy_is_found_on_arrival(job_of: Make, cluster
     assert cluster.hosts["c"].status.counters["corrupt_copies"] >= 1
 
 
-def test_a_flipped_bit_in_a_header_is_found_before_the_trainer_sees_it(job_of: Make, cluster: Cluster) -> None:
+def test_a_flipped_bit_in_a_header_is_found_before_the_trainer_sees_it(job_of: Make, cluster: EngineCluster) -> None:
     job = job_of(FOUR, replicas=0, disk=True)
     flip(rank_segment(cluster.hosts["a"].prefix, JOB, 0), 300)
     job.restore_all({"a": (0,), "b": (1,)})
     assert cluster.hosts["a"].status.counters["corrupt_copies"] >= 1
 
 
-def test_without_a_good_copy_every_source_is_named(job_of: Make, cluster: Cluster) -> None:
+def test_without_a_good_copy_every_source_is_named(job_of: Make, cluster: EngineCluster) -> None:
     job = job_of(FOUR, replicas=0)
     a = cluster.hosts["a"]
     flip(rank_segment(a.prefix, JOB, 0), -5)
@@ -127,7 +128,7 @@ NONSENSE = (
 )
 
 
-def test_ranks_that_ask_for_nonsense_fail_alone(job_of: Make, cluster: Cluster) -> None:
+def test_ranks_that_ask_for_nonsense_fail_alone(job_of: Make, cluster: EngineCluster) -> None:
     job = job_of({"a": (0, 1)}, replicas=0)
     ranks = tuple(range(len(NONSENSE) + 2))
     placement = job.begin({"a": ranks})
@@ -135,11 +136,11 @@ def test_ranks_that_ask_for_nonsense_fail_alone(job_of: Make, cluster: Cluster) 
     for rank, (asked, message) in enumerate(NONSENSE, 1):
         segments = RankSegments.open(rank_segment(a.prefix, JOB, rank))
         read = segments.control.read_restore
-        wait_until(lambda read=read: read().state is RestoreState.FOLDER)
+        until(lambda read=read: read().state is RestoreState.FOLDER)
         folder = Path(read().path)
         (folder / "its.new").write_bytes(asked)
         (folder / "its.new").rename(folder / wanted_name(rank, 0))
-        wait_until(lambda read=read: read().state is RestoreState.FAILED)
+        until(lambda read=read: read().state is RestoreState.FAILED)
         assert message in read().error
         segments.close()
     for rank in (ranks[0], ranks[-1]):
@@ -147,14 +148,14 @@ def test_ranks_that_ask_for_nonsense_fail_alone(job_of: Make, cluster: Cluster) 
     job.await_tidy()
 
 
-def test_an_engine_that_is_killed_in_the_middle_is_followed_by_the_next(job_of: Make, cluster: Cluster) -> None:
+def test_an_engine_that_is_killed_in_the_middle_is_followed_by_the_next(job_of: Make, cluster: EngineCluster) -> None:
     job = job_of(FOUR, replicas=0)
     c = cluster.host("c")
     c.kill()
     c.start(FLYBALL_FAULT_POINT="engine.chunks_half:6")  # the headers are one request each
     placement = job.begin({"c": (0, 1)})
     with restoring(job, placement, 0) as failures:
-        wait_until(lambda: c.process is not None and c.process.poll() is not None)
+        until(lambda: c.process is not None and c.process.poll() is not None)
         left = job.folders()
         assert left
         c.start()
@@ -164,17 +165,17 @@ def test_an_engine_that_is_killed_in_the_middle_is_followed_by_the_next(job_of: 
     job.await_tidy()
 
 
-def test_a_newer_generation_ends_a_restore_and_frees_its_memory(job_of: Make, cluster: Cluster) -> None:
+def test_a_newer_generation_ends_a_restore_and_frees_its_memory(job_of: Make, cluster: EngineCluster) -> None:
     job = job_of({"a": (0, 1)}, replicas=0)
     job.begin({"a": (0, 1, 2)})
-    wait_until(job.folders)
+    until(job.folders)
     (old,) = job.folders()
     reports = job.restore_all({"a": (0,)})
     assert not old.exists()
     assert reports[0].tier_bytes.keys() == {Tier.MEMORY}
 
 
-def test_too_little_memory_is_said(job_of: Make, cluster: Cluster) -> None:
+def test_too_little_memory_is_said(job_of: Make, cluster: EngineCluster) -> None:
     job = job_of({"a": (0, 1)}, replicas=0)
     c = cluster.host("c", MEMORY_LIMIT_BYTES=str(20 << 20))
     job.begin({"c": (0,)})
@@ -184,7 +185,7 @@ def test_too_little_memory_is_said(job_of: Make, cluster: Cluster) -> None:
     assert "the configured memory limit is 20.0 MiB" in str(c.logged("restore_failed")[-1]["reason"])
 
 
-def test_the_same_ranks_restore_in_another_layout(job_of: Make, cluster: Cluster) -> None:
+def test_the_same_ranks_restore_in_another_layout(job_of: Make, cluster: EngineCluster) -> None:
     """A rank finds that its shard does not fit, and asks for those of all."""
     job = job_of({"a": (0,), "b": (1,)}, replicas=0)
     placement = job.begin({"a": (0,), "b": (1,)})
@@ -198,7 +199,7 @@ def test_the_same_ranks_restore_in_another_layout(job_of: Make, cluster: Cluster
     assert report.tier_bytes.keys() == {Tier.MEMORY, Tier.PEER}
 
 
-def test_what_was_restored_is_saved_by_the_new_ranks(job_of: Make, cluster: Cluster) -> None:
+def test_what_was_restored_is_saved_by_the_new_ranks(job_of: Make, cluster: EngineCluster) -> None:
     """The next step is one of the new world, in every tier. The old one is left as it was until newer ones replace it;
     then nothing of it stays, whoever saved it."""
     job = job_of(FOUR, disk=True, store=str(cluster.root / "store"))
@@ -223,9 +224,9 @@ def test_what_was_restored_is_saved_by_the_new_ranks(job_of: Make, cluster: Clus
                     handles.append(attached.save(step, {**state_of(mesh, truth()), "rank": rank}))
                     assert attached.wait_captured(90.0)
             assert all(handle.durable.wait(90.0) for handle in handles), handles
-            wait_until((store / f"g2/step{step}/world.manifest").exists)
+            until((store / f"g2/step{step}/world.manifest").exists)
             assert len(digests(2, step)) == 2
             if step == STEP + 1:
                 assert len(digests(1, STEP)) == 4
-        wait_until(lambda: not (store / f"g1/step{STEP}").exists())
-        wait_until(lambda: not list(disk.glob(f"*/{JOB}/g1/step{STEP}")))
+        until(lambda: not (store / f"g1/step{STEP}").exists())
+        until(lambda: not list(disk.glob(f"*/{JOB}/g1/step{STEP}")))

@@ -3,15 +3,11 @@ from every tier, and only the bytes that are needed."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
+from support.hosts.engine_cluster import EngineCluster
 from support.jobs.resharded import Make, Ranks, needed_bytes
 
 from flyball.contracts.checkpoints import Tier
-
-if TYPE_CHECKING:
-    from tests.integration.engine.conftest import Cluster
 
 FOUR: Ranks = {"a": (0, 1), "b": (2, 3)}
 TWO: Ranks = {"a": (0,), "b": (1,)}
@@ -27,7 +23,7 @@ def test_fewer_ranks_restore_from_memory_without_a_copy(job_of: Make) -> None:
         assert report.size_bytes >= needed_bytes(2, report.rank)
 
 
-def test_more_ranks_on_more_hosts_get_only_the_chunks_that_they_need(job_of: Make, cluster: Cluster) -> None:
+def test_more_ranks_on_more_hosts_get_only_the_chunks_that_they_need(job_of: Make, cluster: EngineCluster) -> None:
     job = job_of(TWO, replicas=0)
     cluster.host("c")
     reports = job.restore_all({"a": (0,), "b": (1,), "c": (2,)})
@@ -55,7 +51,7 @@ def test_from_the_disks_of_this_host_and_the_other(job_of: Make) -> None:
 
 
 def test_from_a_shared_folder_and_from_an_object_store(
-    job_of: Make, cluster: Cluster, s3: str, monkeypatch: pytest.MonkeyPatch
+    job_of: Make, cluster: EngineCluster, s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLYBALL_CKPT_BROADCAST", "off")  # its ranks restore one after the other here
     job = job_of(FOUR, store=s3, replicas=0)
@@ -65,7 +61,7 @@ def test_from_a_shared_folder_and_from_an_object_store(
         assert set(report.tier_bytes) == {Tier.PERSISTENT} and report.source_host == "" and report.socket_bytes == 0
 
 
-def test_tiers_are_mixed_as_they_are_there(job_of: Make, cluster: Cluster) -> None:
+def test_tiers_are_mixed_as_they_are_there(job_of: Make, cluster: EngineCluster) -> None:
     """Host b's memory is gone: its shards come from the replicas on a, or from its disk."""
     job = job_of(FOUR, disk=True)
     host = cluster.hosts["b"]

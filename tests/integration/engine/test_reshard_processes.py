@@ -5,19 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from support.clocks.waits import until
 from support.commands.warm_python import WarmPython
-from support.hosts.engines import wait_until
+from support.hosts.engine_cluster import EngineCluster
 from support.jobs.resharded import Ranks, ReshardedJob
 from support.jobs.sharded_models import MODELS, run_ranks
 
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.cluster import Placement
-
-if TYPE_CHECKING:
-    from tests.integration.engine.conftest import Cluster
 
 SCRIPT = """
 import flyball
@@ -81,7 +78,7 @@ PROOFS: list[tuple[str, int, Restored]] = [
 )
 def test_what_some_ranks_saved_others_restore(
     made_job: Callable[..., ReshardedJob],
-    cluster: Cluster,
+    cluster: EngineCluster,
     warm_python: WarmPython,
     tmp_path: Path,
     layout: str,
@@ -102,7 +99,7 @@ def test_what_some_ranks_saved_others_restore(
         )
 
     run(job.begin_to_save(placed("ab", ranks)), "save", layout)
-    wait_until(job.is_everywhere)
+    until(job.is_everywhere)
     seen: set[int] = set()  # numbers of ranks that restored it
     for tier, worlds in restored.items():
         for other, world in worlds:

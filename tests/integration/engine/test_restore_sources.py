@@ -7,11 +7,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
 import torch
+from support.clocks.waits import until
+from support.hosts.engine_cluster import EngineCluster
+from support.hosts.engines import EngineHost
 from support.jobs.attached import attached
 
 from ckpt_engine.slots.rank_segments import RankSegments
@@ -21,16 +24,12 @@ from flyball.contracts.on_host.engine_wire import Flush
 from flyball.contracts.on_host.segments import rank_segment, replica_segment
 from flyball.sdk.trainer import Job
 
-if TYPE_CHECKING:
-    from tests.integration.engine.conftest import Cluster, EngineHost
-
 JOB = "job"  # as in conftest.py
 STEP = 3
-Until = Callable[..., None]
 
 
 @pytest.fixture
-def spec(cluster: Cluster) -> CheckpointSpec:
+def spec(cluster: EngineCluster) -> CheckpointSpec:
     return CheckpointSpec(
         disk_dir=str(cluster.root / "disk"),
         disk_every_steps=1,
@@ -49,7 +48,7 @@ def is_restored(found: dict[str, Any]) -> bool:
 
 
 @pytest.fixture
-def saved(cluster: Cluster, spec: CheckpointSpec, until: Until) -> tuple[EngineHost, EngineHost]:
+def saved(cluster: EngineCluster, spec: CheckpointSpec) -> tuple[EngineHost, EngineHost]:
     """Two hosts, and step 3 of both ranks in every tier."""
     # Without broadcast, in which b would pass on what is bad in a's file: both ranks have the same bytes.
     a, b = cluster.host("a", BROADCAST="off"), cluster.host("b", BROADCAST="off")
@@ -67,7 +66,7 @@ def lineage_of(generation: int) -> Lineage:
     return (LineageEntry(1, STEP), LineageEntry(generation))
 
 
-def begin(cluster: Cluster, spec: CheckpointSpec, generation: int, sources: tuple[ShardSource, ...]) -> None:
+def begin(cluster: EngineCluster, spec: CheckpointSpec, generation: int, sources: tuple[ShardSource, ...]) -> None:
     plan = RestorePlan(STEP, {"0": sources, "1": (cluster.source(1, Tier.MEMORY, "b"),)})
     placement = cluster.placement(
         {"a": (0,), "b": (1,)}, generation=generation, lineage=lineage_of(generation), restore=plan
@@ -90,7 +89,7 @@ def flip_slot(base: str) -> None:
 
 
 def test_a_copy_that_is_bad_in_one_source_after_the_other_is_had_from_the_next(
-    cluster: Cluster, spec: CheckpointSpec, saved: tuple[EngineHost, EngineHost], until: Until
+    cluster: EngineCluster, spec: CheckpointSpec, saved: tuple[EngineHost, EngineHost]
 ) -> None:
     a, b = saved
     sources = (
@@ -148,7 +147,7 @@ def restoring(job: Job, found: dict[str, Any]) -> Iterator[list[int]]:
     assert not thread.is_alive()
 
 
-def lose_memory(cluster: Cluster, a: EngineHost, b: EngineHost) -> None:
+def lose_memory(cluster: EngineCluster, a: EngineHost, b: EngineHost) -> None:
     """Remove all slots and replicas of rank 0."""
     a.kill()
     for path in [*a.segments(), *b.shm_dir.glob(Path(replica_segment(b.prefix, JOB, 0)).name + ".*")]:
@@ -164,7 +163,7 @@ def disk_restores(a: EngineHost) -> list[dict[str, Any]]:
 
 
 def test_a_trainer_that_waits_reads_the_disk_itself(
-    cluster: Cluster, spec: CheckpointSpec, saved: tuple[EngineHost, EngineHost], until: Until
+    cluster: EngineCluster, spec: CheckpointSpec, saved: tuple[EngineHost, EngineHost]
 ) -> None:
     a, b = saved
     for generation in itertools.count(2):
@@ -189,7 +188,7 @@ def test_a_trainer_that_waits_reads_the_disk_itself(
 
 
 def test_a_file_that_the_trainer_finds_bad_is_replaced_from_the_store(
-    cluster: Cluster, spec: CheckpointSpec, saved: tuple[EngineHost, EngineHost], until: Until
+    cluster: EngineCluster, spec: CheckpointSpec, saved: tuple[EngineHost, EngineHost]
 ) -> None:
     a, b = saved
     lose_memory(cluster, a, b)

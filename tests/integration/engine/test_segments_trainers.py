@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from support.clocks.waits import until
 from support.commands.warm_python import WarmPython, WarmScript
+from support.hosts.engine_cluster import EngineCluster
+from support.hosts.engines import EngineHost
 
 from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts import wire
@@ -18,9 +19,6 @@ from flyball.contracts.on_host import worker_env
 from flyball.contracts.on_host.engine_wire import Arm, AwaitSaved, Disarm, GetStatus
 from flyball.contracts.on_host.segments import beacon_path, rank_segment
 from flyball.sdk.beacon import BeaconReader, create_beacon
-
-if TYPE_CHECKING:
-    from tests.integration.engine.conftest import Cluster, EngineHost
 
 JOB = "job"  # as in conftest.py
 
@@ -68,9 +66,7 @@ def start_trainer(
     return python.start(TRAINER, str(steps), environment=environment)
 
 
-def test_an_emergency_step_survives_the_loss_of_its_host(
-    warm_python: WarmPython, cluster: Cluster, until: Callable[..., None]
-) -> None:
+def test_an_emergency_step_survives_the_loss_of_its_host(warm_python: WarmPython, cluster: EngineCluster) -> None:
     a, b = cluster.host("a"), cluster.host("b")
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
     first = (LineageEntry(1),)

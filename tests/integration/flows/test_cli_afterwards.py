@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import psutil
 import pytest
 from sqlalchemy import text
 from support.clocks.waits import until
+from support.commands.flyball import FlyballProcess
 from support.commands.here import run_here
 from support.commands.run_folders import environment_of
 
@@ -23,8 +23,6 @@ from flyball.cli.reach.local_runs import find_run
 from flyball.cli.run.embedded import start_supervisor
 from flyball.contracts.errors import NotFound
 from services.store.sql.database import Database
-
-TIMEOUT_S = 300.0
 
 TRAIN = """
 import os, signal, sys, time
@@ -53,11 +51,10 @@ def place() -> Iterator[Path]:
         (place / "shm").mkdir()
         (place / "train.py").write_text(TRAIN)
         done = start(place, "done", 20, "killed-once")
-        assert done.wait(TIMEOUT_S) == 0, (place / "done.log").read_text()
-        process = start(place, "cut-off", 100_000)
-        until(lambda: step_of(place, "cut-off") >= 3, "training")
-        process.kill()
-        process.wait(TIMEOUT_S)
+        assert done.end() == 0, done.text
+        run = start(place, "cut-off", 100_000)
+        run.wait_for(lambda: step_of(place, "cut-off") >= 3, "training")
+        run.send(signal.SIGKILL)
         until(lambda: not processes_of(place), "the end of the run's processes")
         yield place
         assert processes_of(place) == []
@@ -75,15 +72,8 @@ def cli(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return run_here(*arguments, environment=environment(place))
 
 
-def start(place: Path, job: str, steps: int, *more: str) -> subprocess.Popen[bytes]:
-    log = (place / f"{job}.log").open("wb")
-    return subprocess.Popen(
-        [sys.executable, "-m", "flyball.cli.main", "run", "--job", job, "train.py", str(steps), *more],
-        stdout=log,
-        stderr=log,
-        cwd=place,
-        env=environment(place),
-    )
+def start(place: Path, job: str, steps: int, *more: str) -> FlyballProcess:
+    return FlyballProcess(place, "run", "--job", job, "train.py", str(steps), *more, COLUMNS="80")
 
 
 def step_of(place: Path, job: str) -> int:
@@ -186,14 +176,12 @@ def test_a_job_chooses_one_of_several_supervisors(place: Path) -> None:
         )
         stopped = answer(place, "stop", "left")
         assert (stopped["job"], stopped["state"], bool(stopped["ended_at"])) == ("left", "stopped", True)
-        assert processes[0].wait(TIMEOUT_S) == 1
+        assert processes[0].end() == 1
         asked = cli(place, "stop", "right", "--no-wait")
         assert asked.returncode == 0 and "asked to stop" in asked.stdout
-        assert processes[1].wait(TIMEOUT_S) == 1, "the command ends with its job"
+        assert processes[1].end() == 1, "the command ends with its job"
         again = cli(place, "stop", "right")
         assert again.returncode == 0 and "has already ended" in again.stderr and "stopped" in again.stdout
     finally:
         for process in processes:
-            process.send_signal(signal.SIGINT)
-        for process in processes:
-            process.wait(TIMEOUT_S)
+            process.close()

@@ -8,14 +8,13 @@ import json
 import re
 import shlex
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from support.commands.run_folders import environment_of, run_folder
+from support.commands.flyball import FlyballProcess, ended
+from support.commands.run_folders import run_folder
 from support.servers.own_servers import free_port
 
 from flyball.cli.reach.client import ApiClient
@@ -32,33 +31,15 @@ dist.destroy_process_group()
 """
 
 
-def environment(place: Path, **more: str) -> dict[str, str]:
-    return environment_of(place, **{"FLYBALL_TOKEN": TOKEN} | more)
+def start(place: Path, *words: str, **environ: str) -> FlyballProcess:
+    return FlyballProcess(place, *words, **{"FLYBALL_TOKEN": TOKEN} | environ)
 
 
-def start(place: Path, *arguments: str, **environ: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "flyball.cli.main", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=place,
-        env=environment(place, **environ),
-    )
-
-
-def finish(*processes: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
-    ended = []
-    try:
+def finish(*processes: FlyballProcess) -> list[tuple[int, str, str]]:
+    with ExitStack() as ends:
         for process in processes:
-            out, err = process.communicate(timeout=300)
-            ended.append((process.returncode, out, err))
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-    return ended
+            ends.enter_context(process)
+        return ended(processes)
 
 
 @pytest.fixture
@@ -69,27 +50,18 @@ def place() -> Iterator[Path]:
 
 @pytest.fixture
 def supervisor(place: Path) -> Iterator[str]:
-    process = start(place, "up", "--port", "0", "--state-dir", str(place / "sup"), "-o", "json")
-    assert process.stdout
-    try:
-        lines: list[str] = []
-        while not lines or lines[-1] != "}\n":
-            lines.append(process.stdout.readline())
-            assert lines[-1], process.communicate(timeout=10)[1]
-        yield json.loads("".join(lines))["url"]
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=300)
-    assert process.returncode == 0
+    with start(place, "up", "--port", "0", "--state-dir", str(place / "sup"), "-o", "json") as up:
+        yield up.facts()["url"]
+        assert up.send(signal.SIGTERM) == 0, up.text
 
 
 def test_two_hosts_join_a_supervisor_and_submit_one_job(place: Path, supervisor: str) -> None:
     (place / "train.py").write_text(SCRIPT)
     line = ["run", "--supervisor", supervisor, "--nnodes", "2", "--nproc-per-node", "1", "--job", "pair"]
-    ended = finish(*(start(place, *line, "--host-id", host, "train.py") for host in ("h1", "h2")))
-    for code, _out, err in ended:
+    ends = finish(*(start(place, *line, "--host-id", host, "train.py") for host in ("h1", "h2")))
+    for code, _out, err in ends:
         assert code == 0, err
-    assert sorted(line.split()[-1] for _, out, _ in ended for line in out.splitlines() if "total 1.0" in line) == [
+    assert sorted(line.split()[-1] for _, out, _ in ends for line in out.splitlines() if "total 1.0" in line) == [
         "h1",
         "h2",
     ]
@@ -99,22 +71,15 @@ def test_two_hosts_join_a_supervisor_and_submit_one_job(place: Path, supervisor:
 @pytest.fixture
 def host(place: Path, supervisor: str) -> Iterator[str]:
     """A host daemon started long before, in another shell."""
-    process = start(
+    with start(
         place,
         *("host", "--supervisor", supervisor, "--host-id", "node-7", "--state-dir", str(place / "node-7")),
         OF_HOST="host",
         NCCL_DEBUG="VERSION",
-    )
-    try:
+    ) as daemon:
         with ApiClient(supervisor, TOKEN) as client:
-            deadline = time.monotonic() + 300
-            while not client.items("/v1/hosts"):
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+            daemon.wait_for(lambda: client.items("/v1/hosts"), "the host's first report")
         yield "node-7"
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=300)
 
 
 SHOWS_ENVIRONMENT = """
@@ -186,13 +151,13 @@ def test_two_hosts_meet_at_a_rendezvous_address_with_the_secret_that_one_line_sa
     secret = re.search(r"export FLYBALL_TOKEN=([0-9a-f]{32}) ", advice)
     assert secret
     assert "--trusted-network" in advice
-    ended = finish(
+    ends = finish(
         *(start(place, *line, "--host-id", host, "train.py", FLYBALL_TOKEN=secret[1]) for host in ("h1", "h2"))
     )
-    for code, _out, err in ended:
+    for code, _out, err in ends:
         assert code == 0, err
-    assert sum(out.count("total 1.0") for _, out, _ in ended) == 2
-    assert not any("running already" in err for _, _, err in ended)
+    assert sum(out.count("total 1.0") for _, out, _ in ends) == 2
+    assert not any("running already" in err for _, _, err in ends)
     assert [folder.name for folder in (place / "s" / "jobs").iterdir()] == ["pair"], "the second node has none"
     assert list((place / "shm").iterdir()) == []
 
@@ -223,14 +188,14 @@ def test_a_failed_job_of_two_hosts_resumes_from_memory(place: Path) -> None:
         f"--master-port={free_port()}",
     ]
     nodes = [[*line, "--job", "pair", f"--node-rank={n}", "--host-id", f"h{n}", "train.py"] for n in (0, 1)]
-    ended = finish(*(start(place, *node) for node in nodes))
-    assert [code for code, _, _ in ended] == [1, 1], ended
-    assert all("from which the same command can resume" in err for _, _, err in ended), ended
+    ends = finish(*(start(place, *node) for node in nodes))
+    assert [code for code, _, _ in ends] == [1, 1], ends
+    assert all("from which the same command can resume" in err for _, _, err in ends), ends
     (place / "mended").touch()
-    ended = finish(*(start(place, *node) for node in nodes))
-    begun = {int(text.split()[-1]) for _, out, _ in ended for text in out.splitlines() if "begins at" in text}
-    assert [code for code, _, _ in ended] == [0, 0], ended
-    assert len(begun) == 1 and begun <= {8, 9, 10}, ended
+    ends = finish(*(start(place, *node) for node in nodes))
+    begun = {int(text.split()[-1]) for _, out, _ in ends for text in out.splitlines() if "begins at" in text}
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    assert len(begun) == 1 and begun <= {8, 9, 10}, ends
     assert list((place / "shm").iterdir()) == []
 
 
@@ -265,17 +230,14 @@ def test_a_stopped_job_of_two_hosts_resumes_from_their_disks(
     hosts = [place / "s" / "hosts" / f"h{n}" for n in (0, 1)]
     running = [start(place, *node) for node in nodes]
     try:
-        deadline = time.monotonic() + 300
-        while not all((place / f"twenty{rank}").exists() for rank in (0, 1)):
-            assert time.monotonic() < deadline and all(process.poll() is None for process in running)
-            time.sleep(0.05)
-        running[1].send_signal(signal.SIGINT)
+        running[0].wait_for(lambda: all((place / f"twenty{rank}").exists() for rank in (0, 1)), "step 20")
+        running[1].send(signal.SIGINT)
     finally:
-        ended = finish(*running)
-    assert [code for code, _, _ in ended] == [1, 130], ended
+        ends = finish(*running)
+    assert [code for code, _, _ in ends] == [1, 130], ends
     assert list((place / "shm").iterdir()) == [], "memory is freed once the step is on the disks"
     newest = set()
-    for (_, _, err), folder, node in zip(ended, hosts, nodes, strict=True):
+    for (_, _, err), folder, node in zip(ends, hosts, nodes, strict=True):
         assert f"checkpoints go to {folder / 'checkpoints'}" in err
         output = re.search(r"step (\d+) of job pair is in (\S+); resume, on each host, with: (.*)", err)
         assert output, err
@@ -284,10 +246,10 @@ def test_a_stopped_job_of_two_hosts_resumes_from_their_disks(
     (step,) = newest
     assert step >= 18
     (place / "enough").touch()
-    ended = finish(*(start(place, *node) for node in nodes))
-    assert [code for code, _, _ in ended] == [0, 0], ended
-    begun = {int(text.split()[-1]) for _, out, _ in ended for text in out.splitlines() if "begins at" in text}
-    assert begun == {step + 1}, ended
+    ends = finish(*(start(place, *node) for node in nodes))
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    begun = {int(text.split()[-1]) for _, out, _ in ends for text in out.splitlines() if "begins at" in text}
+    assert begun == {step + 1}, ends
     assert not any(list((folder / "checkpoints").rglob("*.manifest")) for folder in hosts), "removed after a success"
     assert list((place / "shm").iterdir()) == []
 
@@ -299,13 +261,13 @@ def test_torchruns_static_rendezvous_in_a_trusted_network(place: Path) -> None:
     nodes = [
         start(place, *line, f"--node_rank={rank}", "--trusted-network", "train.py", FLYBALL_TOKEN="") for rank in (1, 0)
     ]
-    ended = finish(*nodes)
-    for code, _out, err in ended:
+    ends = finish(*nodes)
+    for code, _out, err in ends:
         assert code == 0, err
-    hosts = sorted(line.split()[-1] for _, out, _ in ended for line in out.splitlines() if "total 1.0" in line)
-    assert hosts == [hosts[0], f"{hosts[0]}-2"], ended
-    assert "supervisor of job train-" in ended[1][2], "where the node rank is 0"
-    assert "waiting for the supervisor" in ended[0][2]
+    hosts = sorted(line.split()[-1] for _, out, _ in ends for line in out.splitlines() if "total 1.0" in line)
+    assert hosts == [hosts[0], f"{hosts[0]}-2"], ends
+    assert "supervisor of job train-" in ends[1][2], "where the node rank is 0"
+    assert "waiting for the supervisor" in ends[0][2]
     assert list((place / "shm").iterdir()) == []
 
 
@@ -314,9 +276,6 @@ def test_a_signal_ends_a_node_that_waits_for_node_0(place: Path, number: signal.
     (place / "train.py").write_text(SCRIPT)
     line = ["run", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}", "--node-rank=1", "train.py"]
     node = start(place, *line)
-    assert node.stderr
-    while "waiting for the supervisor" not in (output := node.stderr.readline()):
-        assert output, "it ended"
-    node.send_signal(number)
-    ((ended, out, err),) = finish(node)
-    assert (ended, out, err) == (code, "", "")
+    node.wait_for(lambda: "waiting for the supervisor" in node.err, "it waits")
+    shown = node.err
+    assert (node.send(number), node.out, node.err) == (code, "", shown)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.commands.run_folders import environment_of, run_folder
+from support.commands.flyball import FlyballProcess
+from support.commands.run_folders import run_folder
+
+TIMEOUT_S = 900.0
 
 
 @pytest.fixture
@@ -22,25 +22,14 @@ def place() -> Iterator[Path]:
         assert list((folder / "shm").iterdir()) == []
 
 
-def start(place: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "flyball.cli.main", "demo", "--json", "--state-dir", str(place)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment_of(place),
-    )
+def start(place: Path) -> FlyballProcess:
+    return FlyballProcess(place, "demo", "--json", "--state-dir", str(place))
 
 
 def test_four_faults_are_recovered_and_every_loss_is_the_uninterrupted_runs(place: Path) -> None:
-    process = start(place)
-    try:
-        out, err = process.communicate(timeout=900)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 0, err
-    result = json.loads(out)
+    with start(place) as demo:
+        assert demo.end(TIMEOUT_S) == 0, demo.err
+    result = json.loads(demo.out)
     faults = {f["fault"]: f for f in result["faults"]}
     assert list(faults) == ["kill", "hang", "host-down", "preempt"]
     for fault in faults.values():
@@ -69,23 +58,10 @@ def test_four_faults_are_recovered_and_every_loss_is_the_uninterrupted_runs(plac
 
 
 def test_ctrl_c_in_the_middle_leaves_nothing_behind(place: Path) -> None:
-    process = start(place)
-    late = threading.Timer(900, process.kill)
-    late.start()
-    try:
-        assert process.stderr
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if " generation 1," in line:
-                break
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=900)
-    finally:
-        late.cancel()
-        process.kill()
-        process.wait()
-    assert process.returncode == 130, "".join(lines) + err
-    assert out == ""
-    assert "Traceback" not in err
+    with start(place) as demo:
+        demo.wait_for(lambda: " generation 1," in demo.err, "the first generation")
+        demo.process.send_signal(signal.SIGINT)
+        assert demo.end(TIMEOUT_S) == 130, demo.err
+    assert demo.out == ""
+    assert "Traceback" not in demo.err
     assert len(list(place.glob("flyball-demo-*"))) == 1, "logs are kept"

@@ -7,18 +7,15 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
+from support.commands.flyball import FlyballProcess
 from support.commands.here import run_here
 from support.commands.own_processes import processes_of
 from support.commands.run_folders import environment_of, run_folder
 
-TIMEOUT_S = 300.0
 JOB = "gpt"
 NUMBERS = 50_000  # in a rank's state: 400 kB
 TRAINER = f"""
@@ -52,67 +49,21 @@ def place() -> Iterator[Path]:
         yield folder
 
 
-class Run:
-    """One `flyball run` of the trainer, with its output."""
+class Run(FlyballProcess):
+    """One `flyball run` of the trainer."""
 
-    def __init__(self, place: Path, *arguments: str, cwd: Path | None = None, job: str = JOB) -> None:
-        self.place = place
-        self.log = place / f"out{time.monotonic_ns()}"
-        self.words = arguments or ("--job", job, "--nproc-per-node", "2", "train.py")
-        with self.log.open("wb") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "flyball.cli.main", "run", *self.words],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                cwd=cwd or place,
-                env=environment_of(place),
-            )
-
-    @property
-    def text(self) -> str:
-        return self.log.read_text()
+    def __init__(self, place: Path, *words: str, cwd: Path | None = None) -> None:
+        super().__init__(place, "run", *(words or ("--job", JOB, "--nproc-per-node", "2", "train.py")), cwd=cwd)
 
     def steps_on(self, more: int = 10) -> None:
         """Wait until every rank has made `more` further steps."""
         begun = {rank: len(steps(self.place, rank)) for rank in (0, 1)}
         self.wait_for(lambda: all(len(steps(self.place, r)) >= n + more for r, n in begun.items()), "steps")
 
-    def wait_for(self, condition: Callable[[], object], what: str) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not condition():
-            assert self.process.poll() is None, self.text
-            assert time.monotonic() < deadline, f"{what} did not happen: {self.text}"
-            time.sleep(0.02)
-
-    def end(self) -> int:
-        try:
-            return self.process.wait(TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise AssertionError(self.text) from None
-
-    def send(self, number: signal.Signals) -> int:
-        self.process.send_signal(number)
-        return self.end()
-
     def succeed(self) -> None:
         (self.place / "enough").touch()
         assert self.end() == 0, self.text
         (self.place / "enough").unlink()
-
-    def kill_everything(self) -> None:
-        """Send SIGKILL to the command, then to everything else, until nothing is left."""
-        self.process.kill()
-        self.process.wait()
-        deadline = time.monotonic() + TIMEOUT_S
-        while left := processes_of(self.place):
-            assert time.monotonic() < deadline
-            for process in left:
-                try:
-                    process.kill()
-                except psutil.NoSuchProcess:
-                    continue
-            time.sleep(0.01)
 
 
 def steps(place: Path, rank: int) -> list[tuple[int, int, str]]:
@@ -204,7 +155,7 @@ def test_an_earlier_run_is_resumed_by_name_from_anywhere_and_begun_anew_on_deman
     again.send(signal.SIGINT)
     assert f"resuming from step {saved} " in again.text
     saved = saved_step(again)
-    fresh = Run(place, "--fresh", *run.words)
+    fresh = Run(place, "--fresh", *run.words[1:])
     fresh.steps_on(3)
     assert f"starting over; step {saved} of the previous run is removed" in fresh.text
     assert first_step_of_the_last_generation(place) == 0

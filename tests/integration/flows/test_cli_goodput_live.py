@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from sqlalchemy import update
 from support.jobs.goodput_runs import interrupted_run
+from support.servers.here import client_of, supervisor_in
 
 from flyball.cli.main import run_cli
 from flyball.contracts.cluster import JobSpec
@@ -27,7 +27,6 @@ from goodput.calculator import calculate
 from goodput.read.event_files import write_events
 from goodput.show.report import to_json
 from services.main import Supervisor
-from services.settings import load_settings
 from services.store.sql import tables
 from services.store.sql.database import Database
 from services.store.sql.events import SqlEventLog
@@ -40,24 +39,21 @@ EVENTS = interrupted_run(job="llama")
 def supervisor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
     """Has two jobs with the events of long runs in its database."""
     state_dir = tmp_path_factory.mktemp("supervisor") / "state"
-    supervisor = Supervisor(load_settings(state_dir=state_dir, port=0))
-    supervisor.start()
-    headers = {"Authorization": f"Bearer {supervisor.token}"}
-    with httpx.Client(base_url=supervisor.url, headers=headers, timeout=DEADLINE_S) as client:
-        for job in ("llama", "other"):
-            spec = JobSpec(job=job, argv=("train.py",), workdir="/tmp")
-            assert client.post("/v1/jobs", content=encode(spec)).is_success
-    db = Database(f"sqlite:///{state_dir}/flyball.sqlite")
-    log = SqlEventLog(db)
-    log.append(EVENTS)
-    span = {"submitted_at": EVENTS[0].at, "ended_at": EVENTS[-1].at}
-    db.transact(
-        lambda connection: connection.execute(update(tables.jobs).where(tables.jobs.c.job == "llama").values(span))
-    )
-    log.append(interrupted_run(job="other", seed=5, save_every=20, start=EVENTS[-1].at + 1e6))  # faults have no job
-    db.close()
-    yield supervisor
-    supervisor.stop()
+    with supervisor_in(state_dir) as supervisor:
+        with client_of(supervisor) as client:
+            for job in ("llama", "other"):
+                spec = JobSpec(job=job, argv=("train.py",), workdir="/tmp")
+                assert client.post("/v1/jobs", content=encode(spec)).is_success
+        db = Database(f"sqlite:///{state_dir}/flyball.sqlite")
+        log = SqlEventLog(db)
+        log.append(EVENTS)
+        span = {"submitted_at": EVENTS[0].at, "ended_at": EVENTS[-1].at}
+        db.transact(
+            lambda connection: connection.execute(update(tables.jobs).where(tables.jobs.c.job == "llama").values(span))
+        )
+        log.append(interrupted_run(job="other", seed=5, save_every=20, start=EVENTS[-1].at + 1e6))  # faults have no job
+        db.close()
+        yield supervisor
 
 
 @pytest.fixture

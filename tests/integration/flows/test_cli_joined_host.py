@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.commands.flyball import FLYBALL, FlyballProcess
 from support.commands.here import run_here
 from support.commands.run_folders import environment_of, run_folder
-from support.commands.terminal import FLYBALL, UserTerminal
+from support.commands.terminal import UserTerminal
 
 from flyball.cli.reach.client import ApiClient
 
@@ -40,15 +38,8 @@ def environment(place: Path) -> dict[str, str]:
     return environment_of(place, FLYBALL_TOKEN=TOKEN, TERM="dumb")
 
 
-def start(place: Path, *words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "flyball.cli.main", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=place,
-        env=environment(place),
-    )
+def start(place: Path, *words: str) -> FlyballProcess:
+    return FlyballProcess(place, *words, FLYBALL_TOKEN=TOKEN, TERM="dumb")
 
 
 def logs(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -62,32 +53,19 @@ def place() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def cluster(place: Path) -> Iterator[str]:
+def url(place: Path) -> Iterator[str]:
     """A supervisor and host h1's daemon, whose state folder can be found only through the daemon."""
-    up = start(place, "up", "--port", "0", "--state-dir", str(place / "sup"), "-o", "json")
-    assert up.stdout
-    lines: list[str] = []
-    while not lines or lines[-1] != "}\n":
-        lines.append(up.stdout.readline())
-        assert lines[-1], up.communicate(timeout=10)[1]
-    url = str(json.loads("".join(lines))["url"])
-    host = start(place, "host", "--host-id", "h1", "--supervisor", url, "--state-dir", str(place / "h"))
-    try:
-        with ApiClient(url, TOKEN) as client:
-            deadline = time.monotonic() + TIMEOUT_S
-            while not client.items("/v1/hosts"):
-                assert time.monotonic() < deadline and host.poll() is None
-                time.sleep(0.1)
-        yield url
-    finally:
-        for process in (host, up):
-            process.send_signal(signal.SIGINT)
-            process.communicate(timeout=TIMEOUT_S)
+    with start(place, "up", "--port", "0", "--state-dir", str(place / "sup"), "-o", "json") as up:
+        url = str(up.facts()["url"])
+        words = ("--host-id", "h1", "--supervisor", url, "--state-dir", str(place / "h"))
+        with start(place, "host", *words) as host, ApiClient(url, TOKEN) as client:
+            host.wait_for(lambda: client.items("/v1/hosts"), "the host's first report")
+            yield url
 
 
-def test_a_job_on_a_joined_host(place: Path, cluster: str) -> None:
+def test_a_job_on_a_joined_host(place: Path, url: str) -> None:
     (place / "t.py").write_text(SCRIPT)
-    words = ["run", "--supervisor", cluster, "--host-id", "h1", "--job", "t", "t.py"]
+    words = ["run", "--supervisor", url, "--host-id", "h1", "--job", "t", "t.py"]
     user = UserTerminal([*FLYBALL, *words], cwd=place, environ=environment(place) | {"TERM": "xterm-256color"})
     try:
         user.until(b"terminal True 111 xterm-256color\r\n")
@@ -99,41 +77,28 @@ def test_a_job_on_a_joined_host(place: Path, cluster: str) -> None:
         user.close()
     (place / "go-1").touch()
     follower = start(place, "logs", "t", "-f", "--state-dir", str(place / "h"))
-    assert follower.stdout
-    assert [follower.stdout.readline() for _ in range(3)][-1] == "command is gone\n"
-    far = logs(place, "t", "--supervisor", cluster)
+    follower.wait_for(lambda: follower.out.endswith("command is gone\n"), "the log's end")
+    assert follower.out.count("\n") == 3
+    far = logs(place, "t", "--supervisor", url)
     assert far.stdout == "terminal True 111 xterm-256color\non stderr\ncommand is gone\n", far.stderr
-    tail = json.loads(logs(place, "t", "--supervisor", cluster, "--tail", "1", "-o", "json").stdout)
+    tail = json.loads(logs(place, "t", "--supervisor", url, "--tail", "1", "-o", "json").stdout)
     assert [(log["host_id"], log["rank"], log["text"]) for log in tail["logs"]] == [("h1", 0, "command is gone\n")]
-    far_follower = start(place, "logs", "t", "-f", "--supervisor", cluster)
+    far_follower = start(place, "logs", "t", "-f", "--supervisor", url)
     (place / "go-2").touch()
     for process in (follower, far_follower):
-        out, err = process.communicate(timeout=TIMEOUT_S)
-        assert out.endswith("end\n"), err
-        assert process.returncode == 0, err
-    ended = logs(place, "t", "--supervisor", cluster, "--rank", "0")
+        assert process.end() == 0, process.err
+        assert process.out.endswith("end\n"), process.err
+    ended = logs(place, "t", "--supervisor", url, "--rank", "0")
     assert ended.stdout.endswith("command is gone\nend\n"), ended.stderr
-    none = logs(place, "t", "--supervisor", cluster, "--generation", "77")
+    none = logs(place, "t", "--supervisor", url, "--generation", "77")
     assert none.returncode != 0
     assert "Next step: " in none.stderr
 
 
-def test_rank_0_of_a_job_elsewhere_is_shown(place: Path, cluster: str) -> None:
+def test_rank_0_of_a_job_elsewhere_is_shown(place: Path, url: str) -> None:
     """The command's own host h2 joins and remains a spare without ranks."""
     (place / "t.py").write_text("import time\nprint('from afar', flush=True)\ntime.sleep(1.0)\nprint('last words')")
-    run = start(
-        place,
-        "run",
-        "--supervisor",
-        cluster,
-        "--host-id",
-        "h2",
-        "--state-dir",
-        str(place / "h2"),
-        "--job",
-        "far",
-        "t.py",
-    )
-    out, err = run.communicate(timeout=TIMEOUT_S)
-    assert run.returncode == 0, err
-    assert out == "from afar\nlast words\n", err
+    words = ("--supervisor", url, "--host-id", "h2", "--state-dir", str(place / "h2"), "--job", "far", "t.py")
+    run = start(place, "run", *words)
+    assert run.end() == 0, run.err
+    assert run.out == "from afar\nlast words\n", run.err

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.clocks.waits import until
+from support.commands.flyball import FlyballProcess
+from support.commands.run_folders import run_folder
 from support.servers.own_servers import free_port
 
 from flyball.cli.reach.client import ApiClient
 from flyball.contracts.errors import NotFound, Unreachable
 
 TOKEN = "a-token-for-this-test-only"
-DEADLINE_S = 180.0
 ENDED_BY_SIGNAL = (129, 130, 143)
 SCRIPT = """
 import os, time, torch, torch.distributed as dist
@@ -44,56 +42,38 @@ dist.destroy_process_group()
 """
 
 
-class Cluster:
-    """`flyball run` on several hosts of one machine, that meet at an address; each with its output in a file."""
+class JointRun:
+    """`flyball run` on several hosts of one machine, that meet at an address."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
         self.address = f"127.0.0.1:{free_port()}"
-        self.runs: dict[str, subprocess.Popen[bytes]] = {}
+        self.runs: dict[str, FlyballProcess] = {}
         self.api = ApiClient(f"http://{self.address}", TOKEN)
         (place / "train.py").write_text(SCRIPT)
-        (place / "shm").mkdir()
 
     def start(self, host: str, *, spares: int = 0, rank: int = 1) -> None:
-        base = {k: v for k, v in os.environ.items() if not k.startswith(("FLYBALL_", "PET_", "TORCHELASTIC_"))}
-        line = [
-            "run",
-            *("--nnodes", "2", "--spares", str(spares)),
-            "--rdzv-endpoint",
-            self.address,
-            "--rdzv-id",
-            "pair",
-            "--node-rank",
-            str(rank),
-        ]
-        named = ("--state-dir", str(self.place / host), "train.py")
-        with (self.place / f"{host}.out").open("ab") as out:
-            self.runs[host] = subprocess.Popen(
-                [sys.executable, "-m", "flyball.cli.main", *line, "--host-id", host, *named],
-                stdout=out,
-                stderr=out,
-                cwd=self.place,
-                env=base | {"FLYBALL_SHM_DIR": str(self.place / "shm"), "FLYBALL_TOKEN": TOKEN},
-            )
+        shape = ("--nnodes", "2", "--spares", str(spares), "--node-rank", str(rank))
+        meets = ("--rdzv-endpoint", self.address, "--rdzv-id", "pair", "--host-id", host)
+        words = ("run", *shape, *meets, "--state-dir", str(self.place / host), "train.py")
+        self.runs[host] = FlyballProcess(self.place, *words, FLYBALL_TOKEN=TOKEN)
 
     def output(self, host: str) -> str:
-        return (self.place / f"{host}.out").read_text()
+        return self.runs[host].text
 
     def until(self, what: str, condition: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever it found
-        deadline = time.monotonic() + DEADLINE_S
-        while True:
-            try:
-                found = condition()
-            except (NotFound, Unreachable):
-                found = None
-            if found:
-                return found
-            failed = [h for h, run in self.runs.items() if run.poll() not in (None, 0, *ENDED_BY_SIGNAL)]
-            assert time.monotonic() < deadline and not failed, "\n".join(
-                [what, *(f"--- {h}\n{self.output(h)}" for h in self.runs)]
-            )
-            time.sleep(0.1)
+        def look() -> Any:  # noqa: ANN401 - whatever it found
+            with suppress(NotFound, Unreachable):
+                if found := condition():
+                    return found
+            failed = [h for h, run in self.runs.items() if run.process.poll() not in (None, 0, *ENDED_BY_SIGNAL)]
+            assert not failed, failed
+            return None
+
+        try:
+            return until(look, what)
+        except AssertionError as error:
+            raise AssertionError("\n".join([str(error), *(f"--- {h}\n{self.output(h)}" for h in self.runs)])) from error
 
     def job(self) -> dict[str, Any]:
         return dict(self.api.get("/v1/jobs/pair"))
@@ -123,16 +103,10 @@ class Cluster:
 
     def terminate(self, *hosts: str, number: signal.Signals = signal.SIGTERM) -> None:
         for host in hosts:
-            self.runs[host].send_signal(number)
-
-    def end(self, host: str) -> int:
-        try:
-            return self.runs[host].wait(DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"{host} does not end:\n{self.output(host)}") from None
+            self.runs[host].process.send_signal(number)
 
     def expect_ends(self, **exit_codes: int) -> None:
-        found = {host: self.end(host) for host in exit_codes}
+        found = {host: self.runs[host].end() for host in exit_codes}
         assert found == exit_codes, "\n".join(f"--- {host}\n{self.output(host)}" for host in exit_codes)
 
     def finish(self, *hosts: str) -> None:
@@ -145,100 +119,86 @@ class Cluster:
         self.start(host, spares=1)
         self.until("a spare", lambda: {host} & {h["host_id"] for h in self.api.items("/v1/hosts") if h["engine_alive"]})
 
-    def close(self) -> None:
-        for process in self.runs.values():
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-        for process in self.runs.values():
-            try:
-                process.wait(60.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        self.api.close()
-
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with tempfile.TemporaryDirectory(prefix="fb-") as name:
-        cluster = Cluster(Path(name))
+def hosts() -> Iterator[JointRun]:
+    with run_folder() as place, ExitStack() as ends:
+        hosts = JointRun(place)
+        ends.enter_context(hosts.api)
         try:
-            yield cluster
+            yield hosts
         finally:
-            cluster.close()
+            for run in hosts.runs.values():
+                ends.enter_context(run)
 
 
-def test_a_host_leaves_for_a_spare_and_the_job_goes_on(cluster: Cluster) -> None:
-    cluster.start("h0", spares=1, rank=0)
-    cluster.start("h1", spares=1)
-    cluster.trains()
-    cluster.start_spare("h2")
-    assert cluster.hosts() == {"h0", "h1"}
-    cluster.terminate("h1")
-    cluster.expect_ends(h1=143)
-    assert cluster.hosts() == {"h0", "h2"}
-    output = cluster.output("h1")
+def test_a_host_leaves_for_a_spare_and_the_job_goes_on(hosts: JointRun) -> None:
+    hosts.start("h0", spares=1, rank=0)
+    hosts.start("h1", spares=1)
+    hosts.trains()
+    hosts.start_spare("h2")
+    assert hosts.hosts() == {"h0", "h1"}
+    hosts.terminate("h1")
+    hosts.expect_ends(h1=143)
+    assert hosts.hosts() == {"h0", "h2"}
+    output = hosts.output("h1")
     assert (
         "SIGTERM: host h1 leaves job pair" in output and "host h1 left job pair. Its ranks are now on h0, h2" in output
     )
-    incident = cluster.until("the end of the incident", cluster.left_incident)
+    incident = hosts.until("the end of the incident", hosts.left_incident)
     lost = incident["lost_steps"]
-    assert lost == 0 or (lost == 1 and not cluster.was_saved()), (incident, cluster.output("h0"))
-    assert cluster.job()["restarts_used"] == 0
-    cluster.finish("h0", "h2")
+    assert lost == 0 or (lost == 1 and not hosts.was_saved()), (incident, hosts.output("h0"))
+    assert hosts.job()["restarts_used"] == 0
+    hosts.finish("h0", "h2")
 
 
-def test_the_host_of_the_supervisor_leaves_and_says_how_to_start_that_again(cluster: Cluster) -> None:
-    cluster.start("h0", spares=1, rank=0)
-    cluster.start("h2", spares=1)
-    cluster.trains()
-    cluster.start_spare("h3")
-    cluster.terminate("h0")
-    cluster.expect_ends(h0=143)
-    output = cluster.output("h0")
+def test_the_host_of_the_supervisor_leaves_and_says_how_to_start_that_again(hosts: JointRun) -> None:
+    hosts.start("h0", spares=1, rank=0)
+    hosts.start("h2", spares=1)
+    hosts.trains()
+    hosts.start_spare("h3")
+    hosts.terminate("h0")
+    hosts.expect_ends(h0=143)
+    output = hosts.output("h0")
     assert "host h0 left job pair. Its ranks are now on h2, h3" in output
     again = re.search(r"start it again: (flyball up [^(]*) \(with the same FLYBALL_TOKEN\)", output)
     assert again, output
-    assert cluster.runs["h2"].poll() is None
-    environment = dict(os.environ) | {"FLYBALL_TOKEN": TOKEN}
-    with (cluster.place / "up.out").open("wb") as out:
-        cluster.runs["up"] = subprocess.Popen(
-            [sys.executable, "-m", "flyball.cli.main", *again[1].split()[1:]], stdout=out, stderr=out, env=environment
-        )
-    cluster.until("the supervisor again", lambda: cluster.job()["state"] == "running")
-    cluster.finish("h2", "h3")
+    assert hosts.runs["h2"].is_running
+    hosts.runs["up"] = FlyballProcess(hosts.place, *again[1].split()[1:], FLYBALL_TOKEN=TOKEN)
+    hosts.until("the supervisor again", lambda: hosts.job()["state"] == "running")
+    hosts.finish("h2", "h3")
 
 
 def test_without_a_spare_the_job_holds_after_a_host_has_left_and_a_persons_wish_ends_it_for_all(
-    cluster: Cluster,
+    hosts: JointRun,
 ) -> None:
-    cluster.start("h0", rank=0)
-    cluster.start("h1")
-    cluster.trains()
-    cluster.terminate("h1", number=signal.SIGHUP)
-    cluster.expect_ends(h1=129)
-    assert "No host was free to take its ranks: the job holds after step" in cluster.output("h1")
-    assert cluster.job()["state"] == "running" and cluster.runs["h0"].poll() is None
-    saved = int(cluster.job()["newest_step"])
-    cluster.until("the hold", lambda: any("spare" in i["holding_for"] for i in cluster.api.items("/v1/incidents")))
-    cluster.start("h2")
-    cluster.until("the return", lambda: cluster.hosts() == {"h0", "h2"})
-    cluster.steps()
-    starts = [int(n) for n in re.findall(r"starts (\d+) \d h2", cluster.output("h2"))]
+    hosts.start("h0", rank=0)
+    hosts.start("h1")
+    hosts.trains()
+    hosts.terminate("h1", number=signal.SIGHUP)
+    hosts.expect_ends(h1=129)
+    assert "No host was free to take its ranks: the job holds after step" in hosts.output("h1")
+    assert hosts.job()["state"] == "running" and hosts.runs["h0"].is_running
+    saved = int(hosts.job()["newest_step"])
+    hosts.until("the hold", lambda: any("spare" in i["holding_for"] for i in hosts.api.items("/v1/incidents")))
+    hosts.start("h2")
+    hosts.until("the return", lambda: hosts.hosts() == {"h0", "h2"})
+    hosts.steps()
+    starts = [int(n) for n in re.findall(r"starts (\d+) \d h2", hosts.output("h2"))]
     lost = saved + 1 - starts[-1] if starts else None
-    assert lost == 0 or (lost == 1 and not cluster.was_saved()), (lost, cluster.api.items("/v1/decisions"))
-    cluster.terminate("h2", number=signal.SIGINT)
-    cluster.expect_ends(h2=130, h0=1)
-    assert "was stopped by an operator" in cluster.output("h0")
+    assert lost == 0 or (lost == 1 and not hosts.was_saved()), (lost, hosts.api.items("/v1/decisions"))
+    hosts.terminate("h2", number=signal.SIGINT)
+    hosts.expect_ends(h2=130, h0=1)
+    assert "was stopped by an operator" in hosts.output("h0")
 
 
-def test_a_notice_to_all_hosts_stops_the_job(cluster: Cluster) -> None:
-    cluster.start("h0", spares=1, rank=0)
-    cluster.start("h1", spares=1)
-    cluster.start("h2", spares=1)
-    cluster.trains()
-    cluster.terminate("h0", "h1", "h2")
-    cluster.expect_ends(h0=143, h1=143, h2=143)
-    assert "stopping the job" in cluster.output("h0") + cluster.output("h1") + cluster.output("h2")
-    assert "job pair was stopped" in cluster.output("h0")
-    assert list((cluster.place / "shm").iterdir()) == []
+def test_a_notice_to_all_hosts_stops_the_job(hosts: JointRun) -> None:
+    hosts.start("h0", spares=1, rank=0)
+    hosts.start("h1", spares=1)
+    hosts.start("h2", spares=1)
+    hosts.trains()
+    hosts.terminate("h0", "h1", "h2")
+    hosts.expect_ends(h0=143, h1=143, h2=143)
+    assert "stopping the job" in hosts.output("h0") + hosts.output("h1") + hosts.output("h2")
+    assert "job pair was stopped" in hosts.output("h0")
+    assert list((hosts.place / "shm").iterdir()) == []

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands.flyball import FlyballProcess
 from support.commands.here import run_here
 from support.commands.run_folders import environment_of, run_folder
 
-TIMEOUT_S = 240.0
 SCRIPT = """
 import os, time, torch
 import flyball
@@ -62,30 +59,20 @@ def answer(url: str, token: str) -> str:
 
 def test_the_api_shows_the_loss_that_the_script_printed(place: Path) -> None:
     (place / "train.py").write_text(SCRIPT)
-    line = [sys.executable, "-m", "flyball.cli.main", "run", "--nproc-per-node", "2", "--job", "lossy"]
-    with (place / "out").open("wb") as out, (place / "err").open("wb") as err:
-        process = subprocess.Popen([*line, "train.py"], stdout=out, stderr=err, cwd=place, env=environment_of(place))
-    try:
-        deadline = time.monotonic() + TIMEOUT_S
-        while "step 60 " not in (place / "out").read_text():
-            assert time.monotonic() < deadline and process.poll() is None, (place / "err").read_text()
-            time.sleep(0.05)
-        output = (place / "err").read_text()
-        url = re.findall(r"dashboard (http://[0-9.:]+)", output)[0]
-        token = Path(re.findall(r"state and logs in (\S+)", output)[0], "supervisor", "token").read_text().strip()
-        loss = None
-        while not loss or loss["step"] < 60:
-            assert time.monotonic() < deadline, loss
-            job = json.loads(answer(f"{url}/v1/jobs/lossy", token))
-            loss = job["loss"]
+    with FlyballProcess(place, "run", "--nproc-per-node", "2", "--job", "lossy", "train.py") as run:
+        run.wait_for(lambda: "step 60 " in run.out, "step 60")
+        url = re.findall(r"dashboard (http://[0-9.:]+)", run.err)[0]
+        token = Path(re.findall(r"state and logs in (\S+)", run.err)[0], "supervisor", "token").read_text().strip()
+
+        def loss_of_a_late_step() -> dict[str, Any] | None:
+            loss = json.loads(answer(f"{url}/v1/jobs/lossy", token))["loss"]
+            return loss if loss and loss["step"] >= 60 else None
+
+        loss = run.wait_for(loss_of_a_late_step, "a late step's loss")
         assert re.search(r'flyball_job_loss\{training_job="lossy"\} [0-9.]+', answer(f"{url}/metrics", token))
         (place / "enough").touch()
-        assert process.wait(TIMEOUT_S) == 0, (place / "err").read_text()
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait(60.0)
-    printed = dict(re.findall(r"step (\d+) loss ([0-9.e-]+)", (place / "out").read_text()))
+        assert run.end() == 0, run.err
+    printed = dict(re.findall(r"step (\d+) loss ([0-9.e-]+)", run.out))
     assert loss["value"] == float(printed[str(loss["step"])]), "unchanged since the call"
     ended = job_of(place)
     assert ended["loss"]["value"] == "nan" and loss["step"] < ended["loss"]["step"] <= ended["newest_step"]

@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.clocks.waits import until
+from support.commands.flyball import FlyballProcess
 from support.commands.here import run_here
 from support.commands.run_folders import environment_of, run_folder
 
-TIMEOUT_S = 240.0
-FLYBALL = (sys.executable, "-m", "flyball.cli.main")
 SCRIPT = """
 import os, time
 import flyball
@@ -50,11 +47,7 @@ def test_the_job_trains_on_and_is_taken_over_again(place: Path) -> None:
         jobs = json.loads(found.stdout)["jobs"] if found.returncode == 0 else []
         return jobs[0] if jobs else {"newest_step": -1, "restart_count": -1}
 
-    with (place / "output").open("w") as output:
-        process = subprocess.Popen(
-            (*FLYBALL, "run", "--job", "lost", "train.py"), cwd=place, env=environ, stdout=output, stderr=output
-        )
-    try:
+    with FlyballProcess(place, "run", "--job", "lost", "train.py") as run:
         until(lambda: job()["newest_step"] >= 10, "the first steps")
         worker = (place / "pid").read_text()
         for file in (place / "s" / "jobs" / "lost" / "supervisor").glob("flyball.sqlite*"):
@@ -64,8 +57,5 @@ def test_the_job_trains_on_and_is_taken_over_again(place: Path) -> None:
         os.kill(int(worker), signal.SIGKILL)
         until(lambda: job()["restart_count"] == 1, "a restart")
         (place / "end").touch()
-        assert process.wait(TIMEOUT_S) == 0
+        assert run.end() == 0, run.text
         assert list((place / "s" / "jobs" / "lost" / "supervisor").glob("flyball.sqlite")), "a new one took its place"
-    finally:
-        process.kill()
-        process.wait()

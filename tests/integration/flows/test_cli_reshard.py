@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
-from support.commands.own_processes import processes_of
-from support.commands.run_folders import environment_of, run_folder
+from support.commands.flyball import FlyballProcess
+from support.commands.run_folders import run_folder
 
-TIMEOUT_S = 300.0
 TRAINER = """
 import itertools, os, time
 import torch
@@ -64,27 +59,13 @@ def place() -> Iterator[Path]:
         yield folder
 
 
-class Run:
+class Run(FlyballProcess):
     """`flyball run` of the trainer with some ranks."""
 
     def __init__(self, place: Path, ranks: int) -> None:
-        self.place, self.ranks = place, ranks
-        self.log = place / f"out-{ranks}"
-        with self.log.open("wb") as out:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "flyball.cli.main", "run", "--job", "gpt"),
-                    *("--nproc-per-node", str(ranks), "--shutdown-timeout", "120", "train.py"),
-                ],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                cwd=place,
-                env=environment_of(place),
-            )
-
-    @property
-    def text(self) -> str:
-        return self.log.read_text()
+        self.ranks = ranks
+        words = ("--job", "gpt", "--nproc-per-node", str(ranks), "--shutdown-timeout", "120", "train.py")
+        super().__init__(place, "run", *words)
 
     def steps(self) -> list[tuple[int, int]]:
         """Where each rank began, and its newest step."""
@@ -94,40 +75,16 @@ class Run:
 
     def train(self, more: int = 8) -> int:
         """Wait until every rank has made some steps; where they began."""
-        self._wait_for(lambda: len(self.steps()) == self.ranks and all(s >= b + more for b, s in self.steps()))
+        self.wait_for(lambda: len(self.steps()) == self.ranks and all(s >= b + more for b, s in self.steps()), "steps")
         (begin,) = {begin for begin, _ in self.steps()}
         return begin
-
-    def _wait_for(self, condition: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + TIMEOUT_S
-        while not condition():
-            assert self.process.poll() is None, self.text
-            assert time.monotonic() < deadline_s, self.text
-            time.sleep(0.02)
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(TIMEOUT_S) == 128 + signal.SIGTERM, self.text
-
-    def kill_everything(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        deadline_s = time.monotonic() + TIMEOUT_S
-        while left := processes_of(self.place):
-            assert time.monotonic() < deadline_s
-            for process in left:
-                try:
-                    process.kill()
-                except psutil.NoSuchProcess:
-                    continue
-            time.sleep(0.01)
 
 
 @pytest.mark.proof
 def test_four_ranks_save_two_resume_from_disk_and_three_from_memory(place: Path) -> None:
     four = Run(place, 4)
     assert four.train() == 0
-    four.stop()
+    assert four.send(signal.SIGTERM) == 128 + signal.SIGTERM, four.text
 
     two = Run(place, 2)
     begun = two.train()
@@ -142,5 +99,5 @@ def test_four_ranks_save_two_resume_from_disk_and_three_from_memory(place: Path)
     assert f"resuming from step {again - 1} (memory, verified)" in three.text
     assert "on 2 ranks, and resharded to 3 (--fresh starts over)" in three.text
     (place / "enough").touch()
-    assert three.process.wait(TIMEOUT_S) == 0, three.text
+    assert three.end() == 0, three.text
     assert list((place / "shm").iterdir()) == []

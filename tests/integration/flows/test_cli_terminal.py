@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +13,9 @@ from typing import IO
 
 import psutil
 import pytest
+from support.commands.flyball import FLYBALL
 from support.commands.run_folders import environment_of, run_folder
-from support.commands.terminal import FLYBALL, UserTerminal
+from support.commands.terminal import UserTerminal
 
 TIMEOUT_S = 300.0
 
@@ -117,7 +117,7 @@ def test_one_rank_gets_a_terminal_like_the_users(place: Path, terminal: Opened) 
     assert b"\r 10%\r 20%\nresized\n" in kept, "no \\r before \\n in the log"
     assert b"to stderr\n" in kept
     logs = subprocess.run(
-        [sys.executable, "-m", "flyball.cli.main", "logs", "t"],
+        [*FLYBALL, "logs", "t"],
         check=True,
         capture_output=True,
         env=environment(place),
@@ -218,7 +218,7 @@ def run(
 ) -> subprocess.CompletedProcess[bytes]:
     (place / "t.py").write_text(WAIT + script)
     return subprocess.run(
-        [sys.executable, "-m", "flyball.cli.main", "run", "--job", "t", *flags, "t.py"],
+        [*FLYBALL, "run", "--job", "t", *flags, "t.py"],
         check=False,
         stdin=stdin,
         capture_output=True,
@@ -296,7 +296,7 @@ def test_several_ranks_share_a_pipe_and_each_reads_a_whole_file(place: Path) -> 
 def test_training_goes_on_when_nobody_reads(place: Path) -> None:
     (place / "t.py").write_text(WAIT + "print('first'); await_file('gone'); print('more'); open('done', 'w')")
     process = subprocess.Popen(
-        [sys.executable, "-m", "flyball.cli.main", "run", "--job", "t", "t.py"],
+        [*FLYBALL, "run", "--job", "t", "t.py"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=place,

@@ -8,8 +8,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from recovery_processes import PATIENT, detector
+from support.clocks.waits import until
 from support.commands.here import run_here
+from support.servers.stack import PATIENT, detector
 
 STANDING = """
 import os, pathlib, sys, threading
@@ -52,7 +53,7 @@ def host(stack, host_id: str) -> dict:
 
 def kill_check_of(stack, host_id: str) -> None:
     folder = stack.hosts[host_id].state_dir
-    os.kill(stack.until(f"the check of {host_id}", lambda: check_process(folder)), signal.SIGKILL)
+    os.kill(until(lambda: check_process(folder), f"the check of {host_id}"), signal.SIGKILL)
 
 
 def decisions(stack) -> list[dict]:
@@ -65,7 +66,7 @@ def test_a_host_that_fails_its_check_gets_no_ranks_until_it_passes(stack) -> Non
     (job.folder / "train.py").write_text("import time\ntime.sleep(600)\n")
     stack.submit(job, {"argv": ("train.py",), "nnodes": 2, "check_nodes": True})
     kill_check_of(stack, "host-b")
-    stack.until("the start", lambda: stack.api.get("/v1/jobs/checked")["state"] == "running")
+    until(lambda: stack.api.get("/v1/jobs/checked")["state"] == "running", "the start")
     ranks = {rank["host_id"] for rank in stack.api.get("/v1/jobs/checked")["ranks"]}
     assert ranks == {"host-a", "host-c"}
     bad = host(stack, "host-b")
@@ -110,7 +111,7 @@ def test_a_second_hang_of_all_ranks_has_the_hosts_checked(make_stack) -> None:
         found = [one for one in decisions(stack) if one["rule"] == "check_after_a_hang_without_a_culprit"]
         return found[0] if found else None
 
-    decision = stack.until("the check", checked)
+    decision = until(checked, "the check")
     assert "nothing shows who causes it" in decision["reason"] and "host-d, host-e are checked" in decision["reason"]
     (job.folder / "well").touch()
 
@@ -118,7 +119,7 @@ def test_a_second_hang_of_all_ranks_has_the_hosts_checked(make_stack) -> None:
         files = [job.folder / f"rank{rank}.txt" for rank in range(2)]
         return all(int(file.read_text().split()[-1]) > 30 for file in files)
 
-    stack.until("steps beyond the hang", trains)
+    until(trains, "steps beyond the hang")
     assert {host(stack, name)["check"]["state"] for name in ("host-d", "host-e")} == {"passed"}
     assert {host(stack, name)["state"] for name in ("host-d", "host-e")} == {"healthy"}
     incident = next(i for i in job.incidents() if i["incident_id"] == decision["incident_id"])

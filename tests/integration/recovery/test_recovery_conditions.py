@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recovery_processes import PATIENT
+from support.clocks.waits import until
+from support.servers.stack import PATIENT
 
 SELDOM = 100_000  # steps between two saves: nobody comes so far
 
@@ -49,16 +50,16 @@ def test_a_file_that_says_critical_moves_the_ranks_and_its_removal_frees_the_hos
     job.train_on()
     job.check_losses(reference)
 
-    stack.until("the cordon", lambda: host(stack, broken)["state"] == "cordoned")
+    until(lambda: host(stack, broken)["state"] == "cordoned", "the cordon")
     (shown,) = host(stack, broken)["conditions"]
     assert (shown["source"], shown["subject"], shown["severity"]) == ("file", "dcgm", "critical")
     assert "GPU 3 is gone." in host(stack, broken)["reason"]
 
     daemon = stack.hosts[broken]
-    daemon.kill_daemon()
+    daemon.kill()
     file.unlink()  # while no daemon looks
-    daemon.start()
-    stack.until("the release", lambda: host(stack, broken)["state"] == "spare")
+    daemon.launch()
+    until(lambda: host(stack, broken)["state"] == "spare", "the release")
     assert host(stack, broken)["conditions"] == []
 
 
@@ -74,16 +75,15 @@ def test_a_warning_moves_them_after_a_save_that_loses_no_step(job, reference) ->
     assert incident["restored_step"] >= saved["evidence"]["step"]
     job.train_on()
     job.check_losses(reference)
-    stack.until("the host to be free", lambda: not host(stack, hot)["job"])  # not cordoned: it is of last choice
+    until(lambda: not host(stack, hot)["job"], "the host to be free")  # not cordoned: it is of last choice
     assert host(stack, hot)["state"] != "cordoned"
     assert [one["is_overruled"] for one in host(stack, hot)["conditions"]] == [False]
     stack.api.post(f"/v1/hosts/{hot}/undrain")
-    stack.until("the order", lambda: [one["is_overruled"] for one in host(stack, hot)["conditions"]] == [True])
+    until(lambda: [one["is_overruled"] for one in host(stack, hot)["conditions"]] == [True], "the order")
 
 
 def test_without_a_host_that_is_well_the_job_trains_on(job) -> None:
     """All three daemons read the same log. The first to do so has its ranks moved to a host that has not yet."""
-    stack = job.stack
     with job.kernel_log.open("a") as log:
         log.write("4,1,100,-;NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', GPU has fallen off the bus.\n")
 
@@ -92,7 +92,7 @@ def test_without_a_host_that_is_well_the_job_trains_on(job) -> None:
         placed = {job.host_of(0), job.host_of(1)}
         return {i["host_id"] for i in waiting} == placed and all("Xid 79" in i["message"] for i in waiting)
 
-    stack.until("both hosts of the job to be known as broken", all_wait)
+    until(all_wait, "both hosts of the job to be known as broken")
     generation = job.get()["generation"]
     job.train_on()
     assert (job.get()["generation"], job.get()["state"]) == (generation, "running")

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recovery_processes import detector, is_running
+from support.clocks.waits import until
+from support.commands.own_processes import is_running
+from support.servers.stack import detector
 
 from flyball.contracts.checkpoints import CheckpointSpec
 from flyball.contracts.clock import SystemClock
@@ -59,20 +61,20 @@ def test_a_host_that_only_the_supervisor_cannot_reach_is_not_touched(cut) -> Non
     stack, job, ways, _ = cut
     spawned = job.spawns()
     ways["host-b"].cut()
-    suspect = stack.until("suspicion", lambda: [h for h in [hosts(stack)["host-b"]] if h["state"] == "suspect"])
+    suspect = until(lambda: [h for h in [hosts(stack)["host-b"]] if h["state"] == "suspect"], "suspicion")
     reason = str(suspect[0]["reason"])  # which of host-a's answer and the steps is told first is chance
     assert "only its way to the supervisor is cut" in reason, reason
     job.train_on(60)  # for longer than it takes to be called silent without a witness
     assert hosts(stack)["host-b"]["state"] == "suspect"
     ways["host-b"].heal()
-    stack.until("trust", lambda: hosts(stack)["host-b"]["state"] == "healthy")
+    until(lambda: hosts(stack)["host-b"]["state"] == "healthy", "trust")
     assert job.incidents() == [] and job.spawns() == spawned
 
 
 def test_what_cut_off_hosts_commit_after_they_were_replaced_does_not_count(cut, reference) -> None:
     stack, job, ways, folder = cut
     old = {job.pid_of(rank) for rank in (0, 1)}
-    stack.until("a step in the folder", lambda: whole_steps(folder, 1))
+    until(lambda: whole_steps(folder, 1), "a step in the folder")
     with job.next_incident() as incident:
         for way in ways.values():
             way.cut()
@@ -87,7 +89,7 @@ def test_what_cut_off_hosts_commit_after_they_were_replaced_does_not_count(cut, 
     def went_on() -> bool:
         return bool([s for s in whole_steps(folder, 1) if s > branch] and whole_steps(folder, newest))
 
-    stack.until("both generations write", went_on)
+    until(went_on, "both generations write")
     assert all(is_running(pid) for pid in old), "the cut-off ones train on"
     offered = listed(stack, job, folder)
     assert [s["step"] for s in offered if s["generation"] == 1 and s["step"] > branch] == []
@@ -96,7 +98,7 @@ def test_what_cut_off_hosts_commit_after_they_were_replaced_does_not_count(cut, 
 
     for way in ways.values():
         way.heal()
-    stack.until("their return", lambda: all(hosts(stack)[h]["state"] == "spare" for h in ways))
+    until(lambda: all(hosts(stack)[h]["state"] == "spare" for h in ways), "their return")
     assert not [pid for pid in old if is_running(pid)], "only without its old workers is a host free"
     assert job.get()["generation"] == newest
 

@@ -11,7 +11,9 @@ import sys
 from typing import Any
 
 import pytest
-from recovery_processes import DEADLINE_S, PATIENT, whole_lines
+from support.clocks.waits import DEADLINE_S, until
+from support.commands.log_lines import whole_lines
+from support.servers.stack import PATIENT
 
 from flyball.contracts.errors import Conflict, NotFound
 
@@ -93,13 +95,13 @@ def test_a_daemon_that_is_told_to_end_has_its_ranks_moved_first(job, reference) 
     check_moved(job, reference, incident, leaving)
     assert daemon.logged("left"), "it did not wait in vain"
 
-    daemon.start()
+    daemon.launch()
 
     def is_free() -> bool:
         found = host(stack, leaving)
         return found["state"] in ("spare", "healthy") and found["preempt_deadline_at"] is None
 
-    stack.until("the host to be free again", is_free)
+    until(is_free, "the host to be free again")
 
 
 def test_without_a_spare_a_drain_is_refused_and_training_goes_on(job) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recovery_processes import PATIENT
+from support.clocks.waits import until
+from support.servers.stack import PATIENT
 
 from flyball.contracts.checkpoints import STATE_DIR_DISK
 
@@ -61,7 +62,7 @@ def train(stack, name: str, fault: str, *, steps: int, nnodes: int = 2, **spec: 
     job = stack.job(name, nnodes)
     (job.folder / "train.py").write_text(TRAINS.format(fault=fault, steps=steps))
     stack.submit(job, {"argv": ("train.py",), "nnodes": nnodes, "nproc_per_node": 1, "max_restarts": 9, **spec})
-    stack.until(f"a step of {name}", lambda: job.get()["newest_step"] >= 0)
+    until(lambda: job.get()["newest_step"] >= 0, f"a step of {name}")
     return job
 
 
@@ -85,11 +86,11 @@ def conditions(stack, host_id: str) -> list[str]:
 
 def trains_on(job) -> None:
     goal = job.get()["newest_step"] + 5
-    job.stack.until(f"step {goal} of {job.name}", lambda: job.get()["newest_step"] >= goal)
+    until(lambda: job.get()["newest_step"] >= goal, f"step {goal} of {job.name}")
 
 
 def ended(job) -> dict[str, Any]:
-    job.stack.until(f"the end of {job.name}", lambda: job.get()["state"] in ("failed", "succeeded"))
+    until(lambda: job.get()["state"] in ("failed", "succeeded"), f"the end of {job.name}")
     return job.get()
 
 
@@ -106,7 +107,7 @@ def test_an_xid_that_needs_a_reset_moves_the_ranks_at_once(stack, job) -> None:
     assert "Xid 79" in moved["reason"] and incident["lost_steps"] <= 5
     assert host_id not in (job.host_of(0), job.host_of(1))
     stack.api.post(f"/v1/hosts/{host_id}/undrain")  # else it stands until the host is booted again
-    stack.until("the spare", lambda: stack.host_states()[host_id] in ("spare", "healthy"))
+    until(lambda: stack.host_states()[host_id] in ("spare", "healthy"), "the spare")
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_memory_errors_and_a_dead_link_move_them_after_a_save_that_loses_nothing
     assert (saved["rule"], moved["rule"]) == ("save_before_the_host_is_left", "migrate_what_is_saved")
     assert (incident["state"], incident["lost_steps"]) == ("resolved", 0)
     well(stack, host_id)
-    stack.until("the end of the condition", lambda: kind not in conditions(stack, host_id))
+    until(lambda: kind not in conditions(stack, host_id), "the end of the condition")
 
 
 # --- disks ------------------------------------------------------------------------------------------------------------
@@ -155,10 +156,10 @@ def test_a_full_disk_is_on_record_and_a_read_only_one_is_left(stack, job, small_
     with (folder / "others").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
         while True:
             file.write(b"x" * 65_536)
-    stack.until("the full disk", lambda: "disk-full" in conditions(stack, host_id))
-    stack.until(
-        "a save that fails for want of space",
+    until(lambda: "disk-full" in conditions(stack, host_id), "the full disk")
+    until(
         lambda: any("No space left" in failed["message"] for failed in signals(stack, "save_failed")),
+        "a save that fails for want of space",
     )
     trains_on(job)
     assert [incident["incident_id"] for incident in job.incidents()] == before, "memory has every step"
@@ -189,8 +190,8 @@ def the_exception(job) -> dict[str, Any]:
 def test_an_exception_that_comes_on_one_host_only_leaves_that_host(stack, job) -> None:
     stack.api.post(f"/v1/jobs/{job.name}/stop")
     ended_or_stopped = ("failed", "succeeded", "stopped")
-    stack.until("the end of the long job", lambda: job.get()["state"] in ended_or_stopped)
-    stack.until("three free hosts", lambda: not any(host["job"] for host in stack.api.items("/v1/hosts")))
+    until(lambda: job.get()["state"] in ended_or_stopped, "the end of the long job")
+    until(lambda: not any(host["job"] for host in stack.api.items("/v1/hosts")), "three free hosts")
     one = train(stack, "one-host", RAISES_ON.format(host_id="host-a"), steps=8)
     assert ended(one)["state"] == "succeeded"
     incident = the_exception(one)
@@ -247,4 +248,4 @@ def test_a_worker_that_the_kernel_kills_for_lack_of_memory_is_retried_once(stack
         "This is a lack of host memory" in retried["reason"] and "give the job's hosts more memory" in failed["reason"]
     )
     assert hungry.get()["newest_step"] == 4
-    stack.until("the end of its processes", lambda: not small_memory.read_text().split())
+    until(lambda: not small_memory.read_text().split(), "the end of its processes")

@@ -10,7 +10,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from recovery_processes import detector, whole_lines
+from support.clocks.waits import until
+from support.commands.log_lines import whole_lines
+from support.servers.stack import detector
 
 from flyball.contracts.clock import SystemClock
 from simulator.inject import faults
@@ -65,7 +67,7 @@ def train_on(job, world: int, beyond: int = -1, more: int = 5) -> int:
         steps = [[s for what, w, s, _ in found if (what, w) == ("step", world) and s > beyond] for found in lines]
         return 1 + min(steps[0]) if all(len(found) >= more for found in steps) else None
 
-    return int(job.stack.until(f"{more} steps of {world} ranks beyond step {beyond}", begun)) - 1
+    return int(until(begun, f"{more} steps of {world} ranks beyond step {beyond}")) - 1
 
 
 def check_losses(job, ranks: int) -> None:
@@ -87,7 +89,7 @@ def end_of(job, cause: str, *, after: str = "") -> dict[str, Any]:
         newest = max(found, key=lambda incident: incident["opened_at"], default=None)
         return newest if newest and newest["state"] in ("resolved", "escalated") else None
 
-    return dict(job.stack.until(f"the end of {cause}", closed))
+    return dict(until(closed, f"the end of {cause}"))
 
 
 def test_a_host_lost_for_good_makes_the_world_smaller(job) -> None:
@@ -119,7 +121,7 @@ def test_the_job_grows_again_when_the_host_returns(job) -> None:
     (returning,) = stack.lost
     alone = max(step for _, world, step, _ in lines_of(job, 0) if world == 1)
     stack.lost.clear()
-    stack.hosts[returning].start()
+    stack.hosts[returning].launch()
     begun = train_on(job, 2, beyond=alone)
     incident = end_of(job, "room_to_grow")
     assert (incident["state"], incident["lost_steps"]) == ("resolved", 0), incident
@@ -163,7 +165,7 @@ def test_a_drained_host_without_a_spare_is_left_and_no_step_is_lost(job) -> None
     begun = train_on(job, 1, beyond=before)
     incident = end_of(job, "drain_requested")
     check_it_shrank(job, incident, begun, "save_before_the_job_shrinks")
-    stack.until("the cordon", lambda: stack.api.get(f"/v1/hosts/{leaving}")["state"] == "cordoned")
+    until(lambda: stack.api.get(f"/v1/hosts/{leaving}")["state"] == "cordoned", "the cordon")
     stack.api.post(f"/v1/hosts/{leaving}/undrain")
     train_on(job, 2, beyond=begun)
     assert end_of(job, "room_to_grow", after=grown)["lost_steps"] == 0

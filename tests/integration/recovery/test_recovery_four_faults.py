@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from recovery_processes import detector
+from support.clocks.waits import until
+from support.servers.stack import detector
 
 from flyball.contracts.clock import SystemClock
 from simulator.inject import faults
@@ -38,7 +39,7 @@ def spare(job) -> None:
 
     if not free():
         stack.add_hosts(f"host-{'abcdefgh'[len(stack.hosts)]}")
-        stack.until("a spare", free)
+        until(free, "a spare")
 
 
 def check_restored(job, incident: dict[str, Any], tiers: dict[int, str]) -> None:
@@ -142,7 +143,7 @@ def check_served(stack, incident: dict[str, Any], before: dict[str, dict[str, in
             names = ("restore_bytes_sent", "peer_bytes_sent")
             return all(now.get(name, 0) - then.get(name, 0) >= sent for name in names)
 
-        stack.until(f"{server} tells of {sent} bytes", has_told)
+        until(has_told, f"{server} tells of {sent} bytes")
 
 
 @pytest.mark.usefixtures("spare")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from recovery_processes import PATIENT
+from support.clocks.waits import until
+from support.servers.stack import PATIENT
 
 RAISES = """
 import flyball
@@ -47,11 +48,11 @@ def run_to_its_end(stack, name: str, script: str, *, max_restarts: int):
     job = stack.job(name, 1)
     (job.folder / "train.py").write_text(script)
     stack.submit(job, {"argv": ("train.py",), "max_restarts": max_restarts})
-    stack.until(f"the end of {name}", lambda: job.get()["state"] in ("failed", "succeeded", "stopped"))
+    until(lambda: job.get()["state"] in ("failed", "succeeded", "stopped"), f"the end of {name}")
     if job.get()["state"] == "failed":
         assert slots(stack, name), "nothing slower has its newest steps: they stay, and the job can go on from them"
     else:
-        stack.until("the end of what it had", lambda: not slots(stack, name))
+        until(lambda: not slots(stack, name), "the end of what it had")
     return job
 
 

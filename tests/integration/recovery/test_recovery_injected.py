@@ -6,7 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from recovery_processes import detector
+from support.clocks.waits import until
+from support.servers.stack import detector
 
 from flyball.contracts.clock import SystemClock
 from simulator.inject.injector import FaultInjector, FaultRequest
@@ -67,14 +68,14 @@ def test_a_rank_that_breaks_itself_is_noticed_and_started_again(
 def test_what_only_takes_time_ends_by_itself(job, injector, reference, fault: str) -> None:
     known = len(job.incidents())
     done = injector.inject(FaultRequest(fault, job=JOB, rank=0, host_id=job.host_of(0), lasts_s=3.0))
-    job.stack.until(f"{fault} is over", lambda: done.injection_id not in injector.active)
+    until(lambda: done.injection_id not in injector.active, f"{fault} is over")
     check_trained(job, reference)
     assert len(job.incidents()) == known
 
 
 def test_a_stopped_controller_is_continued(job, injector, reference) -> None:
     done = injector.inject(FaultRequest("service-pause", options={"service": "controller"}, lasts_s=2.0))
-    job.stack.until("it is continued", lambda: done.injection_id not in injector.active)
+    until(lambda: done.injection_id not in injector.active, "it is continued")
     check_trained(job, reference)
 
 
@@ -85,7 +86,7 @@ def test_a_rebooted_host_is_back_with_nothing_and_gets_no_blame_for_it(job, inje
         injector.inject(FaultRequest("host-reboot", host_id=host))
     assert incident["state"] == "resolved" and incident["cause"] in ("host_silent", "host_restarted", "worker_killed")
     check_trained(job, reference)
-    job.stack.until("it is a host again", lambda: job.stack.host_states().get(host) in ("healthy", "spare"))
+    until(lambda: job.stack.host_states().get(host) in ("healthy", "spare"), "it is a host again")
 
 
 def test_an_xid_moves_the_ranks_away(job, injector, reference) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from recovery_namespaces import INTERFACE, SUPERVISOR, Network
-from recovery_processes import detector
+from support.clocks.waits import until
+from support.hosts.namespaces import INTERFACE, SUPERVISOR, Network
+from support.servers.stack import detector
 
 from flyball.contracts.clock import SystemClock
 from services.store.sql.database import Database
@@ -51,7 +52,7 @@ def test_a_slow_network_condemns_nobody(network, job) -> None:
         network.cable(name, delay_s=0.05)
     job.train_on(5)
     assert job.incidents() == []
-    job.stack.until("trust in all", lambda: set(states(job).values()) <= {"healthy", "spare"})  # one may just be late
+    until(lambda: set(states(job).values()) <= {"healthy", "spare"}, "trust in all")  # one may just be late
     assert network.passed_bytes("host-a", "host-b") - before > 100_000, "the hosts trained through the network"
 
 
@@ -61,7 +62,7 @@ def test_lost_frames_condemn_no_host(network, job) -> None:
     network.cable("host-b", loss=0.2)
     job.train_on(4)
     network.cable("host-b")
-    job.stack.until("an end", lambda: all(i["state"] == "resolved" for i in job.incidents()))
+    until(lambda: all(i["state"] == "resolved" for i in job.incidents()), "an end")
     incidents = job.incidents()
     assert {i["cause"] for i in incidents} <= {"rank_stalled"}, incidents
     assert {kind for i in incidents for kind in i["decisions"]} <= {"restart_in_place"}, incidents
@@ -71,11 +72,11 @@ def test_lost_frames_condemn_no_host(network, job) -> None:
 def test_a_host_that_the_supervisor_does_not_hear_is_not_touched(network, job) -> None:
     spawned, before = job.spawns(), job.incidents()
     network.link("host-b", SUPERVISOR, loss=1.0, both_ways=False)
-    job.stack.until("suspicion", lambda: states(job)["host-b"] == "suspect")
+    until(lambda: states(job)["host-b"] == "suspect", "suspicion")
     job.train_on(60)  # for longer than it takes to be called silent without a witness
     assert states(job)["host-b"] == "suspect"
     network.link("host-b", SUPERVISOR)
-    job.stack.until("trust", lambda: states(job)["host-b"] == "healthy")
+    until(lambda: states(job)["host-b"] == "healthy", "trust")
     assert job.incidents() == before and job.spawns() == spawned
 
 
@@ -91,7 +92,7 @@ def test_a_host_whose_cable_is_pulled_is_replaced(network, job, reference) -> No
     assert network.passed_bytes("host-a", "host-c") - before > taken > 0, "the copy came through the network"
     job.train_on()
     network.plug("host-b")
-    job.stack.until("its return", lambda: states(job)["host-b"] == "spare")
+    until(lambda: states(job)["host-b"] == "spare", "its return")
     job.train_on()
     job.check_losses(reference)
     db = Database(f"sqlite:///{job.stack.root / 'flyball.sqlite'}")

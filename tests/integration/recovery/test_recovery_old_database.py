@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recovery_processes import PATIENT
+from support.clocks.waits import until
+from support.servers.stack import PATIENT
 
 from flyball.contracts.clock import SystemClock
 from services.store.sql.database import Database
@@ -24,7 +25,9 @@ SLEEP = ("/bin/sh", "-c", "exec sleep 100000")  # a worker that shows no steps: 
 HASTY = {"FLYBALL_POLICY__UNWATCHED_VERIFY_S": "1.0", "FLYBALL_POLICY__ROOT_CAUSE_WINDOW_S": "0.5"}
 
 
-class Cluster:
+class OutlivedDatabase:
+    """A stack whose database is backed up and put back; its jobs are asked for by what the daemons wrote down."""
+
     def __init__(self, make_stack: Any) -> None:  # noqa: ANN401 - a fixture
         self.stack = make_stack(**PATIENT, **HASTY)
         self.stack.start_supervisor()
@@ -60,7 +63,7 @@ class Cluster:
             return found if is_known and not self.open_incidents(name) else None
 
         try:
-            return self.stack.until(f"generation {generation} of {name}", is_whole, SETTLED_S)
+            return until(is_whole, f"generation {generation} of {name}", SETTLED_S)
         except AssertionError as error:
             told = [f"{d['decision_id']} {d['job']} {d['rule']}: {d['reason']}" for d in self.decisions()]
             incidents = [f"{i['incident_id']} {i['job']} {i['cause']} {i['state']}" for i in self.incidents()]
@@ -82,7 +85,7 @@ class Cluster:
 
     def stop(self, name: str) -> None:
         self.stack.api.post(f"/v1/jobs/{name}/stop", {})
-        self.stack.until(f"the end of {name}", lambda: not self.workers(name), SETTLED_S)
+        until(lambda: not self.workers(name), f"the end of {name}", SETTLED_S)
 
     def back_up(self, path: Path) -> None:
         with sqlite3.connect(self.file) as source, sqlite3.connect(path) as target:
@@ -99,58 +102,60 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(make_stack: Any) -> Iterator[Cluster]:  # noqa: ANN401
-    yield Cluster(make_stack)
+def outlived(make_stack: Any) -> Iterator[OutlivedDatabase]:  # noqa: ANN401
+    yield OutlivedDatabase(make_stack)
 
 
-def test_a_wiped_database_adopts_the_job_that_runs(cluster: Cluster) -> None:
-    cluster.submit("wiped")
-    cluster.run_on("wiped", 1)
-    cluster.kill_one("wiped")
-    before = cluster.run_on("wiped", 2)
-    cluster.restore(None)
-    assert cluster.run_on("wiped", 2) == before  # nothing was stopped for it
-    assert "database_new" in {incident["cause"] for incident in cluster.incidents()}
-    cluster.kill_one("wiped")
-    cluster.run_on("wiped", 3)
-    cluster.stop("wiped")
+def test_a_wiped_database_adopts_the_job_that_runs(outlived: OutlivedDatabase) -> None:
+    outlived.submit("wiped")
+    outlived.run_on("wiped", 1)
+    outlived.kill_one("wiped")
+    before = outlived.run_on("wiped", 2)
+    outlived.restore(None)
+    assert outlived.run_on("wiped", 2) == before  # nothing was stopped for it
+    assert "database_new" in {incident["cause"] for incident in outlived.incidents()}
+    outlived.kill_one("wiped")
+    outlived.run_on("wiped", 3)
+    outlived.stop("wiped")
 
 
-def test_backups_of_every_age_adopt_the_job_as_it_runs(cluster: Cluster, tmp_path: Path) -> None:
+def test_backups_of_every_age_adopt_the_job_as_it_runs(outlived: OutlivedDatabase, tmp_path: Path) -> None:
     backups = []
-    cluster.submit("aged")
+    outlived.submit("aged")
     for generation in range(1, 4):
         backups.append(tmp_path / f"before-{generation}.sqlite")
-        cluster.back_up(backups[-1])
-        cluster.run_on("aged", generation)
+        outlived.back_up(backups[-1])
+        outlived.run_on("aged", generation)
         backups.append(tmp_path / f"in-{generation}.sqlite")
-        cluster.back_up(backups[-1])
+        outlived.back_up(backups[-1])
         if generation < 3:
-            cluster.kill_one("aged")
+            outlived.kill_one("aged")
     generation = 3
     for backup in backups[::2] + backups[-1:]:  # before each generation, and of the newest
-        before = cluster.run_on("aged", generation)
-        cluster.restore(backup)
-        assert cluster.run_on("aged", generation) == before, backup.name
-        cluster.kill_one("aged")
+        before = outlived.run_on("aged", generation)
+        outlived.restore(backup)
+        assert outlived.run_on("aged", generation) == before, backup.name
+        outlived.kill_one("aged")
         generation += 1
-    cluster.run_on("aged", generation)
-    db = Database(f"sqlite:///{cluster.file}")
+    outlived.run_on("aged", generation)
+    db = Database(f"sqlite:///{outlived.file}")
     assert check_database(db, now=SystemClock().wall_s(), bound_s=BOUND_S) == []
     db.close()
-    cluster.stop("aged")
+    outlived.stop("aged")
 
 
-def test_workers_that_died_while_the_database_went_back_are_restarted(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.submit("died")
-    cluster.run_on("died", 1)
+def test_workers_that_died_while_the_database_went_back_are_restarted(
+    outlived: OutlivedDatabase, tmp_path: Path
+) -> None:
+    outlived.submit("died")
+    outlived.run_on("died", 1)
     backup = tmp_path / "backup.sqlite"
-    cluster.back_up(backup)
-    cluster.kill_one("died")
-    cluster.run_on("died", 2)
-    cluster.stack.supervisor.kill()
-    for _, pid in cluster.workers("died").values():
+    outlived.back_up(backup)
+    outlived.kill_one("died")
+    outlived.run_on("died", 2)
+    outlived.stack.supervisor.kill()
+    for _, pid in outlived.workers("died").values():
         os.kill(pid, signal.SIGKILL)
-    cluster.restore(backup)
-    cluster.run_on("died", 3)
-    cluster.stop("died")
+    outlived.restore(backup)
+    outlived.run_on("died", 3)
+    outlived.stop("died")

@@ -6,7 +6,9 @@ import os
 import signal
 
 import pytest
-from recovery_processes import PATIENT, whole_lines
+from support.clocks.waits import until
+from support.commands.log_lines import whole_lines
+from support.servers.stack import PATIENT
 
 from flyball.contracts.clock import SystemClock
 from simulator.inject import faults
@@ -36,14 +38,14 @@ def test_a_killed_daemon_adopts_its_workers_when_it_is_started_again(job, refere
     rank = 1
     host = stack.hosts[job.host_of(rank)]
     spawned, engine = job.spawns(), host.engine_pid
-    host.kill_daemon()
+    host.kill()
     job.train_on()
-    host.start()
-    stack.until("the adoption of the workers", lambda: host.logged("taken_over"))
+    host.launch()
+    until(lambda: host.logged("taken_over"), "the adoption of the workers")
     job.train_on()
     assert (job.spawns(), host.engine_pid) == (spawned, engine), "nothing was started again"
     # It may have been silent for long enough to open an incident; its return closes it, and nothing is done.
-    stack.until("no open incident", lambda: all(i["state"] == "resolved" for i in job.incidents()))
+    until(lambda: all(i["state"] == "resolved" for i in job.incidents()), "no open incident")
     assert job.get()["generation"] == spawned[-1][0]
 
     with job.next_incident() as incident:
@@ -58,11 +60,11 @@ def test_a_killed_engine_costs_no_training_and_saves_again(job, reference) -> No
     killed, spawned = host.engine_pid, job.spawns()
     os.kill(killed, signal.SIGKILL)
     job.train_on()
-    stack.until("another engine", lambda: host.engine_pid != killed)
+    until(lambda: host.engine_pid != killed, "another engine")
     newest = max(job.executed())
-    stack.until(
-        "saves of all ranks",
+    until(
         lambda: stack.api.get("/v1/checkpoints", job=job.name)["tiers"]["peer"]["newest_complete_step"] > newest,
+        "saves of all ranks",
     )
     assert job.spawns() == spawned
 

@@ -29,7 +29,11 @@ def run_folder() -> Iterator[Path]:
         assert left == []
 
 
-def environment_of(folder: Path, **more: str) -> dict[str, str]:
+def clean_environment(**more: str) -> dict[str, str]:
     """The environment of the tests without what belongs to another run, and with `more`."""
-    base = {k: v for k, v in os.environ.items() if not k.startswith(NOT_OURS)}
-    return base | {"FLYBALL_STATE_DIR": str(folder / "s"), "FLYBALL_SHM_DIR": str(folder / "shm")} | more
+    return {k: v for k, v in os.environ.items() if not k.startswith(NOT_OURS)} | more
+
+
+def environment_of(folder: Path, **more: str) -> dict[str, str]:
+    """As `clean_environment`, with the state and the shared memory in this folder."""
+    return clean_environment(FLYBALL_STATE_DIR=str(folder / "s"), FLYBALL_SHM_DIR=str(folder / "shm")) | more

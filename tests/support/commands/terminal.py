@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-FLYBALL = (sys.executable, "-m", "flyball.cli.main")
 TIMEOUT_S = 300.0
 
 

@@ -11,11 +11,12 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save
+from support.clocks.waits import DEADLINE_S, until
 
 from ckpt_engine.contracts.control_views import RestoreState
 from ckpt_engine.contracts.notices import Captured
@@ -36,18 +37,6 @@ PATIENT = {
         "DRAIN": "60",
     }.items()
 }
-
-
-DEADLINE_S = float(os.environ.get("ENGINE_HOSTS_DEADLINE_S", "90"))  # longer where processors are emulated
-LOOK_S = float(os.environ.get("ENGINE_HOSTS_LOOK_S", "0.002"))
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = DEADLINE_S) -> None:
-    """Poll until the condition holds; fails the test at the deadline."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "condition not met in time"
-        time.sleep(LOOK_S)
 
 
 class EngineHost:
@@ -84,10 +73,12 @@ class EngineHost:
         self._first_port = str(port)  # a later start uses it again
 
     def command(self, *extra: str) -> list[str]:
+        return [sys.executable, "-P", "-m", "ckpt_engine.host.server", *self.arguments(*extra)]
+
+    def arguments(self, *extra: str) -> list[str]:
         return [
-            *(sys.executable, "-P", "-m", "ckpt_engine.host.server", "--state-dir", str(self.state_dir)),
-            *("--host-id", self.host_id, "--address", self._ip, "--token-file", str(self.token_file)),
-            *extra,
+            *("--state-dir", str(self.state_dir), "--host-id", self.host_id, "--address", self._ip),
+            *("--token-file", str(self.token_file), *extra),
         ]
 
     def start(self, **environment: str) -> EngineHost:
@@ -95,7 +86,7 @@ class EngineHost:
         port = () if self.state_dir.exists() else ("--port", self._first_port)
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(self.command(*port), env=env, stderr=log, start_new_session=True)
-        wait_until(lambda: self._answers() or self.process is None or self.process.poll() is not None)
+        until(lambda: self._answers() or self.process is None or self.process.poll() is not None)
         assert self.process.poll() is None, self.log_path.read_text()
         return self
 
@@ -198,7 +189,7 @@ class Trainer:
         return True
 
     def save(self, step: int) -> None:
-        wait_until(lambda: self.try_save(step))
+        until(lambda: self.try_save(step))
 
     def notify(self, notice: object) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
@@ -235,5 +226,5 @@ class Trainer:
             words = self.segments.control.read_restore()
             return words.generation == generation and words.state in (RestoreState.READY, RestoreState.FAILED)
 
-        wait_until(settled)
+        until(settled)
         return self.segments.control.read_restore().state

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from support.hosts.engines import JOB, EngineHost
+from support.jobs.rank_alone import rank_alone
 
 from flyball.contracts.checkpoints import CheckpointSpec, Lineage
 from flyball.contracts.on_host.segments import beacon_path
 from flyball.sdk.beacon import create_beacon
 from flyball.sdk.trainer import Job
-from flyball.sdk.worker_identity import WorkerIdentity
 
 
 @contextmanager
@@ -29,14 +29,13 @@ def attached(
     beacon = beacon_path(host.prefix, JOB, generation, rank)
     create_beacon(beacon)
     job = Job(
-        WorkerIdentity(
+        rank_alone(
+            host.prefix,
             job=JOB,
             generation=generation,
             rank=rank,
             world_size=world_size,
-            local_world_size=1,
             beacon=beacon,
-            shm_prefix=host.prefix,
             engine_notify=str(host.state_dir / "notify.sock"),
             restore_step=restore_step,
             checkpoint=spec,

@@ -6,10 +6,12 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
-from support.hosts.engines import JOB, wait_until
+from support.clocks.waits import until
+from support.hosts.engine_cluster import EngineCluster
+from support.hosts.engines import JOB, EngineHost
 from support.jobs.attached import attached
 from support.jobs.fake_ranks import Placements, as_rank, local, spread
 from torch.distributed.tensor import Shard
@@ -22,9 +24,6 @@ from flyball.contracts.on_host.segments import beacon_path
 from flyball.sdk.beacon import create_beacon
 from flyball.sdk.trainer import Job
 from services.rules.recovery_point import plan_restore
-
-if TYPE_CHECKING:
-    from tests.integration.engine.conftest import Cluster, EngineHost
 
 STEP = 3
 Ranks = Mapping[str, tuple[int, ...]]  # by host
@@ -42,7 +41,7 @@ def state_of(mesh: Any, values: Mapping[str, torch.Tensor]) -> dict[str, Any]:  
 
 
 class ReshardedJob:
-    def __init__(self, cluster: Cluster, spec: CheckpointSpec) -> None:
+    def __init__(self, cluster: EngineCluster, spec: CheckpointSpec) -> None:
         self.cluster = cluster
         self.spec = spec
         self.saved_by: Ranks = {}
@@ -69,7 +68,7 @@ class ReshardedJob:
             for handle in handles:
                 done = handle.durable if self.spec.is_durable else handle.replicated
                 assert done.wait(90.0), handle
-        wait_until(self.is_everywhere)
+        until(self.is_everywhere)
 
     def is_everywhere(self) -> bool:
         """Whether every tier that is on has the step."""
@@ -164,7 +163,7 @@ class ReshardedJob:
 
     def await_tidy(self) -> None:
         """No folder of the newest generation stays."""
-        wait_until(lambda: not self.folders())
+        until(lambda: not self.folders())
 
     def folders(self) -> list[Path]:
         """In which the newest generation restores."""

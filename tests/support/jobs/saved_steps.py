@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.stores.shards import make_manifest
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -94,21 +95,12 @@ def write_shard(
     prepared = Capturer().take(state)
     payload = memoryview(bytearray(prepared.payload_bytes))
     prepared.copy_into(0, payload)
-    manifest = manifests.describe(
-        payload,
-        job="job",
-        generation=1,
-        step=step,
-        rank=rank,
-        world_size=ranks,
-        code_version="t",
-        chunk_bytes=chunk_bytes,
-    )
+    manifest = make_manifest(payload, step, rank, world_size=ranks, chunk_bytes=chunk_bytes)
     (folder / f"rank{rank}.safetensors").write_bytes(payload)
     (folder / f"rank{rank}.manifest").write_bytes(manifests.as_file(manifests.encode(manifest)))
 
 
-def same(one: Any, other: Any) -> bool:  # noqa: ANN401 - any state
+def same(one: Any, other: Any) -> bool:  # noqa: ANN401
     """Equal types and values, tensors bit for bit."""
     if isinstance(one, torch.Tensor):
         equal = isinstance(other, torch.Tensor) and (one.dtype, one.shape) == (other.dtype, other.shape)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import httpx
 import numpy as np
 from safetensors.numpy import save
+from support.clocks.waits import until
+from support.hosts.engine_cluster import EngineCluster
 from support.hosts.engines import EngineHost, Trainer
 
 from ckpt_engine.contracts.control_views import RestoreState
@@ -19,10 +20,6 @@ from flyball.contracts.checkpoints import CheckpointSpec, Lineage, LineageEntry,
 from flyball.contracts.identity import Fence
 from flyball.contracts.on_host.engine_wire import Configure
 
-if TYPE_CHECKING:
-    from tests.integration.engine.conftest import Cluster
-
-Until = Callable[..., None]
 STEP = 3
 RUN = "20251119-080000-000"
 LINEAGE: Lineage = (LineageEntry(1, STEP), LineageEntry(2))
@@ -67,10 +64,9 @@ class CountedStore:
 class Job:
     """Replicas whose step 3 is in the store and nowhere else."""
 
-    def __init__(self, cluster: Cluster, store: CountedStore, until: Until) -> None:
+    def __init__(self, cluster: EngineCluster, store: CountedStore) -> None:
         self.cluster = cluster
         self.store = store
-        self.until = until
         self.spec = CheckpointSpec(persistent_dir="s3://bucket/jobs", persistent_every_steps=1, replicas=0)
         self.ranks: Mapping[str, tuple[int, ...]] = {}
         self.saved: dict[int, bytes] = {}
@@ -87,7 +83,7 @@ class Job:
             self.saved[worker.rank] = worker.payload(STEP)
         for host_id, held in ranks.items():
             for rank in held:
-                self.until(lambda host_id=host_id, rank=rank: self.holds(host_id, rank))
+                until(lambda host_id=host_id, rank=rank: self.holds(host_id, rank))
         for host in self.cluster.hosts.values():
             host.lose()
 
@@ -116,6 +112,6 @@ class Job:
                 assert self.trainers[rank].await_restore(2) is RestoreState.READY
                 assert self.trainers[rank].stored(1, STEP) == self.saved[rank]
             host = self.cluster.hosts[host_id]
-            self.until(lambda host=host, host_id=host_id: len(host.status.restores) >= len(self.ranks[host_id]))
+            until(lambda host=host, host_id=host_id: len(host.status.restores) >= len(self.ranks[host_id]))
             reports |= {report.rank: report for report in host.status.restores}
         return reports

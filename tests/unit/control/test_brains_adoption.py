@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support.jobs.placements import make_placement
 from support.policy.checked import decide
 from support.policy.views import action, host
 
 from flyball.contracts.checkpoints import LineageEntry, RestorePlan, ShardSource, Tier
-from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Placement
+from flyball.contracts.cluster import HostState, JobSpec, JobState
 from flyball.contracts.decisions import ActionState, DecisionKind, Incident, IncidentState
 from flyball.contracts.identity import Fence
 from flyball.contracts.reports.standings import HeldJob, HostStanding, LastObeyed
@@ -18,16 +19,11 @@ from services.controller.updates.adoption import GATHER_S, NOT_ADOPTED, OTHER_CL
 
 NOW = 1000.0
 SPEC = JobSpec("job", ("train.py",), "/work", nnodes=6)
-WHOLE = Placement(
-    job="job",
+WHOLE = make_placement(
+    {f"h{n}": (n,) for n in range(6)},
     generation=5,
-    world_size=6,
-    hosts=tuple(HostRanks(f"h{n}", f"10.0.0.{n}", f"10.0.0.{n}:1", (n,)) for n in range(6)),
-    master_address="10.0.0.0",
-    master_port=29500,
     peers={f"h{n}": (f"h{(n + 1) % 6}",) for n in range(6)},
     lineage=(LineageEntry(2, 40), LineageEntry(5, None)),
-    restore=None,
     run="20261123-180000-000",
 )
 

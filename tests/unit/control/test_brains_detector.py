@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support.hosts.reports import report as made_report
+from support.policy.detector_rig import TICK_S, DetectorRig
 
-from flyball.contracts.cluster import HostFacts, RankStatus
-from flyball.contracts.reports.rank_columns import RankSteps, in_columns, steps_together
 from flyball.contracts.reports.signals import (
     EngineStatus,
     HostReturned,
@@ -14,133 +14,98 @@ from flyball.contracts.reports.signals import (
     PeerUnreachable,
     Report,
     Signal,
-    SignalBody,
 )
-from flyball.contracts.wire import WIRE_VERSION
 from services.sensor.detector import host_silence
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
 
-TICK_S = 0.1
+
+def report(host: str, now: float, unreachable: tuple[str, ...] = ()) -> Report:
+    return made_report(host, now, engine=EngineStatus(alive=True, unreachable_peers=unreachable))
 
 
-def report(
-    host: str,
-    now: float,
-    *,
-    interval_s: float = 1.0,
-    unreachable: tuple[str, ...] = (),
-    ranks: tuple[RankStatus, ...] = (),
-    steps: tuple[RankSteps, ...] = (),
-    lagged_s: float = 0.0,
-) -> Report:
-    workers, progress = in_columns(ranks)
-    return Report(
-        version=WIRE_VERSION,
-        incarnation="i1",
-        sent_at=now,
-        interval_s=interval_s,
-        facts=HostFacts(host, "10.0.0.1", "rack", "10.0.0.1:7", 1, "1", 1),
-        engine=EngineStatus(alive=True, unreachable_peers=unreachable),
-        workers=workers,
-        progress=progress,
-        completed=steps_together(steps),
-        lagged_s=lagged_s,
-    )
-
-
-class Cluster:
+class ReportingRig(DetectorRig):
     """Hosts that report each second, in one detector."""
 
     def __init__(self, *hosts: str, settings: DetectorSettings | None = None) -> None:
-        self.detector = FaultDetector(settings or DetectorSettings())
+        super().__init__(settings or DetectorSettings())
         self.reporting = {host: () for host in hosts}
-        self.now = 100.0
-        self.signals: list[tuple[float, SignalBody]] = []
 
-    def run(self, seconds: float) -> None:
-        for _ in range(round(seconds / TICK_S)):
-            self.now = round(self.now + TICK_S, 6)
-            if abs(self.now - round(self.now)) < 1e-6:
-                for host, unreachable in self.reporting.items():
-                    self.keep(self.detector.observe(report(host, self.now, unreachable=unreachable), self.now))
-            self.keep(self.detector.tick(self.now))
-
-    def keep(self, bodies: list[SignalBody]) -> None:
-        self.signals += [(self.now, body) for body in bodies]
+    def reports(self) -> list[Report]:
+        return [report(host, self.now, unreachable) for host, unreachable in self.reporting.items()]
 
     def silent(self) -> list[tuple[float, HostSilent]]:
         return [(at, body) for at, body in self.signals if isinstance(body, HostSilent)]
 
 
 def test_a_witness_makes_it_quick() -> None:
-    cluster = Cluster("a", "b")
-    cluster.run(10)
-    del cluster.reporting["b"]
-    cluster.reporting["a"] = ("b",)
-    stopped_at = cluster.now
-    cluster.run(20)
-    ((at, body),) = cluster.silent()
+    hosts = ReportingRig("a", "b")
+    hosts.run(10)
+    del hosts.reporting["b"]
+    hosts.reporting["a"] = ("b",)
+    stopped_at = hosts.now
+    hosts.run(20)
+    ((at, body),) = hosts.silent()
     assert body.host_id == "b" and body.witnesses == ("a",)
     assert 2.9 < at - stopped_at < 3.3  # three intervals
-    assert [b for _, b in cluster.signals if isinstance(b, PeerUnreachable)] == [
+    assert [b for _, b in hosts.signals if isinstance(b, PeerUnreachable)] == [
         PeerUnreachable("b", "The engine of a lost b and cannot reconnect.")
     ]
 
 
 def test_without_a_witness_it_takes_three_times_as_long() -> None:
-    cluster = Cluster("a", "b")
-    cluster.run(10)
-    del cluster.reporting["b"]
-    stopped_at = cluster.now
-    cluster.run(20)
-    ((at, body),) = cluster.silent()
+    hosts = ReportingRig("a", "b")
+    hosts.run(10)
+    del hosts.reporting["b"]
+    stopped_at = hosts.now
+    hosts.run(20)
+    ((at, body),) = hosts.silent()
     assert body.witnesses == () and 8.9 < at - stopped_at < 9.3
 
 
 def test_when_nobody_is_heard_of_it_takes_longest() -> None:
-    cluster = Cluster("a", "b", "c")
-    cluster.run(10)
-    cluster.reporting.clear()
-    stopped_at = cluster.now
-    cluster.run(30)
-    assert {body.host_id for _, body in cluster.silent()} == {"a", "b", "c"}
-    assert all(14.9 < at - stopped_at < 15.3 for at, _ in cluster.silent())
+    hosts = ReportingRig("a", "b", "c")
+    hosts.run(10)
+    hosts.reporting.clear()
+    stopped_at = hosts.now
+    hosts.run(30)
+    assert {body.host_id for _, body in hosts.silent()} == {"a", "b", "c"}
+    assert all(14.9 < at - stopped_at < 15.3 for at, _ in hosts.silent())
 
 
 def test_yellow_comes_before_red() -> None:
-    cluster = Cluster("a", "b")
-    cluster.run(10)
-    assert cluster.detector.suspicion() == ()
-    del cluster.reporting["b"]
-    cluster.run(2)
-    (suspect,) = cluster.detector.suspicion()
-    assert suspect.host_id == "b" and not suspect.is_silent and not cluster.silent()
-    cluster.run(10)
-    (silent,) = cluster.detector.suspicion()
+    hosts = ReportingRig("a", "b")
+    hosts.run(10)
+    assert hosts.detector.suspicion() == ()
+    del hosts.reporting["b"]
+    hosts.run(2)
+    (suspect,) = hosts.detector.suspicion()
+    assert suspect.host_id == "b" and not suspect.is_silent and not hosts.silent()
+    hosts.run(10)
+    (silent,) = hosts.detector.suspicion()
     assert silent.is_silent
 
 
 def test_a_host_returns_once() -> None:
-    cluster = Cluster("a", "b")
-    cluster.run(10)
-    del cluster.reporting["b"]
-    cluster.run(20)
-    cluster.reporting["b"] = ()
-    cluster.run(10)
-    returned = [body for _, body in cluster.signals if isinstance(body, HostReturned)]
+    hosts = ReportingRig("a", "b")
+    hosts.run(10)
+    del hosts.reporting["b"]
+    hosts.run(20)
+    hosts.reporting["b"] = ()
+    hosts.run(10)
+    returned = [body for _, body in hosts.signals if isinstance(body, HostReturned)]
     assert len(returned) == 1 and 20.0 <= returned[0].away_s <= 21.1
-    assert len(cluster.silent()) == 1
+    assert len(hosts.silent()) == 1
 
 
 def test_its_own_lag_does_not_count() -> None:
-    cluster = Cluster("a", "b")
-    cluster.run(10)
-    cluster.now += 30.0  # the sensor's loop stood still; reports wait unread
-    cluster.keep(cluster.detector.tick(cluster.now))
-    assert not cluster.silent()
-    assert cluster.detector.forgiven_s == pytest.approx(29.9, abs=0.2)
-    cluster.run(20)
-    assert not cluster.silent()
+    hosts = ReportingRig("a", "b")
+    hosts.run(10)
+    hosts.now += 30.0  # the sensor's loop stood still; reports wait unread
+    hosts.keep(hosts.detector.tick(hosts.now))
+    assert not hosts.silent()
+    assert hosts.detector.forgiven_s == pytest.approx(29.9, abs=0.2)
+    hosts.run(20)
+    assert not hosts.silent()
 
 
 def test_an_irregular_host_gets_a_longer_deadline() -> None:
@@ -156,27 +121,27 @@ def test_an_irregular_host_gets_a_longer_deadline() -> None:
 
 
 def test_an_expected_host_that_never_reports_is_silent() -> None:
-    cluster = Cluster("a")
-    cluster.detector.expect("ghost", cluster.now, report_ago_s=60.0)
-    cluster.run(40)
-    ((at, body),) = cluster.silent()
+    hosts = ReportingRig("a")
+    hosts.detector.expect("ghost", hosts.now, report_ago_s=60.0)
+    hosts.run(40)
+    ((at, body),) = hosts.silent()
     assert body.host_id == "ghost" and 29.0 < at - 100.0 < 31.0
 
 
 def test_a_host_that_reports_to_another_sensor_is_silent_only_once_it_does_so_no_more() -> None:
-    cluster = Cluster("a")
+    hosts = ReportingRig("a")
     for _ in range(60):
-        cluster.detector.expect("elsewhere", cluster.now, report_ago_s=0.5)
-        cluster.run(1)
-    assert not cluster.silent()
-    died_at = cluster.now
+        hosts.detector.expect("elsewhere", hosts.now, report_ago_s=0.5)
+        hosts.run(1)
+    assert not hosts.silent()
+    died_at = hosts.now
     for second in range(40):
-        cluster.detector.expect("elsewhere", cluster.now, report_ago_s=0.5 + second)
-        cluster.run(1)
-    ((at, body),) = cluster.silent()
+        hosts.detector.expect("elsewhere", hosts.now, report_ago_s=0.5 + second)
+        hosts.run(1)
+    ((at, body),) = hosts.silent()
     assert body.host_id == "elsewhere" and 28.0 < at - died_at < 32.0
-    cluster.detector.expect("elsewhere", cluster.now, report_ago_s=0.5)  # it is back, there
-    assert not cluster.detector.suspicion()
+    hosts.detector.expect("elsewhere", hosts.now, report_ago_s=0.5)  # it is back, there
+    assert not hosts.detector.suspicion()
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,11 @@ from math import inf
 
 import msgspec
 import pytest
+from support.hosts.reports import report
 from support.policy.checked import well_typed
 
-from flyball.contracts.cluster import HostFacts
 from flyball.contracts.reports import testimony
-from flyball.contracts.reports.signals import EngineStatus, HostReturned, HostSilent, HostSuspect, Report, SignalBody
-from flyball.contracts.wire import WIRE_VERSION
+from flyball.contracts.reports.signals import EngineStatus, HostReturned, HostSilent, HostSuspect, SignalBody
 from services.sensor.detector import host_silence
 from services.sensor.detector.correlation import Fall, due_groups, groups_of
 from services.sensor.detector.host_silence import SilenceWatch
@@ -60,15 +59,7 @@ class Watch:
             unreachable_peers=("b",) if name in self.accusers else (),
             testimonies=(testimony.Testimony("b", self.vouchers[name], 0.0),) if name in self.vouchers else (),
         )
-        made = Report(
-            version=WIRE_VERSION,
-            incarnation="i1",
-            sent_at=self.now_s,
-            interval_s=1.0,
-            facts=HostFacts(name, "ip", self.domains.get(name, name), "ip:7", 1, "1", 1),
-            engine=engine,
-        )
-        made = msgspec.structs.replace(made, **more)
+        made = report(name, domain=self.domains.get(name, name), **{"sent_at": self.now_s, "engine": engine} | more)
         self.keep(self.silence.observe(made, self.now_s)[0])
 
     def report_others(self) -> None:
@@ -259,18 +250,11 @@ def test_the_host_that_is_silent_for_longest_makes_room(monkeypatch: pytest.Monk
 
 def test_only_the_newest_report_of_an_incarnation_is_news() -> None:
     silence = SilenceWatch(SETTINGS, Steps())
-    first = Report(
-        version=WIRE_VERSION,
-        incarnation="i1",
-        sent_at=50.0,
-        interval_s=1.0,
-        facts=HostFacts("b", "ip", "r", "ip:7", 1, "1", 1),
-        engine=EngineStatus(alive=True),
-    )
+    first = report("b", 50.0)
     replace = msgspec.structs.replace
     news = [
-        silence.observe(report, BEGAN_S)[1]
-        for report in (
+        silence.observe(sent, BEGAN_S)[1]
+        for sent in (
             first,
             first,
             replace(first, sent_at=50.1),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from math import inf
 
 import pytest
+from support.hosts.reports import report as made_report
 
-from flyball.contracts.cluster import HostFacts, Phase, RankStatus
-from flyball.contracts.reports.rank_columns import RankSteps, in_columns, steps_together
-from flyball.contracts.reports.signals import EngineStatus, RankStalled, Report, SignalBody
-from flyball.contracts.wire import WIRE_VERSION
+from flyball.contracts.cluster import Phase, RankStatus
+from flyball.contracts.reports.rank_columns import RankSteps
+from flyball.contracts.reports.signals import RankStalled, Report, SignalBody
 from services.sensor.detector import rank_stalls
 from services.sensor.detector.patience import StallSettings
 from services.sensor.detector.rank_stalls import StallWatch
@@ -20,20 +20,8 @@ def report(
 ) -> Report:
     """Of ranks: (job, generation, rank, step); each completed that step `age_s` ago."""
     statuses = [RankStatus(job, g, rank, 10 + rank, Phase.STEP, step, age_s) for job, g, rank, step in ranks]
-    workers, progress = in_columns(statuses)
     steps = [RankSteps(job, g, rank, step, (now_s - age_s,)) for job, g, rank, step in ranks]
-    return Report(
-        version=WIRE_VERSION,
-        incarnation="i1",
-        sent_at=now_s,
-        interval_s=1.0,
-        facts=HostFacts(host_id, "ip", "rack", "ip:7", 1, "1", 1),
-        engine=EngineStatus(alive=True),
-        workers=workers,
-        progress=progress,
-        completed=steps_together(steps),
-        lagged_s=lagged_s,
-    )
+    return made_report(host_id, now_s, ranks=statuses, steps=steps, lagged_s=lagged_s)
 
 
 def train(watch: StallWatch, *hosts: str, upto: int, generation: int = 1, first_s: float = 100.0) -> float:

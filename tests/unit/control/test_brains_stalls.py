@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support.hosts.reports import report as made_report
 from support.policy.checked import well_typed
 
-from flyball.contracts.cluster import Activity, HostFacts, Phase, RankStatus
-from flyball.contracts.reports.rank_columns import RankSteps, in_columns, steps_together
-from flyball.contracts.reports.signals import EngineStatus, FalseAlarm, RankStalled, Report
-from flyball.contracts.wire import WIRE_VERSION
+from flyball.contracts.cluster import Activity, Phase, RankStatus
+from flyball.contracts.reports.rank_columns import RankSteps
+from flyball.contracts.reports.signals import FalseAlarm, RankStalled
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
 from services.sensor.detector.patience import PhasePatience
 from services.sensor.detector.stances import Stance
@@ -79,7 +79,7 @@ class Job:
     def report(self, ranks: tuple[int, ...] = ALL) -> None:
         for host, on_host in (("a", (0, 1)), ("b", (2, 3))):
             mine = [rank for rank in on_host if rank in ranks]
-            workers, progress = in_columns(self._status(rank) for rank in mine)
+            statuses = [self._status(rank) for rank in mine]
             steps = tuple(
                 RankSteps("j", self.generation, r, self.done[r][0][0], tuple(t for _, t in self.done[r]))
                 for r in mine
@@ -87,19 +87,8 @@ class Job:
             )
             for rank in mine:
                 self.done[rank] = []
-            report = Report(
-                version=WIRE_VERSION,
-                incarnation="i1",
-                sent_at=self.now,
-                interval_s=1.0,
-                facts=HostFacts(host, "10.0.0.1", "rack", "10.0.0.1:7", 1, "1", 1),
-                engine=EngineStatus(alive=True),
-                workers=workers,
-                progress=progress,
-                completed=steps_together(steps),
-                lagged_s=self.lagged_s,
-            )
-            for body in self.detector.observe(report, self.now):
+            sent = made_report(host, self.now, ranks=statuses, steps=steps, lagged_s=self.lagged_s)
+            for body in self.detector.observe(sent, self.now):
                 assert isinstance(body, RankStalled | FalseAlarm)
                 well_typed(body)
                 (self.stalls if isinstance(body, RankStalled) else self.false_alarms).append(body)  # type: ignore[attr-defined]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from support.hosts.reports import report
 
-from flyball.contracts.cluster import Activity, HostFacts, Phase, RankStatus
-from flyball.contracts.reports.rank_columns import RankSteps, in_columns, steps_together
-from flyball.contracts.reports.signals import EngineStatus, RankStalled, Report
-from flyball.contracts.wire import WIRE_VERSION, decode, encode
+from flyball.contracts.cluster import Activity, Phase, RankStatus
+from flyball.contracts.reports.rank_columns import RankSteps
+from flyball.contracts.reports.signals import RankStalled
+from flyball.contracts.wire import decode, encode
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
 from services.sensor.detector.shared_stands import MAX_GROUPS, JobStand, StandingRanks, columns_of, stand_of
 from services.sensor.detector.watched_ranks import RankEntries, WatchedRanks
@@ -22,7 +23,7 @@ READS = (Activity.BLOCKED, "")
 WORKS = (Activity.ACTIVE, "")
 
 
-class Cluster:
+class SeveralSensors:
     """A job of six ranks on three hosts; `homes`: host -> the sensor that it reports to."""
 
     def __init__(self, homes: str) -> None:
@@ -67,21 +68,9 @@ class Cluster:
                 activity, place, since = self.doing[rank]
                 facts = {"activity": activity, "activity_s": self.now - since, "place": place} if age_s > 0.5 else {}
                 statuses.append(RankStatus("j", 1, rank, 10 + rank, Phase.STEP, self.step, age_s, **facts))  # type: ignore[arg-type]
-            workers, progress = in_columns(statuses)
             steps = [RankSteps("j", 1, rank, self.step, (self.now,)) for rank in ranks] if has_stepped else []
-            facts_ = HostFacts(host, "ip", "rack", "ip:7", 1, "1", 1)
-            report = Report(
-                version=WIRE_VERSION,
-                incarnation="i1",
-                sent_at=self.now,
-                interval_s=1.0,
-                facts=facts_,
-                engine=EngineStatus(alive=True),
-                workers=workers,
-                progress=progress,
-                completed=steps_together(steps),
-            )
-            self._take(self.sensors[self.homes[host]].observe(report, self.now))
+            sent = report(host, self.now, ranks=statuses, steps=steps)
+            self._take(self.sensors[self.homes[host]].observe(sent, self.now))
 
     def exchange(self) -> None:
         """As the loop does, with the documents as the database has them."""
@@ -114,12 +103,12 @@ HANGS = {
 def test_several_sensors_find_a_hang_as_one_does(kind: str, homes: str) -> None:
     common, others, ranks = HANGS[kind]
     found = []
-    for sensors in ("xxx", homes):
-        cluster = Cluster(sensors)
-        cluster.stand(common, *others)
-        cluster.wait(650.0)
-        assert len(cluster.stalls) == 1, "said once, by one sensor"
-        found.append(cluster.stalls[0])
+    for told_to in ("xxx", homes):
+        seen = SeveralSensors(told_to)
+        seen.stand(common, *others)
+        seen.wait(650.0)
+        assert len(seen.stalls) == 1, "said once, by one sensor"
+        found.append(seen.stalls[0])
     (one_at, one), (many_at, many) = found
     assert (many.ranks, many.stance, many.deadline_s) == (one.ranks, one.stance, one.deadline_s)
     assert one_at <= many_at <= one_at + 5.0
@@ -128,47 +117,47 @@ def test_several_sensors_find_a_hang_as_one_does(kind: str, homes: str) -> None:
 
 @pytest.mark.parametrize("homes", ["xyy", "xyz"])
 def test_ranks_that_work_elsewhere_are_waited_for_and_what_was_told_is_over(homes: str) -> None:
-    cluster = Cluster(homes)
-    cluster.stand(WAITS, (4, WORKS))
-    cluster.wait(1500.0, every_s=5.0)
-    assert not cluster.stalls
-    cluster.train(3)
-    cluster.stand(WAITS)
-    cluster.wait(200.0)
-    cluster.train(5)
-    cluster.stand(WAITS)
-    cluster.wait(250.0)
-    assert not cluster.stalls, "each pause is one of its own"
+    seen = SeveralSensors(homes)
+    seen.stand(WAITS, (4, WORKS))
+    seen.wait(1500.0, every_s=5.0)
+    assert not seen.stalls
+    seen.train(3)
+    seen.stand(WAITS)
+    seen.wait(200.0)
+    seen.train(5)
+    seen.stand(WAITS)
+    seen.wait(250.0)
+    assert not seen.stalls, "each pause is one of its own"
 
 
 def test_a_sensor_that_is_away_may_have_ranks_that_work() -> None:
-    cluster = Cluster("xyy")
-    cluster.stand(WAITS)
-    cluster.wait(100.0)
-    cluster.away = {"y"}
-    cluster.wait(700.0)
-    assert not cluster.stalls
-    cluster.away = set()
-    cluster.wait(10.0)
-    assert len(cluster.stalls) == 1
+    seen = SeveralSensors("xyy")
+    seen.stand(WAITS)
+    seen.wait(100.0)
+    seen.away = {"y"}
+    seen.wait(700.0)
+    assert not seen.stalls
+    seen.away = set()
+    seen.wait(10.0)
+    assert len(seen.stalls) == 1
 
 
 def test_a_host_that_moves_to_another_sensor_keeps_the_hang_in_sight() -> None:
-    cluster = Cluster("xyy")
-    cluster.stand(WAITS)
-    cluster.wait(100.0)
-    cluster.homes["b"] = "x"
-    cluster.sensors["y"].leave("b")
-    cluster.wait(400.0)
-    assert [stall.ranks for _, stall in cluster.stalls] == [(0, 1, 2, 3, 4, 5)]
+    seen = SeveralSensors("xyy")
+    seen.stand(WAITS)
+    seen.wait(100.0)
+    seen.homes["b"] = "x"
+    seen.sensors["y"].leave("b")
+    seen.wait(400.0)
+    assert [stall.ranks for _, stall in seen.stalls] == [(0, 1, 2, 3, 4, 5)]
 
 
 def test_healthy_jobs_and_jobs_of_one_sensor_tell_nothing() -> None:
-    alone = Cluster("xxx")
+    alone = SeveralSensors("xxx")
     alone.stand(WAITS)
     alone.wait(20.0)
     assert alone.sensors["x"].stands() == () and not alone.sensors["x"].has_ranks_elsewhere
-    several = Cluster("xyz")
+    several = SeveralSensors("xyz")
     assert not several.told and all(sensor.has_ranks_elsewhere for sensor in several.sensors.values())
 
 

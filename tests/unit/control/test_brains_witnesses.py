@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import msgspec
-import pytest
+from collections.abc import Iterable, Iterator
 
-from flyball.contracts.cluster import HostFacts, HostRanks, Phase, RankStatus
+import pytest
+from support.hosts.reports import report
+from support.policy.detector_rig import TICK_S, DetectorRig
+
+from flyball.contracts.cluster import HostRanks, Phase, RankStatus
 from flyball.contracts.reports import testimony
-from flyball.contracts.reports.rank_columns import in_columns
 from flyball.contracts.reports.signals import EngineStatus, HostReturned, HostSilent, HostSuspect, Report, SignalBody
-from flyball.contracts.wire import WIRE_VERSION
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
 from services.sensor.detector.watched_host import SilenceSettings
 from services.sensor.detector.witnesses import MAX_NEIGHBOURS, neighbours
 
-TICK_S = 0.1
 BOUNDS = SilenceSettings(vouched_max_s=60.0)
 
 
-def said(now: float, interval_s: float, facts: HostFacts, engine: EngineStatus) -> Report:
-    """What the first daemon of a host reports."""
-    return Report(
-        version=WIRE_VERSION, incarnation="i1", sent_at=now, interval_s=interval_s, facts=facts, engine=engine
-    )
-
-
-class Cluster:
+class WitnessedRig(DetectorRig):
     """Hosts of one job that report each second, a rank on each. Answers follow a question by one report."""
 
     def __init__(self, *names: str, domains: dict[str, str] | None = None) -> None:
-        self.detector = FaultDetector(DetectorSettings(silence=BOUNDS))
+        super().__init__(DetectorSettings(silence=BOUNDS))
         self.names = names
         self.domains = domains or {}
         self.reports_here = set(names)
@@ -40,24 +33,18 @@ class Cluster:
         self.step = 0
         self.trains = True
         self.asked: dict[str, tuple[str, ...]] = {}
-        self.now = 100.0
-        self.signals: list[tuple[float, SignalBody]] = []
         parts = tuple(HostRanks(name, "ip", f"{name}:7", (number,)) for number, name in enumerate(names))
         ring = {name: (names[(number + 1) % len(names)],) for number, name in enumerate(names)}
         self.near = neighbours(parts, ring)
         self.detector.set_neighbours(self.near)
         self.run(10)
 
-    def run(self, seconds: float) -> None:
-        for _ in range(round(seconds / TICK_S)):
-            self.now = round(self.now + TICK_S, 6)
-            if abs(self.now - round(self.now)) < 1e-6:
-                self.step += self.trains and self.alive == set(self.names)
-                for name in self.names:
-                    if name in self.reports_here & self.alive:
-                        self.keep(self.detector.observe(self.report(name), self.now))
-                        self.asked[name] = self.detector.questions(name)
-            self.keep(self.detector.tick(self.now))
+    def reports(self) -> Iterator[Report]:
+        self.step += self.trains and self.alive == set(self.names)
+        for name in self.names:
+            if name in self.reports_here & self.alive:
+                yield self.report(name)
+                self.asked[name] = self.detector.questions(name)
 
     def report(self, name: str) -> Report:
         out_of_reach = [n for n in self.names if n not in self.alive or frozenset((name, n)) in self.links_cut]
@@ -68,16 +55,11 @@ class Cluster:
         ]
         linked = {n for n, near in self.near.items() if name in near}
         engine = EngineStatus(True, tuple(sorted(linked.intersection(out_of_reach))), testimonies=tuple(words))
-        facts = HostFacts(name, "ip", self.domains.get(name, name), "ip:7", 1, "1", 1)
-        number = self.names.index(name)
-        status = RankStatus("j", 1, number, 10, Phase.STEP, self.step, 0.0 if self.trains else 5.0)
-        workers, progress = in_columns([status])
-        return msgspec.structs.replace(said(self.now, 1.0, facts, engine), workers=workers, progress=progress)
+        status = RankStatus("j", 1, self.names.index(name), 10, Phase.STEP, self.step, 0.0 if self.trains else 5.0)
+        return report(name, self.now, domain=self.domains.get(name, name), engine=engine, ranks=[status])
 
-    def keep(self, bodies: list[SignalBody]) -> None:
-        self.signals += [
-            (self.now, body) for body in bodies if isinstance(body, HostSilent | HostSuspect | HostReturned)
-        ]
+    def keep(self, bodies: Iterable[SignalBody]) -> None:
+        super().keep(body for body in bodies if isinstance(body, HostSilent | HostSuspect | HostReturned))
 
     def cut_from_sensor(self, *names: str) -> float:
         self.reports_here -= set(names)
@@ -101,114 +83,114 @@ def test_neighbours_are_those_whose_engines_have_a_link() -> None:
 
 
 def test_a_host_that_only_the_sensor_does_not_hear_is_suspect_and_never_silent() -> None:
-    cluster = Cluster("a", "b", "c")
-    cut_at = cluster.cut_from_sensor("b")
-    cluster.run(600)
-    ((at, body),) = cluster.signals
+    hosts = WitnessedRig("a", "b", "c")
+    cut_at = hosts.cut_from_sensor("b")
+    hosts.run(600)
+    ((at, body),) = hosts.signals
     assert isinstance(body, HostSuspect) and body.host_id == "b" and 4.4 < at - cut_at < 5.0
     assert body.reached_by == ("a", "c") and body.steps_advance
-    (suspicion,) = cluster.detector.suspicion()
+    (suspicion,) = hosts.detector.suspicion()
     assert suspicion.reached_by == ("a", "c") and not suspicion.is_silent
-    cluster.reports_here.add("b")
-    cluster.run(2)
-    assert cluster.kinds() == [HostSuspect, HostReturned]
-    assert cluster.asked == {"a": (), "b": (), "c": ()}, "nobody is asked any more"
+    hosts.reports_here.add("b")
+    hosts.run(2)
+    assert hosts.kinds() == [HostSuspect, HostReturned]
+    assert hosts.asked == {"a": (), "b": (), "c": ()}, "nobody is asked any more"
 
 
 def test_a_suspect_host_that_dies_is_silent_soon() -> None:
-    cluster = Cluster("a", "b", "c")
-    cluster.cut_from_sensor("b")
-    cluster.run(60)
-    cluster.alive.remove("b")
-    died_at = cluster.now
-    cluster.run(20)
-    assert cluster.kinds() == [HostSuspect, HostSilent]
-    at, body = cluster.signals[-1]
+    hosts = WitnessedRig("a", "b", "c")
+    hosts.cut_from_sensor("b")
+    hosts.run(60)
+    hosts.alive.remove("b")
+    died_at = hosts.now
+    hosts.run(20)
+    assert hosts.kinds() == [HostSuspect, HostSilent]
+    at, body = hosts.signals[-1]
     assert isinstance(body, HostSilent) and body.witnesses == ("a", "c") and at - died_at < 4.5
 
 
 def test_a_dead_host_is_not_called_suspect_first() -> None:
-    cluster = Cluster("a", "b", "c")
-    cluster.alive.remove("b")
-    cluster.cut_from_sensor()
-    cluster.run(20)
-    assert cluster.kinds() == [HostSilent]
+    hosts = WitnessedRig("a", "b", "c")
+    hosts.alive.remove("b")
+    hosts.cut_from_sensor()
+    hosts.run(20)
+    assert hosts.kinds() == [HostSilent]
 
 
 def test_one_neighbour_is_believed_while_the_job_makes_steps_and_else_for_a_while() -> None:
-    cluster = Cluster("a", "b")
-    cluster.cut_from_sensor("b")
-    cluster.run(300)
-    assert cluster.kinds() == [HostSuspect]
-    cluster.trains = False
-    stopped_at = cluster.now
-    cluster.run(60)
-    assert cluster.kinds() == [HostSuspect, HostSilent]
-    assert cluster.signals[-1][0] - stopped_at < 12.0, "its word alone had been believed for longer already"
+    hosts = WitnessedRig("a", "b")
+    hosts.cut_from_sensor("b")
+    hosts.run(300)
+    assert hosts.kinds() == [HostSuspect]
+    hosts.trains = False
+    stopped_at = hosts.now
+    hosts.run(60)
+    assert hosts.kinds() == [HostSuspect, HostSilent]
+    assert hosts.signals[-1][0] - stopped_at < 12.0, "its word alone had been believed for longer already"
 
 
 def test_a_lying_neighbour_delays_and_does_not_prevent() -> None:
-    cluster = Cluster("a", "b")
-    cluster.liars.add("a")
-    cluster.alive.remove("b")
-    died_at = cluster.cut_from_sensor()
-    cluster.run(100)
-    assert cluster.kinds() == [HostSuspect, HostSilent]
-    assert 59.0 < cluster.signals[-1][0] - died_at < 72.0
+    hosts = WitnessedRig("a", "b")
+    hosts.liars.add("a")
+    hosts.alive.remove("b")
+    died_at = hosts.cut_from_sensor()
+    hosts.run(100)
+    assert hosts.kinds() == [HostSuspect, HostSilent]
+    assert 59.0 < hosts.signals[-1][0] - died_at < 72.0
 
 
 def test_steps_alone_count_for_a_while() -> None:
-    cluster = Cluster("a", "b", "c")
-    cluster.detector.set_neighbours({})
-    cut_at = cluster.cut_from_sensor("b")
-    cluster.run(60)
-    assert cluster.kinds() == [HostSuspect, HostSilent]
-    assert 30.0 < cluster.signals[-1][0] - cut_at < 42.0
+    hosts = WitnessedRig("a", "b", "c")
+    hosts.detector.set_neighbours({})
+    cut_at = hosts.cut_from_sensor("b")
+    hosts.run(60)
+    assert hosts.kinds() == [HostSuspect, HostSilent]
+    assert 30.0 < hosts.signals[-1][0] - cut_at < 42.0
 
 
 def test_who_cannot_be_reached_by_its_neighbours_either_is_silent_sooner_though_it_trains() -> None:
-    cluster = Cluster("a", "b", "c")
-    cluster.links_cut = {frozenset("ab"), frozenset("bc")}
-    cut_at = cluster.cut_from_sensor("b")
-    cluster.run(60)
-    assert cluster.kinds() == [HostSuspect, HostSilent]
-    assert 10.0 < cluster.signals[-1][0] - cut_at < 11.5
+    hosts = WitnessedRig("a", "b", "c")
+    hosts.links_cut = {frozenset("ab"), frozenset("bc")}
+    cut_at = hosts.cut_from_sensor("b")
+    hosts.run(60)
+    assert hosts.kinds() == [HostSuspect, HostSilent]
+    assert 10.0 < hosts.signals[-1][0] - cut_at < 11.5
 
 
 def test_an_engine_that_has_outlived_its_daemon_is_no_sign_of_it() -> None:
-    cluster = Cluster("a", "b", "c")
-    cluster.trains = False
-    cluster.run(20)
-    cluster.daemon_lives.remove("b")
-    cut_at = cluster.cut_from_sensor("b")
-    cluster.run(20)
-    assert cluster.kinds() == [HostSilent] and cluster.signals[0][0] - cut_at < 9.5
+    hosts = WitnessedRig("a", "b", "c")
+    hosts.trains = False
+    hosts.run(20)
+    hosts.daemon_lives.remove("b")
+    cut_at = hosts.cut_from_sensor("b")
+    hosts.run(20)
+    assert hosts.kinds() == [HostSilent] and hosts.signals[0][0] - cut_at < 9.5
 
 
 def test_a_witness_that_is_not_heard_itself_does_not_count_and_is_asked_when_it_is() -> None:
-    cluster = Cluster("a", "b", "c", "d", "e")
-    cluster.trains = False
-    cluster.run(20)
-    cluster.cut_from_sensor("b", "c")
-    cluster.run(3)
-    assert cluster.detector.questions("c") == ("b",), "with the reply to its next report, which may always come late"
-    assert cluster.detector.questions("a") == ("b", "c")
-    assert all("c" not in suspicion.reached_by for suspicion in cluster.detector.suspicion())
+    hosts = WitnessedRig("a", "b", "c", "d", "e")
+    hosts.trains = False
+    hosts.run(20)
+    hosts.cut_from_sensor("b", "c")
+    hosts.run(3)
+    assert hosts.detector.questions("c") == ("b",), "with the reply to its next report, which may always come late"
+    assert hosts.detector.questions("a") == ("b", "c")
+    assert all("c" not in suspicion.reached_by for suspicion in hosts.detector.suspicion())
 
 
 def test_witnesses_from_the_same_failure_domain_weigh_less_than_others() -> None:
     silent_after = {}
     for domain_of_c in ("near", "far"):
-        cluster = Cluster("a", "b", "c", domains={"a": "elsewhere", "b": "near", "c": domain_of_c})
-        cluster.detector.set_neighbours({})
-        cluster.near = {"b": ("c",)}
-        cluster.trains = False
-        cluster.run(20)
-        cluster.alive.remove("b")
-        died_at = cluster.cut_from_sensor()
-        cluster.run(20)
-        assert cluster.kinds() == [HostSilent]
-        silent_after[domain_of_c] = cluster.signals[0][0] - died_at
+        hosts = WitnessedRig("a", "b", "c", domains={"a": "elsewhere", "b": "near", "c": domain_of_c})
+        hosts.detector.set_neighbours({})
+        hosts.near = {"b": ("c",)}
+        hosts.trains = False
+        hosts.run(20)
+        hosts.alive.remove("b")
+        died_at = hosts.cut_from_sensor()
+        hosts.run(20)
+        assert hosts.kinds() == [HostSilent]
+        silent_after[domain_of_c] = hosts.signals[0][0] - died_at
     assert silent_after["far"] < 3.5 and 4.0 < silent_after["near"] < 5.0
 
 
@@ -216,11 +198,11 @@ def test_witnesses_from_the_same_failure_domain_weigh_less_than_others() -> None
 def test_a_rack_behind_one_switch_falls_as_one(first: tuple[str, ...]) -> None:
     """With rank 0's host in it, most of its hosts have neighbours only among themselves."""
     rack = [f"r{number:02}" for number in range(32)]
-    cluster = Cluster(*first, *rack, "y", "z", domains=dict.fromkeys(rack, "s7"))
-    cluster.alive -= set(rack)
-    died_at = cluster.cut_from_sensor()
-    cluster.run(30)
-    silent = [(at, body) for at, body in cluster.signals if isinstance(body, HostSilent)]
+    hosts = WitnessedRig(*first, *rack, "y", "z", domains=dict.fromkeys(rack, "s7"))
+    hosts.alive -= set(rack)
+    died_at = hosts.cut_from_sensor()
+    hosts.run(30)
+    silent = [(at, body) for at, body in hosts.signals if isinstance(body, HostSilent)]
     assert [body.host_id for _, body in silent] == rack
     assert len({at for at, _ in silent}) == 1, "all at once"
     assert {(body.domain, body.together, body.within_s) for _, body in silent} == {("s7", 32, 0.0)}
@@ -228,45 +210,44 @@ def test_a_rack_behind_one_switch_falls_as_one(first: tuple[str, ...]) -> None:
 
 
 def test_when_half_of_all_are_not_heard_the_sensor_waits_longest() -> None:
-    cluster = Cluster(*"abcdef")
-    cluster.detector.set_neighbours({})
-    cluster.trains = False
-    cluster.run(20)
-    cut_at = cluster.cut_from_sensor(*"abcd")
-    cluster.run(20)
-    assert cluster.kinds() == [HostSilent] * 4
-    assert all(14.9 < at - cut_at < 15.3 for at, _ in cluster.signals)
+    hosts = WitnessedRig(*"abcdef")
+    hosts.detector.set_neighbours({})
+    hosts.trains = False
+    hosts.run(20)
+    cut_at = hosts.cut_from_sensor(*"abcd")
+    hosts.run(20)
+    assert hosts.kinds() == [HostSilent] * 4
+    assert all(14.9 < at - cut_at < 15.3 for at, _ in hosts.signals)
 
 
 def test_a_sensor_that_was_stopped_accuses_nobody_that_reports_again_in_time() -> None:
-    cluster = Cluster("a", "b", "c")
-    cluster.now += 30.0  # SIGSTOP, SIGCONT; daemons that had no answer wait for up to 2 s before they try again
-    cluster.cut_from_sensor("a", "b", "c")
-    cluster.run(2)
-    cluster.reports_here = {"a", "b", "c"}
-    cluster.run(10)
-    assert cluster.signals == []
-    cluster.alive.remove("c")
-    cluster.run(20)
-    assert cluster.kinds() == [HostSilent]
+    hosts = WitnessedRig("a", "b", "c")
+    hosts.now += 30.0  # SIGSTOP, SIGCONT; daemons that had no answer wait for up to 2 s before they try again
+    hosts.cut_from_sensor("a", "b", "c")
+    hosts.run(2)
+    hosts.reports_here = {"a", "b", "c"}
+    hosts.run(10)
+    assert hosts.signals == []
+    hosts.alive.remove("c")
+    hosts.run(20)
+    assert hosts.kinds() == [HostSilent]
 
 
 def test_a_short_report_interval_outlives_a_stopped_sensor_too() -> None:
     detector = FaultDetector(DetectorSettings())
 
-    def report(name: str) -> list[SignalBody]:
-        facts = HostFacts(name, "ip", name, "ip:7", 1, "1", 1)
-        return detector.observe(said(now, 0.2, facts, EngineStatus(True)), now)
+    def reports(name: str) -> list[SignalBody]:
+        return detector.observe(report(name, now, domain=name, interval_s=0.2), now)
 
     now = 100.0
     for _ in range(50):
         now += TICK_S
-        assert [*report("a"), *report("b"), *detector.tick(now)] == []
+        assert [*reports("a"), *reports("b"), *detector.tick(now)] == []
     now += 30.0
     for _ in range(40):  # 4 s, where a deadline is 0.6 s
         now += TICK_S
         assert detector.tick(now) == []
-    assert [*report("a"), *report("b")] == []
+    assert [*reports("a"), *reports("b")] == []
 
 
 def test_a_sensor_tells_of_a_host_that_only_another_one_does_not_hear() -> None:
@@ -289,9 +270,8 @@ def test_a_sensor_tells_of_a_host_that_only_another_one_does_not_hear() -> None:
         words = tuple(testimony.Testimony(name, 0.2, 0.1) for name in asked)
         for name, detector in (("a", near), ("b", far)):
             if name == "b" or now < cut_at:
-                facts = HostFacts(name, "ip", name, "ip:7", 1, "1", 1)
                 engine = EngineStatus(True, testimonies=words if name == "b" else ())
-                detector.observe(said(now, 1.0, facts, engine), now)
+                detector.observe(report(name, now, domain=name, engine=engine), now)
                 heard[name] = now
         asked = far.questions("b")
     ((who, at, body),) = found
@@ -300,16 +280,16 @@ def test_a_sensor_tells_of_a_host_that_only_another_one_does_not_hear() -> None:
 
 
 def test_a_host_that_was_replaced_has_no_neighbours_and_what_they_said_grows_old() -> None:
-    cluster = Cluster("a", "b", "c")
-    cluster.trains = False
-    cluster.cut_from_sensor("b")
-    cluster.run(30)
-    assert cluster.kinds() == [HostSuspect]
-    replaced_at = cluster.now
-    cluster.detector.set_neighbours({"a": ("c",), "c": ("a",)})
-    cluster.run(20)
-    assert cluster.kinds() == [HostSuspect, HostSilent]
-    at, body = cluster.signals[-1]
+    hosts = WitnessedRig("a", "b", "c")
+    hosts.trains = False
+    hosts.cut_from_sensor("b")
+    hosts.run(30)
+    assert hosts.kinds() == [HostSuspect]
+    replaced_at = hosts.now
+    hosts.detector.set_neighbours({"a": ("c",), "c": ("a",)})
+    hosts.run(20)
+    assert hosts.kinds() == [HostSuspect, HostSilent]
+    at, body = hosts.signals[-1]
     assert isinstance(body, HostSilent) and body.host_id == "b" and body.witnesses == ()
     assert 7.0 < at - replaced_at < 11.0, "as long as a host of which nobody can tell is waited for"
 
@@ -317,20 +297,20 @@ def test_a_host_that_was_replaced_has_no_neighbours_and_what_they_said_grows_old
 @pytest.mark.parametrize("is_alive", [True, False])
 def test_a_neighbour_that_a_move_has_just_brought_has_time_to_answer(is_alive: bool) -> None:
     """Simulator seed 4460: b, its only neighbour, had died, and c took the ranks of b moments before a was given up."""
-    cluster = Cluster("a", "b", "c")
-    cluster.trains = False
-    cluster.detector.set_neighbours({"a": ("b",), "b": ("a",)})
-    cluster.run(5)
-    cluster.alive.remove("b")
+    hosts = WitnessedRig("a", "b", "c")
+    hosts.trains = False
+    hosts.detector.set_neighbours({"a": ("b",), "b": ("a",)})
+    hosts.run(5)
+    hosts.alive.remove("b")
     if not is_alive:
-        cluster.alive.remove("a")
-    cluster.near = {"a": ("c",), "c": ("a",)} if is_alive else {}  # who would have noticed that its link is gone
-    cut_at = cluster.cut_from_sensor("a")
-    cluster.run(8.6)
-    assert cluster.kinds() == []
-    cluster.detector.set_neighbours({"a": ("c",), "c": ("a",)})
-    cluster.run(50)
-    found = {body.host_id: at for at, body in cluster.signals if isinstance(body, HostSilent)}
+        hosts.alive.remove("a")
+    hosts.near = {"a": ("c",), "c": ("a",)} if is_alive else {}  # who would have noticed that its link is gone
+    cut_at = hosts.cut_from_sensor("a")
+    hosts.run(8.6)
+    assert hosts.kinds() == []
+    hosts.detector.set_neighbours({"a": ("c",), "c": ("a",)})
+    hosts.run(50)
+    found = {body.host_id: at for at, body in hosts.signals if isinstance(body, HostSilent)}
     assert found.keys() == ({"b"} if is_alive else {"a", "b"})
     assert found.get("a", cut_at + 11.7) - cut_at < 12.0, "not for long"
 
@@ -350,8 +330,7 @@ def test_clocks_that_disagree_do_not_condemn_a_host_that_another_sensor_hears() 
 def test_a_silent_host_is_no_less_so_because_it_is_told_a_little_differently_each_time() -> None:
     detector = FaultDetector(DetectorSettings())
     now = 100.0
-    facts = HostFacts("b", "ip", "b", "ip:7", 1, "1", 1)
-    detector.observe(said(now, 1.0, facts, EngineStatus(True)), now)
+    detector.observe(report("b", now), now)
     found: list[SignalBody] = []
     for second in range(12):
         detector.expect("b", now, second + 0.01, 5_000_000.0 + 0.02 * (second % 3))
@@ -362,12 +341,12 @@ def test_a_silent_host_is_no_less_so_because_it_is_told_a_little_differently_eac
 
 
 def test_a_witness_that_is_late_for_a_moment_has_not_taken_its_word_back() -> None:
-    cluster = Cluster("a", "b")
-    cluster.cut_from_sensor("b")
-    cluster.run(60)
+    hosts = WitnessedRig("a", "b")
+    hosts.cut_from_sensor("b")
+    hosts.run(60)
     for _ in range(5):
-        cluster.reports_here.remove("a")
-        cluster.run(2)  # late: yellow at half of its deadline
-        cluster.reports_here.add("a")
-        cluster.run(2)
-    assert cluster.kinds() == [HostSuspect]
+        hosts.reports_here.remove("a")
+        hosts.run(2)  # late: yellow at half of its deadline
+        hosts.reports_here.add("a")
+        hosts.run(2)
+    assert hosts.kinds() == [HostSuspect]

@@ -29,7 +29,7 @@ RELEASE = Release(Fence(1, 1), "job")
 POSITIONS = (RankPosition(0, 7),)
 
 
-class Host:
+class JobsOnSmallDisk:
     """A daemon's job control on a small disk, with a fake engine, and one job whose workers have ended."""
 
     def __init__(self, folder: Path) -> None:
@@ -75,9 +75,9 @@ class Host:
         return len((await records.load())[1]), dict(await records.ended())
 
 
-def on_a_host(folder: Path, scenario: Callable[[Host], Awaitable[None]]) -> None:
+def on_a_host(folder: Path, scenario: Callable[[JobsOnSmallDisk], Awaitable[None]]) -> None:
     async def run() -> None:
-        host = Host(folder)
+        host = JobsOnSmallDisk(folder)
         await host.begin()
         await scenario(host)
         host.database.close()
@@ -86,7 +86,7 @@ def on_a_host(folder: Path, scenario: Callable[[Host], Awaitable[None]]) -> None
 
 
 def test_memory_is_freed_on_a_full_disk_and_the_end_recorded_once_there_is_room(tmp_path: Path) -> None:
-    async def scenario(host: Host) -> None:
+    async def scenario(host: JobsOnSmallDisk) -> None:
         host.database.is_full = True
         assert (await host.end()).positions == POSITIONS
         assert host.asked == [RELEASE]
@@ -103,7 +103,7 @@ def test_memory_is_freed_on_a_full_disk_and_the_end_recorded_once_there_is_room(
 
 
 def test_memory_that_the_engine_cannot_free_on_a_full_disk_is_freed_later(tmp_path: Path) -> None:
-    async def scenario(host: Host) -> None:
+    async def scenario(host: JobsOnSmallDisk) -> None:
         host.database.is_full = host.is_engine_away = True
         for _ in range(2):
             with pytest.raises(CommandFailed) as failed:
@@ -121,7 +121,7 @@ def test_memory_that_the_engine_cannot_free_on_a_full_disk_is_freed_later(tmp_pa
 
 
 def test_an_engine_that_comes_back_on_a_full_disk_frees_what_was_recorded(tmp_path: Path) -> None:
-    async def scenario(host: Host) -> None:
+    async def scenario(host: JobsOnSmallDisk) -> None:
         host.is_engine_away = True
         await host.end()
         host.database.is_full, host.is_engine_away = True, False
@@ -133,7 +133,7 @@ def test_an_engine_that_comes_back_on_a_full_disk_frees_what_was_recorded(tmp_pa
 
 
 def test_a_job_that_runs_again_keeps_its_memory_and_its_record(tmp_path: Path) -> None:
-    async def scenario(host: Host) -> None:
+    async def scenario(host: JobsOnSmallDisk) -> None:
         host.database.is_full = host.is_engine_away = True
         with pytest.raises(CommandFailed):
             await host.end()

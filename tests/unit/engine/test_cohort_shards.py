@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import xxhash
 from support.stores.alike_shards import as_payload
+from support.stores.shards import make_manifest
 
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format.manifest import Manifest
@@ -25,7 +26,7 @@ CHUNK_BYTES = 4096
 RANKS = range(4)
 
 
-class Hosts:
+class SendingPeers:
     """The other hosts' engines, which count the chunks that they send."""
 
     def __init__(self) -> None:
@@ -36,16 +37,7 @@ class Hosts:
         self.sent: list[tuple[int, int]] = []
 
     def open(self, rank: int, step: FetchStep) -> FoundShard:
-        described = manifests.describe(
-            memoryview(self.payloads[rank]),
-            job="job",
-            generation=1,
-            step=4,
-            rank=rank,
-            world_size=len(RANKS),
-            code_version="test",
-            chunk_bytes=CHUNK_BYTES,
-        )
+        described = make_manifest(self.payloads[rank], 4, rank, world_size=len(RANKS), chunk_bytes=CHUNK_BYTES)
         return FoundShard(described, manifests.encode(described), memoryview(b""), "", Delivery(Tier.MEMORY))
 
     def read(self, step: FetchStep, manifest: Manifest, chunks: Sequence[int], take: Any, delivery: Delivery) -> None:  # noqa: ANN401
@@ -55,14 +47,14 @@ class Hosts:
             take(chunk, memoryview(data))
 
 
-def ask(hosts: Hosts, deadline_s: float) -> RemoteShards:
+def ask(hosts: SendingPeers, deadline_s: float) -> RemoteShards:
     steps = {rank: FetchStep(Origin.REMOTE_MEMORY, ShardSource(rank, 1, Tier.MEMORY, f"h{rank}", "")) for rank in RANKS}
     return RemoteShards(hosts, steps, deadline_s)  # type: ignore[arg-type]
 
 
 def test_a_chunk_is_fetched_once_and_forgotten_when_others_take_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cohort_shards, "_KEPT_BYTES", 2 * len(RANKS) * CHUNK_BYTES)
-    hosts = Hosts()
+    hosts = SendingPeers()
     shards = ask(hosts, time.monotonic() + 60.0)
     for begin in range(0, 10 * CHUNK_BYTES - 1000, 1000):  # small tensors, one after the other, of all ranks
         for rank in RANKS:
@@ -77,4 +69,4 @@ def test_a_chunk_is_fetched_once_and_forgotten_when_others_take_its_room(monkeyp
 
 def test_nothing_is_fetched_after_the_deadline() -> None:
     with pytest.raises(Unreachable, match="took too long"):
-        ask(Hosts(), time.monotonic() - 1.0)
+        ask(SendingPeers(), time.monotonic() - 1.0)

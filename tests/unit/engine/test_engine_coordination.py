@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from support.jobs.placements import make_placement
+
 from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_wire import SavedSteps
 from ckpt_engine.counters import Counters
@@ -15,24 +17,13 @@ from ckpt_engine.peers.transport.port import Connection
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.tiers.memory import MemoryTier
 from ckpt_engine.world.coordination import Coordination
-from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
+from flyball.contracts.checkpoints import CheckpointSpec
 from flyball.contracts.clock import SystemClock
-from flyball.contracts.cluster import HostRanks, Placement
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.identity import Fence
 from flyball.contracts.on_host.engine_wire import Configure
 
-PLACEMENT = Placement(
-    job="job",
-    generation=3,
-    world_size=2,
-    hosts=(HostRanks("a", "127.0.0.1", "a:1", (0,)), HostRanks("b", "127.0.0.1", "b:1", (1,))),
-    master_address="127.0.0.1",
-    master_port=1,
-    peers={},
-    lineage=(LineageEntry(3),),
-    restore=None,
-)
+PLACEMENT = make_placement({"a": (0,), "b": (1,)}, generation=3)
 
 
 class SlowLinks:

@@ -7,28 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.jobs.placements import make_placement
 
 from ckpt_engine.contracts.notices import SaveWaited
 from ckpt_engine.host.host_engine import Engine
 from ckpt_engine.host.state_dir import EngineStateDir
 from ckpt_engine.settings import EngineSettings
-from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
-from flyball.contracts.cluster import HostRanks, Placement
+from flyball.contracts.checkpoints import CheckpointSpec
 from flyball.contracts.identity import Fence
 from flyball.contracts.on_host.engine_wire import Configure, GetStatus, Release
 from flyball.contracts.on_host.segments import SHM_DIR_VARIABLE
 
-PLACEMENT = Placement(
-    job="job",
-    generation=1,
-    world_size=1,
-    hosts=(HostRanks("host", "127.0.0.1", "", (0,)),),
-    master_address="127.0.0.1",
-    master_port=1,
-    peers={},
-    lineage=(LineageEntry(1),),
-    restore=None,
-)
+PLACEMENT = make_placement({"host": (0,)})
 
 
 @pytest.fixture

@@ -16,6 +16,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 from support.clocks.waits import until
+from support.hosts.engine_jobs import capture as capture_in
+from support.hosts.engine_jobs import configured, engine_job
+from support.jobs.placements import make_placement
 
 from ckpt_engine.contracts.notices import Captured, SaveAborted, SaveWaited
 from ckpt_engine.contracts.peer_wire import (
@@ -26,79 +29,35 @@ from ckpt_engine.contracts.peer_wire import (
     TierReport,
     WorldStep,
 )
-from ckpt_engine.counters import Counters
 from ckpt_engine.format.integrity import chunk_digests
 from ckpt_engine.format.shard_names import ShardKey
-from ckpt_engine.host.daemon_contact import DaemonContact
-from ckpt_engine.host.engine_host import EngineHost
 from ckpt_engine.host.job import EngineJob
 from ckpt_engine.host.running_generation import RunningGeneration
 from ckpt_engine.host.save_reports import FAILING_AFTER_S
-from ckpt_engine.peers.broadcast.bandwidths import MeasuredBandwidths
-from ckpt_engine.peers.peer_access import PeerAccess
-from ckpt_engine.peers.shard_transports import ShardTransports
-from ckpt_engine.peers.transport.port import ByteCounters, Identity
-from ckpt_engine.peers.transport.rdma.nics import Nics
 from ckpt_engine.rules.rate_limit import RateLimit
 from ckpt_engine.rules.slot_rules import SlotState, may_overwrite
-from ckpt_engine.settings import EngineSettings
 from ckpt_engine.tiers.folder import FolderStorage
 from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.tiers.writing.storing_together import StoringTogether
 from ckpt_engine.tiers.writing.tier_writer import DiskWriter
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, ShardCopy, Tier
 from flyball.contracts.clock import SystemClock
-from flyball.contracts.cluster import HostRanks, Placement
-from flyball.contracts.identity import Fence
+from flyball.contracts.cluster import HostRanks
 from flyball.contracts.on_host.engine_wire import Configure
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[EngineJob]:
-    settings, counters = EngineSettings(), Counters()
-    made = EngineJob(
-        "job",
-        host=EngineHost(
-            "host",
-            tmp_path,
-            str(tmp_path / "flyball-test"),
-            settings,
-            MeasuredBandwidths(tmp_path / "b", SystemClock()),
-        ),
-        peers=PeerAccess(
-            Identity("host", "", ""),
-            token=b"",
-            settings=settings,
-            counters=counters,
-            total=ByteCounters(),
-            transports=ShardTransports("host", settings=settings, queue_pairs=Nics(settings, ByteCounters())),
-            on_up=lambda host_id: None,
-        ),
-        contact=DaemonContact(),
-        clock=SystemClock(),
-        counters=counters,
-        on_restored=lambda report: None,
-    )
+    made = engine_job(tmp_path)
     yield made
     made.end(join_timeout_s=60.0)
 
 
 def configure(generation: int, *ranks: int, disk_dir: str = "", persistent_dir: str = "") -> Configure:
-    placement = Placement(
-        job="job",
-        generation=generation,
-        world_size=len(ranks),
-        hosts=(HostRanks("host", "127.0.0.1", "", ranks),),
-        master_address="127.0.0.1",
-        master_port=1,
-        peers={},
-        lineage=(LineageEntry(generation),),
-        restore=None,
-    )
     spec = CheckpointSpec(
         disk_dir=disk_dir, disk_every_steps=1, persistent_dir=persistent_dir, persistent_every_steps=1
     )
-    return Configure(Fence(1, generation), "host", placement, spec)
+    return configured(make_placement({"host": ranks}, generation=generation), spec=spec)
 
 
 def writers_wait(job: EngineJob) -> bool:
@@ -113,12 +72,7 @@ def writers_wait(job: EngineJob) -> bool:
 
 
 def capture(job: EngineJob, generation: int, step: int, *, slot: int | None = None, rank: int = 0) -> None:
-    payload = save({"w": np.full(1000, step, np.float32)})
-    index = step % 2 if slot is None else slot
-    with job.slots.memory.using(rank, create=True) as entry:
-        assert entry is not None
-        entry.segments.begin_write(index, generation, step, len(payload))[:] = payload
-        entry.segments.mark_captured(index)
+    capture_in(job, step, generation=generation, slot=step % 2 if slot is None else slot, rank=rank)
 
 
 def test_a_flush_does_not_wait_for_a_slot_that_is_being_fetched_into(job: EngineJob) -> None:

@@ -27,7 +27,7 @@ def never() -> bool:
     return False
 
 
-class Host:
+class BusyPeer:
     """An engine that answers BUSY a given number of times."""
 
     def __init__(self, busy: int) -> None:
@@ -63,8 +63,8 @@ class Host:
 
 
 @pytest.fixture
-def link_to(request: pytest.FixtureRequest) -> Iterator[tuple[Host, PeerLink]]:
-    host = Host(request.param)
+def link_to(request: pytest.FixtureRequest) -> Iterator[tuple[BusyPeer, PeerLink]]:
+    host = BusyPeer(request.param)
     link = PeerLink(
         "host",
         dial=host.dial,
@@ -80,7 +80,7 @@ def link_to(request: pytest.FixtureRequest) -> Iterator[tuple[Host, PeerLink]]:
 
 
 @pytest.mark.parametrize("link_to", [0, 8], indirect=True)
-def test_a_busy_peer_is_asked_again_without_waiting_for_the_next_ping(link_to: tuple[Host, PeerLink]) -> None:
+def test_a_busy_peer_is_asked_again_without_waiting_for_the_next_ping(link_to: tuple[BusyPeer, PeerLink]) -> None:
     host, link = link_to
     message = SavedSteps("job", 1, 0, (3,))
     link.post(("job", 0), message, unless=never)
@@ -89,7 +89,7 @@ def test_a_busy_peer_is_asked_again_without_waiting_for_the_next_ping(link_to: t
 
 
 @pytest.mark.parametrize("link_to", [3], indirect=True)
-def test_a_newer_message_takes_the_place_of_one_that_waits(link_to: tuple[Host, PeerLink]) -> None:
+def test_a_newer_message_takes_the_place_of_one_that_waits(link_to: tuple[BusyPeer, PeerLink]) -> None:
     host, link = link_to
     link.post(("job", 0), SavedSteps("job", 1, 0, (3,)), unless=never)
     link.post(("job", 0), SavedSteps("job", 1, 0, (3, 4)), unless=never)
@@ -99,7 +99,7 @@ def test_a_newer_message_takes_the_place_of_one_that_waits(link_to: tuple[Host, 
 
 
 @pytest.mark.parametrize("link_to", [1_000_000], indirect=True)
-def test_what_a_peer_does_not_take_is_forgotten_with_its_job(link_to: tuple[Host, PeerLink]) -> None:
+def test_what_a_peer_does_not_take_is_forgotten_with_its_job(link_to: tuple[BusyPeer, PeerLink]) -> None:
     host, _ = link_to
     links = PeerLinks(
         dial=host.dial,
@@ -125,7 +125,7 @@ def test_what_a_peer_does_not_take_is_forgotten_with_its_job(link_to: tuple[Host
 
 
 @pytest.mark.parametrize("link_to", [0], indirect=True)
-def test_a_link_goes_on_after_an_address_that_is_none(link_to: tuple[Host, PeerLink]) -> None:
+def test_a_link_goes_on_after_an_address_that_is_none(link_to: tuple[BusyPeer, PeerLink]) -> None:
     host, _ = link_to
     addresses = iter(["127.0.0.1:70000"])  # announced first, and then the right one
     up = threading.Event()

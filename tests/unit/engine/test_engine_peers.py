@@ -1,23 +1,15 @@
 from __future__ import annotations
 
 import pytest
+from support.jobs.placements import make_placement
 
 from ckpt_engine.contracts import peer_plan as peers
 from ckpt_engine.settings import EngineSettings, load_settings
-from flyball.contracts.checkpoints import LineageEntry
-from flyball.contracts.cluster import HostRanks, Placement
 from flyball.contracts.errors import ConfigurationError
 
-PLACEMENT = Placement(
-    job="job",
-    generation=1,
-    world_size=8,
-    hosts=tuple(HostRanks(name, "ip", f"{name}:1", (2 * i, 2 * i + 1)) for i, name in enumerate("abcd")),
-    master_address="ip",
-    master_port=1,
+PLACEMENT = make_placement(
+    {name: (2 * i, 2 * i + 1) for i, name in enumerate("abcd")},
     peers={"a": ("b",), "b": ("c",), "c": ("d",), "d": ("a",)},
-    lineage=(LineageEntry(1),),
-    restore=None,
 )
 
 

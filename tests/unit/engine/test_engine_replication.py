@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import xxhash
 from safetensors.numpy import save
+from support.jobs.placements import make_placement
+from support.stores.shards import make_manifest
 
 from ckpt_engine.contracts.generation import HostGeneration, WorldView
 from ckpt_engine.contracts.peer_wire import PutShard, Reply, ShardVerdict, WorldStep
@@ -23,22 +25,16 @@ from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots.rank_segments import SegmentOptions
 from ckpt_engine.tiers.memory import PeerTier
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
-from flyball.contracts.cluster import HostRanks, Placement
 from flyball.contracts.errors import FlyballError, InvalidMessage, Unreachable
 from flyball.contracts.identity import Fence
 from flyball.contracts.on_host.engine_wire import Configure
 
 SETTINGS = EngineSettings(io_timeout_s=60)
-PLACEMENT = Placement(
-    job="job",
+PLACEMENT = make_placement(
+    {"a": (0,), "b": (1,)},
     generation=3,
-    world_size=2,
-    hosts=(HostRanks("a", "127.0.0.1", "a:1", (0,)), HostRanks("b", "127.0.0.1", "b:1", (1,))),
-    master_address="127.0.0.1",
-    master_port=1,
     peers={"a": ("b",), "b": ("a",)},
     lineage=(LineageEntry(1, 4), LineageEntry(3)),
-    restore=None,
 )
 
 
@@ -47,9 +43,7 @@ def shard(
 ) -> tuple[bytes, bytes]:
     """(manifest, payload)"""
     payload = save({"w": np.full(values, step if value is None else value, np.float32)}, {"step": str(step)})
-    described = manifests.describe(
-        memoryview(payload), job="job", generation=generation, step=step, rank=rank, world_size=2, code_version="test"
-    )
+    described = make_manifest(payload, step, rank, generation=generation, world_size=2)
     return manifests.encode(described), payload
 
 

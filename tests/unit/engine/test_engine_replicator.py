@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 from support.clocks.waits import until
+from support.jobs.placements import make_placement
+from support.stores.shards import make_manifest, put_in_slot
 
 from ckpt_engine.contracts.generation import HostGeneration, WorldView
 from ckpt_engine.contracts.peer_wire import Reply, ShardVerdict, WorldStep
 from ckpt_engine.counters import Counters
-from ckpt_engine.format import manifest as manifests
 from ckpt_engine.host.pipeline import RankPipeline
 from ckpt_engine.peers.replication import Offer
 from ckpt_engine.peers.replicator import ReplicationOutcome, Replicator
@@ -25,23 +26,12 @@ from ckpt_engine.rules.peer_patience import PeerPatience
 from ckpt_engine.rules.slot_rules import SlotView
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.tiers.memory import MemoryTier
-from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
+from flyball.contracts.checkpoints import CheckpointSpec
 from flyball.contracts.clock import SystemClock
-from flyball.contracts.cluster import HostRanks, Placement
 from flyball.contracts.identity import Fence
 from flyball.contracts.on_host.engine_wire import Configure
 
-PLACEMENT = Placement(
-    job="job",
-    generation=1,
-    world_size=2,
-    hosts=(HostRanks("a", "127.0.0.1", "a:1", (0,)), HostRanks("b", "127.0.0.1", "b:1", (1,))),
-    master_address="127.0.0.1",
-    master_port=1,
-    peers={"a": ("b",), "b": ("a",)},
-    lineage=(LineageEntry(1),),
-    restore=None,
-)
+PLACEMENT = make_placement({"a": (0,), "b": (1,)}, peers={"a": ("b",), "b": ("a",)})
 
 
 @pytest.fixture
@@ -49,14 +39,10 @@ def memory(tmp_path: Path) -> Iterator[MemoryTier]:
     """Step 4 of rank 0, committed."""
     tier = MemoryTier(str(tmp_path / "flyball-test"), "job", "a")
     payload = save({"w": np.ones(20, np.float32)})
-    described = manifests.describe(
-        memoryview(payload), job="job", generation=1, step=4, rank=0, world_size=2, code_version="test"
-    )
+    described = make_manifest(payload, 4, world_size=2)
     with tier.using(0, create=True) as entry:
         assert entry is not None
-        entry.segments.begin_write(0, 1, 4, len(payload))[:] = payload
-        entry.segments.mark_captured(0)
-        assert entry.segments.commit(entry.segments.control.slot(0), manifests.encode(described))
+        put_in_slot(entry.segments, 0, described, payload)
     yield tier
     tier.release()
 

@@ -6,27 +6,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+from support.jobs.placements import make_placement
+
 from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.counters import Counters
 from ckpt_engine.tiers.memory import MemoryTier
 from ckpt_engine.world.save_clock import SaveClock
-from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
-from flyball.contracts.cluster import HostRanks, Placement
+from flyball.contracts.checkpoints import CheckpointSpec
 from flyball.contracts.identity import Fence
 from flyball.contracts.on_host.engine_wire import Configure
 
 SPEC = CheckpointSpec(every_steps=0, every_s=0.1)
-PLACEMENT = Placement(
-    job="job",
-    generation=3,
-    world_size=1,
-    hosts=(HostRanks("a", "127.0.0.1", "a:1", (0,)),),
-    master_address="127.0.0.1",
-    master_port=1,
-    peers={},
-    lineage=(LineageEntry(3),),
-    restore=None,
-)
+PLACEMENT = make_placement({"a": (0,)}, generation=3)
 TICKS = 4
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.jobs.placements import make_placement
 
 from ckpt_engine.host.state_dir import EngineStateDir, FenceFile, JobFiles
 from ckpt_engine.tiers.durable_files import write_durably
-from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
-from flyball.contracts.cluster import HostRanks, Placement
+from flyball.contracts.checkpoints import CheckpointSpec
 from flyball.contracts.errors import (
     ConfigurationError,
     Conflict,
@@ -69,17 +69,7 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
 
 
 def test_configurations_are_kept_until_removed(tmp_path: Path) -> None:
-    placement = Placement(
-        job="job",
-        generation=3,
-        world_size=1,
-        hosts=(HostRanks("a", "ip", "ip:1", (0,)),),
-        master_address="ip",
-        master_port=1,
-        peers={},
-        lineage=(LineageEntry(3),),
-        restore=None,
-    )
+    placement = make_placement({"a": (0,)}, generation=3)
     configure = Configure(Fence(1, 3), "a", placement, CheckpointSpec())
     files = JobFiles(tmp_path / "jobs")
     files.store(configure)

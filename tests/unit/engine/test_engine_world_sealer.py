@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.jobs.placements import make_placement
 
 from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.counters import Counters
@@ -16,25 +17,14 @@ from ckpt_engine.settings import EngineSettings
 from ckpt_engine.tiers.opening import open_persistent
 from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.tiers.writing.world_sealer import WorldSealer
-from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
+from flyball.contracts.checkpoints import CheckpointSpec
 from flyball.contracts.clock import SystemClock
-from flyball.contracts.cluster import HostRanks, Placement
 from flyball.contracts.errors import StorageFull
 from flyball.contracts.identity import Fence
 from flyball.contracts.on_host.engine_wire import Configure
 
 SETTINGS = EngineSettings(seal_timeout_s=3600.0, scan_interval_s=0.01)
-PLACEMENT = Placement(
-    job="job",
-    generation=1,
-    world_size=1,
-    hosts=(HostRanks("a", "127.0.0.1", "a:1", (0,)),),
-    master_address="127.0.0.1",
-    master_port=1,
-    peers={},
-    lineage=(LineageEntry(1),),
-    restore=None,
-)
+PLACEMENT = make_placement({"a": (0,)})
 
 
 class Sealing:

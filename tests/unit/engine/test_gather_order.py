@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from support.jobs.placements import make_placement
+
 from ckpt_engine.rules.fetch_order import gather_order
 from flyball.contracts.checkpoints import LineageEntry, RestorePlan, ShardSource, Tier
-from flyball.contracts.cluster import HostRanks, Placement
+from flyball.contracts.cluster import Placement
 from flyball.contracts.recovery import Origin
 
 SOURCES = (
@@ -17,14 +19,9 @@ SOURCES = (
 
 
 def placement(saved_by: int, plan: RestorePlan) -> Placement:
-    return Placement(
-        job="job",
+    return make_placement(
+        {"a": (0,), "b": (1,), "c": ()},
         generation=2,
-        world_size=2,
-        hosts=(HostRanks("a", "", "a:1", (0,)), HostRanks("b", "", "b:1", (1,)), HostRanks("c", "", "c:1", ())),
-        master_address="",
-        master_port=1,
-        peers={},
         lineage=(LineageEntry(1, 3, world_size=saved_by), LineageEntry(2, world_size=2)),
         restore=plan,
     )

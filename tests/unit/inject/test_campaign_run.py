@@ -20,7 +20,7 @@ from simulator.inject.injector import FaultRequest, InjectedFault
 KILL = Draw(0.0, MixedFault("kill", 1.0, "CPU"), 0.9)
 
 
-class Cluster:
+class PlayedApi:
     """One job of two ranks, which makes five steps whenever somebody looks. A fault opens an incident, which is closed
     at the second look; `fails`: the job does not survive it."""
 
@@ -69,9 +69,9 @@ class Cluster:
         raise AssertionError(f"{path}: the injector records faults, not the campaign: {body}")
 
 
-def campaign(cluster: Cluster, lines: list[str] | None = None, **settings: Any) -> Campaign:  # noqa: ANN401 - of it
+def campaign(api: PlayedApi, lines: list[str] | None = None, **settings: Any) -> Campaign:  # noqa: ANN401 - of it
     usual = {"clock": SystemClock(), "announce": [].append if lines is None else lines.append, "patience_s": 30.0}
-    return Campaign(cluster, cluster, job="gpt", **(usual | settings))
+    return Campaign(api, api, job="gpt", **(usual | settings))
 
 
 @pytest.fixture(autouse=True)
@@ -80,22 +80,22 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_fault_is_followed_until_the_job_trains_again() -> None:
-    cluster, lines = Cluster(), []
-    outcomes, early = campaign(cluster, lines).run([KILL])
+    api, lines = PlayedApi(), []
+    outcomes, early = campaign(api, lines).run([KILL])
     assert early == "" and [o.verdict for o in outcomes] == [FaultVerdict.RECOVERED]
     assert (outcomes[0].recovered_s, outcomes[0].stands_for) == (2.0, "CPU")
-    assert cluster.requests == [FaultRequest("kill", job="gpt", rank=1)], "the place of the draw, among two ranks"
+    assert api.requests == [FaultRequest("kill", job="gpt", rank=1)], "the place of the draw, among two ranks"
     assert "recovered after 2.0 s" in lines[0]
 
 
 def test_a_job_that_a_fault_ends_is_the_fault_that_was_handled_wrong() -> None:
-    outcomes, early = campaign(Cluster(fails=True), []).run([KILL, KILL])
+    outcomes, early = campaign(PlayedApi(fails=True), []).run([KILL, KILL])
     assert "the job has ended: failed" in early
     assert [o.verdict for o in outcomes] == [FaultVerdict.WRONG] and "has ended" in outcomes[0].why
 
 
 def test_what_cannot_be_injected_is_in_the_report() -> None:
-    outcomes, _ = campaign(Cluster(refuses=True), []).run([KILL])
+    outcomes, _ = campaign(PlayedApi(refuses=True), []).run([KILL])
     assert (outcomes[0].verdict, outcomes[0].why) == (
         FaultVerdict.NOT_INJECTED,
         "Job gpt may not be broken on purpose.",
@@ -103,30 +103,30 @@ def test_what_cannot_be_injected_is_in_the_report() -> None:
 
 
 def test_a_supervisor_that_stays_away_ends_the_campaign_and_leaves_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Cluster()
-    running = campaign(cluster, patience_s=0.0)
-    answer = cluster.get
+    api = PlayedApi()
+    running = campaign(api, patience_s=0.0)
+    answer = api.get
 
     def get(path: str, **query: str | int | None) -> Any:  # noqa: ANN401 - JSON
-        if len(cluster.requests) > 1:
+        if len(api.requests) > 1:
             raise Unreachable("The supervisor is away.", hint="wait")
         return answer(path, **query)
 
-    monkeypatch.setattr(cluster, "get", get)
+    monkeypatch.setattr(api, "get", get)
     outcomes, early = running.run([KILL, KILL, KILL])
-    assert len(outcomes) == 1 and len(cluster.requests) == 2
+    assert len(outcomes) == 1 and len(api.requests) == 2
     assert "fault 2 (kill, rank 1 on host-b) was injected, and has no verdict: The supervisor is away." in early
 
 
 def test_an_interrupted_campaign_reports_what_there_is() -> None:
-    cluster = Cluster()
-    running = campaign(cluster, is_over=lambda: bool(cluster.requests))
+    api = PlayedApi()
+    running = campaign(api, is_over=lambda: bool(api.requests))
     later = Draw(1e9, KILL.fault, 0.0)
     outcomes, early = running.run([KILL, later])
     assert early == "it was interrupted" and len(outcomes) <= 1
 
 
-class SlowCluster(Cluster):
+class SlowApi(PlayedApi):
     """The incident of the first fault stays open until the second one has struck."""
 
     def get(self, path: str, **query: str | int | None) -> Any:  # noqa: ANN401 - JSON
@@ -137,8 +137,8 @@ class SlowCluster(Cluster):
 
 
 def test_with_overlap_a_fault_strikes_while_another_has_no_verdict() -> None:
-    cluster, lines = SlowCluster(), []
-    running = campaign(cluster, lines, overlap=True)
+    api, lines = SlowApi(), []
+    running = campaign(api, lines, overlap=True)
     outcomes, early = running.run([KILL, KILL])
     assert early == "" and [o.number for o in outcomes] == [1, 2]
     assert [o.verdict for o in outcomes] == [FaultVerdict.RECOVERED] * 2, "one incident was both"
@@ -146,14 +146,14 @@ def test_with_overlap_a_fault_strikes_while_another_has_no_verdict() -> None:
 
 
 def test_with_overlap_a_job_that_fails_ends_the_campaign() -> None:
-    cluster = Cluster(fails=True)
-    running = campaign(cluster, overlap=True)
+    api = PlayedApi(fails=True)
+    running = campaign(api, overlap=True)
     outcomes, early = running.run([KILL] * 5)
-    assert "the job has ended" in early and len(cluster.requests) < 5
+    assert "the job has ended" in early and len(api.requests) < 5
     assert all(o.verdict is FaultVerdict.WRONG for o in outcomes)
 
 
-class StruckAgain(Cluster):
+class StruckAgain(PlayedApi):
     """As soon as the incident is closed and the job trains again, another fault opens another one."""
 
     trains_again = False
@@ -168,13 +168,13 @@ class StruckAgain(Cluster):
 
 
 def test_with_overlap_an_incident_that_opens_after_the_recovery_is_the_next_faults() -> None:
-    cluster = StruckAgain()
-    running = campaign(cluster, patience_s=5.0, overlap=True)
+    api = StruckAgain()
+    running = campaign(api, patience_s=5.0, overlap=True)
     [outcome], _ = running.run([KILL])
     assert (outcome.verdict, outcome.incident_ids) == (FaultVerdict.RECOVERED, ("inc-1",))
 
 
-class TwoFaults(Cluster):
+class TwoFaults(PlayedApi):
     """A fault at 100, another at 200. The incident of the second one appears at the fourth look after it; the first
     one's goes on as `first` says, after 200, too."""
 
@@ -211,58 +211,58 @@ class JumpingClock(SystemClock):
 
 
 def test_with_overlap_an_incident_that_only_ends_after_a_fault_is_not_waited_for_in_its_place() -> None:
-    cluster = TwoFaults(state="open")
+    api = TwoFaults(state="open")
 
     def open_no_longer() -> None:
-        cluster.first = {"state": "resolved", "timeline": [{"at": 201.0, "state": "resolved", "cause": ""}]}
+        api.first = {"state": "resolved", "timeline": [{"at": 201.0, "state": "resolved", "cause": ""}]}
 
-    cluster.until_injected = open_no_longer
-    running = campaign(cluster, overlap=True)
+    api.until_injected = open_no_longer
+    running = campaign(api, overlap=True)
     outcomes, _ = running.run([KILL, KILL])
     assert [(o.verdict, o.incident_ids) for o in outcomes][1] == (FaultVerdict.RECOVERED, ("inc-2",))
 
 
 def test_with_overlap_an_incident_that_stays_open_is_held_against_one_fault_only() -> None:
     clock = JumpingClock()
-    cluster = TwoFaults(state="open", timeline=[{"at": 200.2, "state": "acting", "cause": "worker_killed"}])
+    api = TwoFaults(state="open", timeline=[{"at": 200.2, "state": "acting", "cause": "worker_killed"}])
 
     def judged(_: FaultOutcome) -> None:
         clock.jumped_s = 1e6
 
-    running = campaign(cluster, clock=clock, patience_s=0.05, overlap=True, judged=judged)
+    running = campaign(api, clock=clock, patience_s=0.05, overlap=True, judged=judged)
     outcomes, _ = running.run([KILL, Draw(1e5, KILL.fault, 0.9)])
     assert [o.verdict for o in outcomes] == [FaultVerdict.WRONG, FaultVerdict.RECOVERED], outcomes
     assert outcomes[1].incident_ids == ("inc-2",)
 
 
 def test_with_overlap_a_fault_that_is_judged_while_the_next_is_injected_is_beside_it() -> None:
-    cluster = TwoFaults(state="open")
-    running = campaign(cluster, overlap=True)
+    api = TwoFaults(state="open")
+    running = campaign(api, overlap=True)
 
     def until_the_first_is_judged() -> None:
-        cluster.first = {"state": "resolved"}
+        api.first = {"state": "resolved"}
         assert running._struck[0].has_verdict.wait(30.0)
 
-    cluster.until_injected = until_the_first_is_judged
+    api.until_injected = until_the_first_is_judged
     outcomes, _ = running.run([KILL, KILL])
     assert outcomes[1].beside == (1,)
 
 
 def test_with_overlap_a_harm_that_the_restart_of_another_brought_back_is_waited_for() -> None:
-    cluster = TwoFaults(state="open")
-    running = campaign(cluster, overlap=True)
+    api = TwoFaults(state="open")
+    running = campaign(api, overlap=True)
 
     def until_the_first_is_judged() -> None:
         restart = {"at": 200.2, "state": "acting", "cause": "worker_killed"}  # it restored what the NaN had spoilt
-        cluster.first = {"state": "resolved", "timeline": [restart]}
+        api.first = {"state": "resolved", "timeline": [restart]}
         assert running._struck[0].has_verdict.wait(30.0)
 
-    cluster.until_injected = until_the_first_is_judged
+    api.until_injected = until_the_first_is_judged
     outcomes, _ = running.run([KILL, KILL])
     assert outcomes[1].incident_ids == ("inc-1", "inc-2")
 
 
-class OpenForLong(Cluster):
+class OpenForLong(PlayedApi):
     """The incident is open for fifty looks, or for longer."""
 
     is_open: Callable[[], bool] = staticmethod(lambda: False)
@@ -277,22 +277,22 @@ class OpenForLong(Cluster):
 @pytest.mark.parametrize(("fault", "judged_before"), [("out-of-memory", 1), ("kill", 0)])
 def test_with_overlap_equal_errors_of_the_script_are_apart(fault: str, judged_before: int) -> None:
     """Two at one step are a bug of the script to the supervisor, which rightly ends the job."""
-    cluster, judged = OpenForLong(), []
-    running = campaign(cluster, patience_s=5.0, overlap=True, judged=judged.append)
-    inject, before = cluster.inject, []
+    api, judged = OpenForLong(), []
+    running = campaign(api, patience_s=5.0, overlap=True, judged=judged.append)
+    inject, before = api.inject, []
     if not judged_before:
-        cluster.is_open = lambda: len(before) < 2  # type: ignore[method-assign]
+        api.is_open = lambda: len(before) < 2  # type: ignore[method-assign]
 
     def injected(request: FaultRequest) -> InjectedFault:
         before.append(len(judged))
         return inject(request)
 
-    cluster.inject = injected  # type: ignore[method-assign]
+    api.inject = injected  # type: ignore[method-assign]
     running.run([Draw(0.0, MixedFault(fault, 1.0), 0.9)] * 2)
     assert before == [0, judged_before]
 
 
-class CutOff(Cluster):
+class CutOff(PlayedApi):
     """The network of a host is cut until the campaign has asked for the third time; its return is an incident, too."""
 
     asked = 0
@@ -315,8 +315,8 @@ class CutOff(Cluster):
 
 
 def test_what_the_return_of_a_host_brings_is_of_the_fault_that_cut_it_off() -> None:
-    cluster = CutOff()
-    running = campaign(cluster, overlap=True)
+    api = CutOff()
+    running = campaign(api, overlap=True)
     [outcome], _ = running.run([KILL])
     assert (outcome.verdict, outcome.incident_ids) == (FaultVerdict.RECOVERED, ("inc-1", "inc-2"))
 
@@ -324,15 +324,15 @@ def test_what_the_return_of_a_host_brings_is_of_the_fault_that_cut_it_off() -> N
 def test_with_overlap_an_incident_held_against_another_fault_that_takes_up_this_one_is_its_own() -> None:
     """A harm waited for a person; then a rank raised, and the same incident restarted the job for that."""
     clock = JumpingClock()
-    cluster = TwoFaults(state="open")
+    api = TwoFaults(state="open")
 
     def judged(_: FaultOutcome) -> None:
         clock.jumped_s = 1e6
         restart = {"at": 200.3, "state": "acting", "cause": "loss_diverged"}
-        cluster.first = {"state": "resolved", "cause": "loss_diverged", "timeline": [restart]}
-        cluster.looks_since = -1000  # no other incident comes
+        api.first = {"state": "resolved", "cause": "loss_diverged", "timeline": [restart]}
+        api.looks_since = -1000  # no other incident comes
 
-    running = campaign(cluster, clock=clock, patience_s=0.05, overlap=True, judged=judged)
+    running = campaign(api, clock=clock, patience_s=0.05, overlap=True, judged=judged)
     outcomes, _ = running.run([KILL, Draw(1e5, KILL.fault, 0.9)])
     assert [(o.verdict, o.incident_ids) for o in outcomes] == [
         (FaultVerdict.WRONG, ("inc-1",)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-from support.jobs.error_lines import LINES
+from unit.language.error_lines import LINES
 
 from flyball.contracts.error_classes import MEANINGS, ErrorClass, classify, error_class_of, gpu_memory_in_use
 

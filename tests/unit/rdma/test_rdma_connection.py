@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
-from support.hosts.fake_nics import FakePath, FakeQueuePair, FakeSlot, readable
 from support.hosts.fake_pyverbs import PyverbsRDMAError, pyverbs
+from unit.rdma.fake_nics import FakePath, FakeQueuePair, FakeSlot, readable
 
 from ckpt_engine.contracts.peer_wire import Ping, Reply, ShardVerdict
 from ckpt_engine.format.chunk_runs import byte_ranges, runs_of

@@ -6,9 +6,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.hosts.reports import report as made_report
 
 from flyball.contracts.checkpoints import ShardCopy, Tier
-from flyball.contracts.cluster import HostFacts, Phase
+from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import (
     DaemonSuperseded,
     FlyballError,
@@ -21,7 +22,6 @@ from flyball.contracts.errors import (
 )
 from flyball.contracts.reports.rank_columns import CompletedSteps, RankProgress, Workers
 from flyball.contracts.reports.signals import (
-    EngineStatus,
     HostSilent,
     PreemptionNotice,
     RankMarks,
@@ -36,17 +36,7 @@ NOW = 1_700_000_000.0
 
 
 def report(seq: int = 1, *, host_id: str = "host-a", **parts: Any) -> Report:  # noqa: ANN401 - fields of Report
-    facts = HostFacts(host_id, "10.0.0.1", "rack-1", "", 0, "0.1.0", 1)
-    basis = Report(
-        version=WIRE_VERSION,
-        incarnation="one",
-        sent_at=NOW,
-        interval_s=1.0,
-        facts=facts,
-        engine=EngineStatus(alive=True),
-        seq=seq,
-    )
-    return msgspec.structs.replace(basis, **parts)
+    return made_report(host_id, **{"sent_at": NOW, "incarnation": "one", "seq": seq} | parts)
 
 
 def signal(seq: int = 1, *, source: str = "host-a", at: float = NOW, body: SignalBody | None = None) -> Signal:

@@ -92,7 +92,7 @@ def test_what_no_host_was_told_yet_is_forgotten_with_its_position(monkeypatch: p
     assert [positions.known(host_id, ()) for host_id in ("a", "b", "c")] == [{}, {"i1": 3}, {"i1": 3}]
 
 
-class Host:
+class SpoolingDaemon:
     """Its spool, on a real file, before a sensor and a database that stores at once what that passes on."""
 
     def __init__(self, folder: Path) -> None:
@@ -135,7 +135,7 @@ def test_signals_of_an_earlier_daemon_reach_an_older_database(tmp_path: Path, lo
     """`lost`: the replies that are."""
 
     async def scenario() -> None:
-        host = Host(tmp_path)
+        host = SpoolingDaemon(tmp_path)
         await host.start("i1")
         for _ in range(3):
             await host.spool.put(EngineRestarted("x"))
@@ -158,7 +158,7 @@ def test_what_was_read_before_an_older_database_came_is_corrected(tmp_path: Path
     """The signals come again for the first time, as they had not been acknowledged."""
 
     async def scenario() -> None:
-        host = Host(tmp_path)
+        host = SpoolingDaemon(tmp_path)
         await host.start("i1")
         for _ in range(3):
             await host.spool.put(EngineRestarted("x"))

@@ -7,12 +7,11 @@ import asyncio
 import msgspec
 import pytest
 from support.clocks.manual import ManualClock
+from support.hosts.reports import report as made_report
 
-from flyball.contracts.cluster import HostFacts
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.reports.signals import (
     EngineRestarted,
-    EngineStatus,
     HostReturned,
     HostSilent,
     Report,
@@ -31,23 +30,7 @@ from services.sensor.reports.report_queue import ReportQueue
 
 
 def report(host_id: str) -> Report:
-    facts = HostFacts(
-        host_id=host_id,
-        address="127.0.0.1",
-        failure_domain="rack-1",
-        engine_address="",
-        free_port=1,
-        daemon_version="0",
-        pid=1,
-    )
-    return Report(
-        version=WIRE_VERSION,
-        incarnation=f"i-{host_id}",
-        sent_at=0.0,
-        interval_s=1.0,
-        facts=facts,
-        engine=EngineStatus(alive=True),
-    )
+    return made_report(host_id, 0.0, incarnation=f"i-{host_id}")
 
 
 def test_a_signal_of_the_sensor_is_published_again_until_it_is_committed() -> None:

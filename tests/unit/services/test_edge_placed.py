@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import pytest
 from support.clocks.manual import ManualClock
 from support.clocks.skipping_loop import run_skipping
+from support.hosts.reports import report as made_report
 
 from flyball.contracts.checkpoints import StoredPoint
-from flyball.contracts.cluster import Activity, HostFacts, HostRanks, Phase, RankStatus
+from flyball.contracts.cluster import Activity, HostRanks, Phase, RankStatus
 from flyball.contracts.decisions import GenerationPlan
-from flyball.contracts.reports.rank_columns import CompletedSteps, RankSteps, in_columns, statuses_in, steps_together
+from flyball.contracts.reports.rank_columns import CompletedSteps, RankSteps, statuses_in, steps_together
 from flyball.contracts.reports.signals import (
-    EngineStatus,
     RankMarks,
     RankStalled,
     ReplicasDiffer,
@@ -25,7 +26,7 @@ from flyball.contracts.reports.signals import (
     SignalBody,
 )
 from flyball.contracts.reports.training_health import LossDiverged, LossValue, RankLoss
-from flyball.contracts.wire import WIRE_VERSION, decode, encode
+from flyball.contracts.wire import decode, encode
 from services.runtime.telemetry import Metrics
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
 from services.sensor.detector.watched_job import LearnedJob
@@ -65,27 +66,8 @@ def marks(rank: int, *, generation: int = 3) -> RankMarks:
     return RankMarks("job", generation, rank, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def report(
-    host_id: str = "a",
-    *,
-    sent_at: float = 1000.0,
-    ranks: Sequence[RankStatus] = (),
-    steps: Sequence[RankSteps] = (),
-    **parts: object,
-) -> Report:
-    workers, progress = in_columns(ranks)
-    made = Report(
-        version=WIRE_VERSION,
-        incarnation=f"inc-{host_id}",
-        sent_at=sent_at,
-        interval_s=1.0,
-        facts=HostFacts(host_id, "10.0.0.1", "", "", 0, "0", 1),
-        engine=EngineStatus(alive=True),
-        workers=workers,
-        progress=progress,
-        completed=steps_together(steps),
-    )
-    return msgspec.structs.replace(made, **parts)
+def report(host_id: str = "a", **parts: Any) -> Report:  # noqa: ANN401 - fields of Report
+    return made_report(host_id, **{"incarnation": f"inc-{host_id}", "domain": ""} | parts)
 
 
 def ranks_in(reported: Report) -> list[RankStatus]:

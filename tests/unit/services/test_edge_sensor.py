@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 from support.clocks.waits import until
+from support.hosts.reports import report as made_report
 
 from flyball.contracts.clock import SystemClock
-from flyball.contracts.cluster import HostFacts
 from flyball.contracts.errors import Unreachable
-from flyball.contracts.reports.signals import EngineStatus, PreemptionNotice, RankMarks, Report, Sender, Signal
-from flyball.contracts.wire import WIRE_VERSION
+from flyball.contracts.reports.signals import PreemptionNotice, RankMarks, Report, Sender, Signal
 from services.rules.stream import Cursor, Delivered
 from services.runtime.telemetry import Metrics
 from services.runtime.wakeup import LocalWakeup
@@ -24,24 +23,7 @@ from services.sensor.rules.step_log import StepSummary
 
 
 def report(host_id: str, signals: tuple[Signal, ...] = ()) -> Report:
-    facts = HostFacts(
-        host_id=host_id,
-        address="127.0.0.1",
-        failure_domain="rack-1",
-        engine_address="",
-        free_port=1,
-        daemon_version="0",
-        pid=1,
-    )
-    return Report(
-        version=WIRE_VERSION,
-        incarnation=f"i-{host_id}",
-        sent_at=0.0,
-        interval_s=1.0,
-        facts=facts,
-        engine=EngineStatus(alive=True),
-        signals=signals,
-    )
+    return made_report(host_id, 0.0, incarnation=f"i-{host_id}", signals=signals)
 
 
 def signal(host_id: str, seq: int = 1) -> Signal:

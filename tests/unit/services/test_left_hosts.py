@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import msgspec
+from support.hosts.reports import report as made_report
 from support.policy.checked import decide
 
-from flyball.contracts.cluster import HostFacts, HostRanks, HostState, JobSpec, JobState, Phase
-from flyball.contracts.reports.signals import EngineStatus, HostReturned, HostSilent, Report
-from flyball.contracts.wire import WIRE_VERSION, decode, encode
+from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase
+from flyball.contracts.reports.signals import HostReturned, HostSilent, Report
+from flyball.contracts.wire import decode, encode
 from services.controller.round.choices.spare_choice import free_hosts
 from services.controller.round.view import GenerationView, HostView, JobView, PolicySettings, RankView, View
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
@@ -19,15 +20,7 @@ SPEC = JobSpec(job="train", argv=("t.py",), workdir="/", nnodes=1, nproc_per_nod
 
 
 def report(host_id: str, at: float, *, leaves: bool = False, incarnation: str = "one") -> Report:
-    return Report(
-        version=WIRE_VERSION,
-        incarnation=incarnation,
-        interval_s=0.5,
-        facts=HostFacts(host_id, "10.0.0.1", "rack", f"{host_id}:7", 1, "0", 1),
-        engine=EngineStatus(alive=True),
-        sent_at=at,
-        leaves=leaves,
-    )
+    return made_report(host_id, at, incarnation=incarnation, interval_s=0.5, leaves=leaves)
 
 
 def run_until(detector: FaultDetector, start: float, end: float, *reporting: str) -> list[object]:

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load as load_with_the_library
+from support.jobs.rank_alone import rank_alone
 from torch import nn
 
 from ckpt_engine.slots.rank_segments import RankSegments
@@ -21,7 +22,7 @@ from ckpt_engine.trainer.capture import hand_writes, optimizer_watch, state_copy
 from ckpt_engine.trainer.capture.capturer import Capturer
 from ckpt_engine.trainer.save_handle import SaveHandle
 from ckpt_engine.trainer.state.state_tree import flatten
-from flyball.contracts.checkpoints import CaptureMode, CheckpointSpec, LineageEntry, WhenFull
+from flyball.contracts.checkpoints import CaptureMode, CheckpointSpec, WhenFull
 from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import CheckpointError
 from flyball.contracts.on_host.segments import rank_segment
@@ -82,18 +83,9 @@ def job(tmp_path: os.PathLike[str], race: Race) -> Iterator[Job]:
 
 def identity(folder: os.PathLike[str], **settings: object) -> WorkerIdentity:
     """A single rank that commits for itself."""
-    return WorkerIdentity(
-        job="job",
-        generation=1,
-        rank=0,
-        world_size=1,
-        local_world_size=1,
-        beacon="",
-        shm_prefix=f"{os.fspath(folder)}/flyball-test",
-        engine_notify="",
-        restore_step=None,
+    return rank_alone(
+        f"{os.fspath(folder)}/flyball-test",
         checkpoint=msgspec.structs.replace(CheckpointSpec(save_timeout_s=DEADLINE_S), **settings),
-        lineage=(LineageEntry(1),),
     )
 
 

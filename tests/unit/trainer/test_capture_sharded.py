@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.stores.shards import make_manifest
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from ckpt_engine.format.manifest import Manifest, describe, entries_of
+from ckpt_engine.format.manifest import Manifest, entries_of
 from ckpt_engine.format.shard_format import read_header
 from ckpt_engine.format.verified_read import MemorySource
 from ckpt_engine.trainer.capture.capturer import Capturer
@@ -32,7 +33,7 @@ def captured(state: dict[str, Any]) -> tuple[memoryview, Manifest]:
     prepared = Capturer().take(state)
     payload = memoryview(bytearray(prepared.payload_bytes))
     prepared.copy_into(0, payload)
-    return payload, describe(payload, job="job", generation=0, step=0, rank=0, world_size=1, code_version="test")
+    return payload, make_manifest(payload, generation=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bfloat16])

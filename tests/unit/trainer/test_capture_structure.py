@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.stores.shards import make_manifest
 from torch import nn
 
-from ckpt_engine.format.manifest import describe
 from ckpt_engine.format.verified_read import MemorySource
 from ckpt_engine.trainer.capture import optimizer_watch
 from ckpt_engine.trainer.capture.capturer import Capturer
@@ -77,7 +77,7 @@ def saved(capturer: Capturer, state: State) -> State:
     prepared = capturer.take(state)
     payload = memoryview(bytearray(prepared.payload_bytes))
     prepared.copy_into(0, payload)
-    manifest = describe(payload, job="job", generation=0, step=0, rank=0, world_size=1, code_version="test")
+    manifest = make_manifest(payload, generation=0)
     return read_state(MemorySource(payload), manifest)
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.hosts.engines import wait_until
+from support.clocks.waits import until
 from support.jobs.fake_ranks import as_rank, spread
+from support.stores.shards import make_manifest
 from torch.distributed.tensor import Shard
 
-from ckpt_engine.format.manifest import Manifest, describe
+from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.rules.likely_parts import Part, likely_parts
 from ckpt_engine.trainer.capture.capturer import Capturer
 from ckpt_engine.trainer.mapped_slots import MappedSlots, SlotSource
@@ -31,7 +32,7 @@ def shard() -> tuple[bytes, Manifest]:
         prepared = Capturer().take({"rows": rows, "whole": torch.arange(3 * MIB // 4, dtype=torch.float32)})
         payload = memoryview(bytearray(prepared.payload_bytes))
         prepared.copy_into(0, payload)
-    manifest = describe(payload, job="job", generation=1, step=7, rank=0, world_size=2, code_version="test")
+    manifest = make_manifest(payload, 7, world_size=2)
     return bytes(payload), manifest
 
 
@@ -51,7 +52,7 @@ def test_only_the_likely_part_is_mapped_and_everything_can_be_read(
     payload, slots = shard[0], MappedSlots()
     source = mapped(slots, tmp_path / "slot", shard, part)
     slots.start()
-    wait_until(lambda: source.mapped_bytes >= (8 + 3) * MIB)
+    until(lambda: source.mapped_bytes >= (8 + 3) * MIB)
     slots._thread.join(60.0)  # type: ignore[union-attr]
     assert source.mapped_bytes <= (8 + 3 + 5) * MIB  # whole MiB at the edges
     for offset, size_bytes in ((0, MIB), (5, 2 * MIB), (0, len(payload)), (len(payload) - 7, 7)):

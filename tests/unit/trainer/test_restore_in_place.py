@@ -10,12 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from support.hosts.engines import wait_until
+from support.clocks.waits import until
+from support.stores.shards import make_manifest
 from torch import nn
 
 from ckpt_engine.format import integrity
 from ckpt_engine.format import manifest as manifests
-from ckpt_engine.format.manifest import Manifest, describe, entries_of
+from ckpt_engine.format.manifest import Manifest, entries_of
 from ckpt_engine.format.shard_format import read_header
 from ckpt_engine.format.verified_read import ByteSource, FileSource, MemorySink, MemorySource, read_verified
 from ckpt_engine.trainer.capture.capturer import Capturer
@@ -31,9 +32,7 @@ def shard_of(state: dict[str, Any]) -> tuple[memoryview, Manifest]:
     prepared = Capturer().take(state)
     payload = memoryview(bytearray(prepared.payload_bytes))
     prepared.copy_into(0, payload)
-    return payload, describe(
-        payload, job="job", generation=1, step=7, rank=0, world_size=1, code_version="test", chunk_bytes=CHUNK
-    )
+    return payload, make_manifest(payload, 7, chunk_bytes=CHUNK)
 
 
 class Counting:
@@ -79,7 +78,7 @@ def source_of(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[memor
         assert isinstance(source, SlotSource)
         if request.param == "slot mapped ahead":
             slots.start()
-            wait_until(lambda: source.mapped_bytes == len(payload))
+            until(lambda: source.mapped_bytes == len(payload))
         return source
 
     return MemorySource if request.param == "mapped" else from_file

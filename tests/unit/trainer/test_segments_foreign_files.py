@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save
+from support.stores.shards import make_manifest
 
-from ckpt_engine.format.manifest import describe, encode
+from ckpt_engine.format.manifest import encode
 from ckpt_engine.rules.memory_plan import MemoryPlan
 from ckpt_engine.slots.rank_segments import RankSegments
 from ckpt_engine.tiers.memory import MemoryTier
@@ -56,7 +57,7 @@ def test_segments_of_another_release_hide_no_copies_and_are_in_the_way_of_their_
     payload = save({"w": np.zeros(3)})
     segments.begin_write(0, 1, 5, len(payload))[:] = payload
     segments.mark_captured(0)
-    manifest = describe(segments.payload(0), job="job", generation=1, step=5, rank=0, world_size=2, code_version="")
+    manifest = make_manifest(segments.payload(0), 5, world_size=2)
     assert segments.commit(segments.control.slot(0), encode(manifest))
     older = Path(rank_segment(prefix, "job", 1) + ".ctl")
     older.write_bytes(b"FLYBSLOT"[::-1] + (3).to_bytes(8, "little") + bytes(8192))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from safetensors import safe_open
+from support.stores.shards import make_manifest
 
 from ckpt_engine.contracts.control_views import AbandonedSteps, ParkState, RestoreState, RestoreWords
 from ckpt_engine.format import manifest as manifests
@@ -43,15 +44,7 @@ def fill(payload: memoryview, byte: int) -> None:
 
 def describe(segments: RankSegments, index: int) -> bytes:
     view = segments.slots()[index]
-    made = manifests.describe(
-        segments.payload(index),
-        job="job",
-        generation=view.generation,
-        step=view.step,
-        rank=0,
-        world_size=1,
-        code_version="test",
-    )
+    made = make_manifest(segments.payload(index), view.step, generation=view.generation)
     return manifests.encode(made)
 
 

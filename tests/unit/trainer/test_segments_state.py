@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load as load_with_the_library
+from support.stores.shards import make_manifest
 from torch import nn
 
-from ckpt_engine.format.manifest import Manifest, describe
+from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.format.verified_read import MemorySource
 from ckpt_engine.trainer.capture.capturer import Capture, Capturer
 from ckpt_engine.trainer.restore.load_shard import read_state, restore_into
@@ -29,7 +30,7 @@ def captured(state: dict[str, Any], capturer: Capturer | None = None) -> memoryv
 
 
 def manifest_of(payload: memoryview) -> Manifest:
-    return describe(payload, job="job", generation=0, step=0, rank=0, world_size=1, code_version="test")
+    return make_manifest(payload, generation=0)
 
 
 def round_trip(state: dict[str, Any], capturer: Capturer | None = None) -> dict[str, Any]:

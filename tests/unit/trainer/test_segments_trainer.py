@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.clocks.waits import until
+from support.stores.shards import make_manifest
 
 import flyball
 from ckpt_engine.contracts.control_views import RestoreState, RestoreWords
@@ -74,15 +75,7 @@ class Engine:
 
     def commit(self, index: int, *, world: bool = True) -> None:
         view = self.segments.slots()[index]
-        made = manifests.describe(
-            self.segments.payload(index),
-            job="job",
-            generation=view.generation,
-            step=view.step,
-            rank=0,
-            world_size=1,
-            code_version="test",
-        )
+        made = make_manifest(self.segments.payload(index), view.step, generation=view.generation)
         assert self.segments.commit(view, manifests.encode(made))
         self.segments.control.note_replicated(view.step)
         if world:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from recovery_processes import DEADLINE_S
+from support.clocks.waits import DEADLINE_S, until
 
 from flyball.contracts.clock import SystemClock
 from simulator.inject import faults
@@ -60,7 +60,7 @@ def arm(job, ledger, part, point: str) -> tuple[int, int]:  # type: ignore[no-un
         part.kill()
         part.start(fault_point=point)
         job.train_on()
-        job.stack.until("no signal on its way", lambda: part.process.poll() is not None or not ledger.waiting)
+        until(lambda: part.process.poll() is not None or not ledger.waiting, "no signal on its way")
         before = (ledger.decisions, ledger.signals)
         if part.process.poll() is None:
             return before
@@ -102,24 +102,24 @@ def test_a_part_killed_in_the_middle_of_an_incident(
     ledger.check_nothing_was_lost_or_done_twice()
 
 
-def test_a_leader_that_slept_through_its_lease_changes_nothing(job, ledger, reference, make_part) -> None:
+def test_a_leader_that_slept_through_its_lease_changes_nothing(job, ledger, reference) -> None:
     stack = job.stack
     first = stack.parts["controller"]
     first.kill()
     first.start(fault_point="controller.before_commit:1:SIGSTOP")  # its lease was checked, its commit not begun
-    second = stack.parts["second"] = make_part(stack, "controller", folder="second")
+    second = stack.add_part("controller", "second", folder="second")
     job.train_on()
 
     with job.next_incident() as incident:
         faults.kill(stack.api, job=job.name, rank=0, clock=CLOCK)
-        stack.until("the first leader's sleep", lambda: state_of(first.process.pid) == "T")
+        until(lambda: state_of(first.process.pid) == "T", "the first leader's sleep")
         slept = ledger.epoch
         second.start()
     stored = ledger.decisions
     first.process.send_signal(signal.SIGCONT)
-    refused = stack.until(
-        "the refusal of what it wanted to store",
+    refused = until(
         lambda: [line for line in first.logged("not_leading_any_more") if f"epoch is {slept}, but" in line["why"]],
+        "the refusal of what it wanted to store",
     )
 
     # The second one was elected, more than once if the machine was busy.
@@ -135,7 +135,7 @@ def test_a_leader_that_slept_through_its_lease_changes_nothing(job, ledger, refe
     ledger.check_nothing_was_lost_or_done_twice()
     second.kill()
     del stack.parts["second"]
-    stack.until("the first controller leads again", lambda: first.logged("leading")[-1]["epoch"] == ledger.epoch)
+    until(lambda: first.logged("leading")[-1]["epoch"] == ledger.epoch, "the first controller leads again")
 
 
 def state_of(pid: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import signal
 import subprocess
 import sys
@@ -13,17 +12,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
-from recovery_processes import DEADLINE_S, clean_environment, kill_all_with, processes_with, until, whole_lines
+from support.clocks.waits import DEADLINE_S, until
+from support.commands.log_lines import whole_lines
+from support.commands.own_processes import kill_all, processes_with
+from support.commands.run_folders import clean_environment
 
 from flyball.contracts.errors import Unreachable
 
 if TYPE_CHECKING:
-    from conftest import Stack
+    from support.servers.stack import Stack
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train_gpt.py"
 SMALL = ("--layers", "2", "--width", "64", "--heads", "2", "--context", "24", "--batch-size", "1", "--seed", "7")
 QUIET = ("--print-every", "1000000")
+# One thread per rank, as torchrun has it; and no probe sees this machine, whose load would be signals among the faults.
+ALIKE = {"OMP_NUM_THREADS": "1", "FLYBALL_PROBE_ROOT": "/nowhere"}
 
 Losses = Mapping[tuple[int, int], set[str]]  # (rank, step) -> every loss that was ever computed for it
 
@@ -64,7 +69,7 @@ class Reference:
             if not self._processes(folder):
                 self._torchruns[world_size] = self._start(world_size, folder)
             self._send(folder, signal.SIGCONT)
-            losses = until(f"step {steps} of the uninterrupted run", has_steps)
+            losses = until(has_steps, f"step {steps} of the uninterrupted run")
             self._send(folder, signal.SIGSTOP)
         return losses
 
@@ -83,29 +88,29 @@ class Reference:
         with folder.with_suffix(".log").open("wb") as log:
             return subprocess.Popen(
                 [*torchrun, str(EXAMPLE), *arguments],
-                env=clean_environment() | {"RECOVERY_REFERENCE": str(folder)},
+                env=clean_environment(**ALIKE, RECOVERY_REFERENCE=str(folder)),
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
 
-    def _processes(self, folder: Path) -> list[int]:
+    def _processes(self, folder: Path) -> list[psutil.Process]:
         return processes_with(f"RECOVERY_REFERENCE={folder}")
 
     def _send(self, folder: Path, number: signal.Signals) -> None:
         for process in self._processes(folder):
-            os.kill(process, number)
+            process.send_signal(number)
 
     def end(self) -> None:
         """Of what was started here; another process that needs more steps begins again."""
         for world_size, torchrun in self._torchruns.items():
             folder = self._folder(world_size)
             with self._alone(folder):
-                kill_all_with(f"RECOVERY_REFERENCE={folder}")
+                kill_all(lambda folder=folder: self._processes(folder))
                 torchrun.wait(DEADLINE_S)
 
 
-class Job:
+class RecordedJob:
     """A training job, and what its ranks wrote down."""
 
     def __init__(self, stack: Stack, name: str, world_size: int) -> None:
@@ -152,7 +157,7 @@ class Job:
             self.stack.check()
             return min(self.executed()) >= goal
 
-        until(f"step {goal} of {self.name}", reached)
+        until(reached, f"step {goal} of {self.name}")
 
     def incidents(self) -> list[dict[str, Any]]:
         return self.stack.api.items("/v1/incidents", job=self.name)
@@ -161,7 +166,7 @@ class Job:
     def next_incident(self) -> Iterator[dict[str, Any]]:
         """Meets a fault inside the block; at its end the incident that followed is closed, and in the dictionary, with
         what each rank restored: that is told after the steps that close it, as a rule."""
-        self.stack.until(f"no open incident of {self.name}", lambda: all(map(is_closed, self.incidents())))
+        until(lambda: all(map(is_closed, self.incidents())), f"no open incident of {self.name}")
         known = {incident["incident_id"] for incident in self.incidents()}
         incident: dict[str, Any] = {}
         yield incident
@@ -175,7 +180,7 @@ class Job:
             return new[0] if new and is_closed(new[0]) and self._has_told_restores(new[0]) else None
 
         try:
-            incident.update(until(f"the end of an incident of {self.name}", closed))
+            incident.update(until(closed, f"the end of an incident of {self.name}"))
         except AssertionError as error:
             raise AssertionError(f"{error}; there is {self.incidents()} of {self.get()}") from None
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,10 @@ import numpy as np
 import pytest
 import structlog
 from safetensors.numpy import save
+from support.commands.flyball import run_flyball
+from support.commands.run_folders import clean_environment
+from support.jobs.placements import make_placement
+from support.stores.shards import make_manifest, put_in_slot
 
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format.manifest import Manifest
@@ -26,7 +28,6 @@ from ckpt_engine.tiers.shard_store import ShardStore
 from flyball.cli.main import run_cli
 from flyball.contracts import wire
 from flyball.contracts.checkpoints import CheckpointSpec, Lineage, LineageEntry
-from flyball.contracts.cluster import HostRanks, Placement
 from flyball.contracts.identity import Fence
 from flyball.contracts.on_host.engine_wire import Configure
 from flyball.contracts.on_host.segments import rank_segment, replica_segment, shm_prefix
@@ -42,21 +43,13 @@ def shard(
     """(manifest, its bytes, the safetensors file)."""
     values = np.random.default_rng([generation, step, rank, *run.encode()]).random((200, 300), dtype=np.float32)
     payload = save({"model.weight": values, "step": np.array([step])}, {"step": str(step)})
-    manifest = manifests.describe(
-        memoryview(payload),
-        job=JOB,
-        generation=generation,
-        step=step,
-        rank=rank,
-        world_size=world_size,
-        code_version="test",
-        run=run,
-        chunk_bytes=CHUNK_BYTES,
+    manifest = make_manifest(
+        payload, step, rank, generation=generation, world_size=world_size, job=JOB, run=run, chunk_bytes=CHUNK_BYTES
     )
     return manifest, manifests.encode(manifest), payload
 
 
-class Site:
+class CheckpointSite:
     """The hosts of one job on this machine: state folders, shared memory, disks and a store."""
 
     def __init__(self, root: Path, hosts: Sequence[str] = ("host-a", "host-b"), store: str = "") -> None:
@@ -77,19 +70,11 @@ class Site:
 
     def configure(self, lineage: Lineage = FROM_SCRATCH) -> None:
         """Write the Configure that an engine stores for a generation."""
-        placement = Placement(
-            job=JOB,
+        placement = make_placement(
+            {host: (rank,) for rank, host in enumerate(self.hosts)},
             generation=lineage[-1].generation,
-            world_size=len(self.hosts),
-            hosts=tuple(
-                HostRanks(host, "127.0.0.1", f"127.0.0.1:{7000 + rank}", (rank,))
-                for rank, host in enumerate(self.hosts)
-            ),
-            master_address="127.0.0.1",
-            master_port=1,
             peers={host: (self.hosts[rank - 1],) for rank, host in enumerate(self.hosts)},
             lineage=lineage,
-            restore=None,
             run=self.run_id,
         )
         for host in self.hosts:
@@ -138,32 +123,21 @@ class Site:
         return open_persistent(self.spec.persistent_dir, job=JOB, run=self.run_id, settings=EngineSettings())
 
     def _put_slot(self, base: str, step: int, rank: int, generation: int) -> None:
-        _, data, payload = shard(step, rank, generation=generation, world_size=len(self.hosts), run=self.run_id)
+        manifest, _, payload = shard(step, rank, generation=generation, world_size=len(self.hosts), run=self.run_id)
         segments = RankSegments.open(base, create=True)
         try:
-            segments.begin_write(step % 2, generation, step, len(payload))[:] = payload
-            segments.mark_captured(step % 2)
-            assert segments.commit(segments.control.slot(step % 2), data)
+            put_in_slot(segments, step % 2, manifest, payload)
         finally:
             segments.close()
 
     @property
     def environment(self) -> dict[str, str]:
         """The options with which the command line finds this site and no other."""
-        base = {k: v for k, v in os.environ.items() if not k.startswith(("FLYBALL_", "PET_"))}
-        return base | {"FLYBALL_STATE_DIR": str(self.state), "FLYBALL_SHM_DIR": str(self.shm)}
+        return clean_environment(FLYBALL_STATE_DIR=str(self.state), FLYBALL_SHM_DIR=str(self.shm))
 
     def run(self, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
         """Run `flyball ckpt` with these arguments."""
-        return subprocess.run(
-            [sys.executable, "-m", "flyball.cli.main", "ckpt", *arguments],
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            cwd=self.root,
-            env=self.environment | environ,
-        )
+        return run_flyball(self.root, "ckpt", *arguments, **self.environment | environ)
 
     def call(self, *arguments: str) -> tuple[int, str, str]:
         """The same in this process, which is faster: (exit code, stdout, stderr)."""

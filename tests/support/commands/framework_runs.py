@@ -9,16 +9,15 @@ import json
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from support.commands.flyball import FlyballProcess
 from support.commands.here import run_here
 from support.commands.run_folders import environment_of
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 DEADLINE_S = 300.0
 
 
@@ -40,7 +39,6 @@ class Place:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        (folder / "shm").mkdir()
         self.environment = environment_of(
             folder, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false"
         )
@@ -72,31 +70,16 @@ class Place:
         """Under `flyball run`. `kills` has the rank to kill at each step, ascending. Each time training must go on from
         a step that is not older than that one by more than `lost` steps."""
         events = self.folder / f"{script.stem}.events"
-        job, log = script.stem.replace("_", "-"), self.folder / f"{script.stem}.log"
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "flyball.cli.main", "run", "--job", job, "-o", "json"),
-                    *("--nproc-per-node", str(ranks), *flags, str(script), *arguments),
-                ],
-                stdout=subprocess.PIPE,
-                stderr=out,
-                text=True,
-                cwd=self.folder,
-                env=self.environment | {"FLYBALL_EVENTS": str(events)},
-            )
-        try:
+        job = script.stem.replace("_", "-")
+        words = ("--job", job, "-o", "json", "--nproc-per-node", str(ranks), *flags, str(script), *arguments)
+        environ = self.environment | {"FLYBALL_EVENTS": str(events)}
+        with FlyballProcess(self.folder, "run", *words, **environ) as run:
             for step, rank in kills.items():
-                self._wait_for(lambda step=step: self._step_of(job) >= step, process, log, f"step {step}")
+                run.wait_for(lambda step=step: self._step_of(job) >= step, f"step {step}")
                 killed = run_here("inject", "kill", "--job", job, "--rank", str(rank), environment=self.environment)
                 assert killed.returncode == 0, killed.stderr
-            stdout, _ = process.communicate(timeout=DEADLINE_S)
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait(DEADLINE_S)
-        assert process.returncode == 0, log.read_text()
-        ended = Ended(json.loads(stdout), log.read_text())
+            assert run.end() == 0, run.err
+        ended = Ended(json.loads(run.out), run.err)
         assert ended.job["restart_count"] == len(kills), ended.output
         begun = first_steps(events)
         assert begun[1] == 0
@@ -110,14 +93,6 @@ class Place:
             return -1
         [found] = json.loads(shown.stdout)["jobs"]
         return -1 if found.get("newest_step") is None else int(found["newest_step"])
-
-    @staticmethod
-    def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], log: Path, what: str) -> None:
-        deadline_s = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline_s, f"{what} did not happen: {log.read_text()}"
-            time.sleep(0.05)
 
 
 def first_steps(events: Path) -> dict[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+README = Path(__file__).resolve().parents[3] / "README.md"
 
 # Its own flags have names that launchers have too; rank 0 prints each step, the steps per generation are in steps.txt.
 TRAIN = """

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 INSTALL_DEADLINE_S = 900.0
 COMMAND_DEADLINE_S = 240.0
 END_DEADLINE_S = 30.0

@@ -2,7 +2,7 @@
 drops, delays and counts what goes from one port to another, each direction by itself. It runs in a network namespace
 that has the far ends of the hosts' cables:
 
-    python recovery_switch.py SEED PORT...
+    python frame_switch.py SEED PORT...
 
 It reads one JSON object a line. {"from": PORT, "to": PORT, "delay_s": 0.1, "loss": 0.2} sets what happens to frames
 between two ports; {} sets nothing. The answer to each is one line: the bytes handed on so far, {"PORT>PORT": bytes}.

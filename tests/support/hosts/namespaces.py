@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-SWITCH = Path(__file__).parent / "recovery_switch.py"
+SWITCH = Path(__file__).parent / "frame_switch.py"
 SUPERVISOR = "supervisor"
 INTERFACE = "eth0"  # of every host
 MTU_BYTES = 9000
