@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
-from support.clocks.stepped_loop import SteppedLoop
+from support.clocks.loops import SteppedLoop
 
 from flyball.contracts.credentials import host_credential
 from flyball.contracts.errors import TooBusy

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.clocks.loops import run_skipping
 from support.clocks.manual import ManualClock
-from support.clocks.skipping_loop import run_skipping
 from support.hosts.reports import report as made_report
 
 from flyball.contracts.checkpoints import StoredPoint

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import uvicorn
 from starlette.types import Receive, Scope, Send
-from support.clocks.stepped_loop import SteppedLoop
+from support.clocks.loops import SteppedLoop
 
 from services.runtime.http.http_protocol import BoundedProtocol
 

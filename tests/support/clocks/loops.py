@@ -1,14 +1,44 @@
-"""An event loop whose time goes on only while nothing runs: then the next thing that is due is due at once."""
+"""Event loops for tests of what happens in time, on a machine that may hold the process up at any moment."""
 
 from __future__ import annotations
 
 import asyncio
 import selectors
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
+STEP_S = 0.05
+
 T = TypeVar("T")
+
+
+class Steps(selectors.DefaultSelector):
+    """Its time goes on in steps: as long as a machine holds the process up, as much may happen in between as in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self._looked_s = time.monotonic()
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(STEP_S if timeout is None else min(timeout, STEP_S))
+        looked_s = time.monotonic()
+        self.now_s += min(looked_s - self._looked_s, 2 * STEP_S)
+        self._looked_s = looked_s
+        return ready
+
+
+class SteppedLoop(asyncio.SelectorEventLoop):
+    """Here a pause of the process, however long, is none: of what was due meanwhile nothing is late."""
+
+    def __init__(self) -> None:
+        self._steps = Steps()
+        super().__init__(self._steps)
+
+    def time(self) -> float:
+        return self._steps.now_s
 
 
 class _Skips(selectors.DefaultSelector):
@@ -27,6 +57,8 @@ class _Skips(selectors.DefaultSelector):
 
 
 class _SkippingLoop(asyncio.SelectorEventLoop):
+    """Its time goes on only while nothing runs: then what is due next is due at once."""
+
     def __init__(self) -> None:
         self._skips = _Skips()
         super().__init__(self._skips)
