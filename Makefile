@@ -13,7 +13,7 @@ EXAMPLES := $(VENV)/.examples
 INTEGRATIONS := $(VENV)-integrations
 DOCS := $(VENV)-docs
 
-.PHONY: demo demo-mnist test test-fast test-integrations test-rdma test-rdma-faults test-rdma-job bench-rdma test-gpu test-compose pictures proofs mutants lint docs first-hour setup wheel clean
+.PHONY: demo demo-mnist test test-fast test-integrations test-rdma test-rdma-faults test-rdma-job bench-rdma test-gpu test-compose pictures proofs goldens mutants lint docs first-hour setup wheel clean
 .DEFAULT_GOAL := demo
 
 # What users need, and no tool of the developers.
@@ -81,6 +81,11 @@ test-integrations: $(INTEGRATIONS)/.done
 # For every save of a file: no processes, no databases, no properties.
 test-fast: $(DEV)
 	$(BIN)/pytest tests/unit -m "not real_time" -n 2 -q
+
+# The reasons and messages that tests of the policy hear, kept beside the tests: writes them anew. Read the diff.
+goldens: $(DEV)
+	FLYBALL_GOLDENS=write $(BIN)/pytest -n 0 -q $$(grep -rl --include '*.py' support.policy.checked tests/unit)
+	@git --no-pager diff --stat -- 'tests/unit/*/reasons'
 
 # How strong the tests of the pure core are: mutmut changes it, and some test has to fail. Hours for all of it;
 # `make mutants ONLY='services.rules.recovery_point*'` minutes for a module; SAMPLE=300 for an estimate of the score.

@@ -5,6 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.policy.golden import (  # noqa: F401 - hooks
+    pytest_pycollect_makeitem,
+    pytest_runtest_call,
+    pytest_sessionfinish,
+)
 
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.sdk.worker_identity import WorkerIdentity

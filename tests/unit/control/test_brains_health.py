@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support.policy.checked import decide
 from support.policy.views import GENERATION, HOSTS, JOB, NOW, SETTINGS, decided, exited, incident, say, view, with_exit
 
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier
@@ -11,7 +12,6 @@ from flyball.contracts.cluster import HostState, Phase, WorkerError
 from flyball.contracts.decisions import DecisionKind, Harm, IncidentState
 from flyball.contracts.reports.signals import HostSilent, PreemptionNotice, ReplicasDiffer, WorkerExited
 from flyball.contracts.reports.training_health import LossDiverged, LossRecovered, ReplayDiffers
-from services.controller.policy import decide
 from services.controller.round.focus import clean_steps
 from services.controller.round.view import HostView, JobView, PastFailure
 

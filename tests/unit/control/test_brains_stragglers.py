@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import msgspec
+from support.policy.checked import decide
 from support.policy.views import HOSTS, JOB, NOW, SETTINGS, decided, say, view
 
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.decisions import DecisionKind, IncidentState
 from flyball.contracts.reports.training_health import Straggler, StragglerRecovered
-from services.controller.policy import decide
 from services.controller.round.view import PastFailure
 
 # A step of the job takes 9.99 s: it made ten in 99.9 s.
