@@ -107,7 +107,8 @@ def difference(golden: Sections, test: str, said: Said, *, is_whole: bool) -> st
     known = {pair for section in golden.values() for pair in section}
     more = [pair for pair in said if pair not in known]
     less = [pair for pair in golden.get(test, ()) if pair not in said] if is_whole else []
-    return "\n".join(f"{sign} {who}: {words}" for sign, pairs in (("-", less), ("+", more)) for who, words in pairs)
+    lines = [f"{sign} {who}: {words}" for sign, pairs in (("-", less), ("+", more)) for who, words in pairs]
+    return "\n".join(lines[:6] + ([f"and {len(lines) - 6} more"] if len(lines) > 6 else []))
 
 
 def _name(item: pytest.Item) -> str:
@@ -151,7 +152,7 @@ def pytest_sessionfinish() -> None:
     for tests, heard in _heard.items() if WRITES else ():
         golden = golden_path(tests)
         if _passed[tests] != _tests[tests]:
-            print(f"Not written, since not all of its tests ran and passed: {golden}")
+            print(f"\nNot written, since not all of its tests ran and passed: {golden}")
         elif text := written({name: heard[name] for name in _tests[tests] if name in heard}):
             golden.parent.mkdir(exist_ok=True)
             golden.write_text(text)

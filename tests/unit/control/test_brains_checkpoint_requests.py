@@ -112,7 +112,6 @@ def test_a_request_that_waited_behind_another_incident_is_carried_out_then() -> 
 def test_ranks_train_on_after_the_save() -> None:
     decision = decided(after_save())
     assert (decision.kind, decision.rule) == (RESUME, "train_on_after_the_save")
-    assert "Step 54 is saved: the ranks of generation 2 train on where they are." in decision.reason
 
 
 @pytest.mark.parametrize("state", [ActionState.FAILED, ActionState.TIMED_OUT])

@@ -50,7 +50,6 @@ def test_a_job_starts_when_hosts_suffice() -> None:
 
 def test_a_job_that_waits_says_so_once() -> None:
     outcome = decide(view(job=submitted(), hosts=(host("a"),)), [], SETTINGS, NOW)
-    assert outcome.jobs[0].message == "waits for hosts: it needs 2 hosts, free: a"
     again = decide(view(job=submitted(message=outcome.jobs[0].message), hosts=(host("a"),)), [], SETTINGS, NOW)
     assert again.empty
 
@@ -83,7 +82,6 @@ def test_two_jobs_do_not_get_the_same_hosts() -> None:
     both = msgspec.structs.replace(view(hosts=[host(n) for n in "abc"]), jobs=(submitted(), other))
     outcome = decide(both, [], SETTINGS, NOW)
     assert [d.job for d in outcome.decisions] == ["job"]
-    assert outcome.jobs[-1].message == "waits for hosts: it needs 2 hosts, free: c"
 
 
 def test_an_operators_stop_supersedes_everything() -> None:
@@ -118,7 +116,6 @@ def test_a_job_is_done_when_all_ranks_are() -> None:
     outcome = decide(view(), ends, SETTINGS, NOW)
     assert decided(outcome).kind is DecisionKind.COMPLETE_JOB
     assert outcome.jobs[-1].state is JobState.SUCCEEDED and not outcome.incidents
-    assert decided(outcome).reason == "All 2 ranks of generation 2 ended with exit code 0."
 
 
 def test_a_job_of_one_rank_is_told_of_as_one() -> None:
@@ -126,10 +123,9 @@ def test_a_job_of_one_rank_is_told_of_as_one() -> None:
     spec = msgspec.structs.replace(SPEC, nnodes=1)
     job = msgspec.structs.replace(JOB, spec=spec, generation=alone)
     ended = decide(view(job=job), [say(exited(0, exit_code=0, error=""))], SETTINGS, NOW)
-    assert decided(ended).reason == "The only rank of generation 2 ended with exit code 0."
     crash = msgspec.structs.replace(exited(0, exit_code=None, signal=6, error=""), last_phase=Phase.DONE)
     crashed = decide(view(job=job), [say(crash)], SETTINGS, NOW)
-    assert decided(crashed).reason == "The only rank of generation 2 was done; it crashed on the way out."
+    assert decided(ended).kind is decided(crashed).kind is DecisionKind.COMPLETE_JOB
 
 
 def test_a_crash_after_the_end_is_on_record_and_no_failure() -> None:
@@ -137,7 +133,6 @@ def test_a_crash_after_the_end_is_on_record_and_no_failure() -> None:
     outcome = decide(view(), [say(exited(0, exit_code=0, error="")), say(crash, seq=2)], SETTINGS, NOW)
     assert decided(outcome).kind is DecisionKind.COMPLETE_JOB and not outcome.incidents
     assert decided(outcome).evidence["crashed_after_done"] == "rank 1 on b: SIGABRT"
-    assert "1 crashed on the way out" in decided(outcome).reason
 
 
 def test_a_job_ends_also_where_an_earlier_placement_left_copies() -> None:
