@@ -84,7 +84,7 @@ test-fast: $(DEV)
 
 # The reasons and messages that tests of the policy hear, kept beside the tests: writes them anew. Read the diff.
 goldens: $(DEV)
-	FLYBALL_GOLDENS=write $(BIN)/pytest -n 0 -q $$(grep -rl --include '*.py' support.policy.checked tests/unit)
+	FLYBALL_GOLDENS=write $(BIN)/pytest -n 0 -q $$(grep -rlE --include '*.py' 'support.policy(.checked| import golden)' tests/unit)
 	@git --no-pager diff --stat -- 'tests/unit/*/reasons'
 
 # How strong the tests of the pure core are: mutmut changes it, and some test has to fail. Hours for all of it;

@@ -41,7 +41,7 @@ def note_outcome(view: View, outcome: Outcome) -> None:
     alike: set[tuple[str, str]] = set()
     for decision in outcome.decisions:
         if (shape := (decision.rule, re.sub(r"\d", "", decision.reason))) not in alike:
-            _note(decision.rule, decision.reason)
+            note(decision.rule, decision.reason)
             alike.add(shape)
     reasons = "\n".join(decision.reason for decision in outcome.decisions)
     known = {message for part in (view.jobs, view.hosts, view.incidents) for message in map(_message, part)}
@@ -53,19 +53,20 @@ def note_outcome(view: View, outcome: Outcome) -> None:
     ):
         for message in map(_message, part):
             if message not in known and message.rstrip(" .") not in reasons:
-                _note(name, message)
+                note(name, message)
 
 
 def note_step(step: PlaybookStep) -> None:
     if step.message:
-        _note(f"an action in phase {step.phase}, {step.state.value}", step.message)
+        note(f"an action in phase {step.phase}, {step.state.value}", step.message)
 
 
 def _message(thing: Any) -> str:  # noqa: ANN401 - a host has a reason, all else a message
     return str(getattr(thing, "message", None) or getattr(thing, "reason", ""))
 
 
-def _note(who: str, words: str) -> None:
+def note(who: str, words: str) -> None:
+    """Of a test that asks the code below the policy, too."""
     if _now:
         _now[0][who, words.replace("\n", r"\n").rstrip()] = None
 
