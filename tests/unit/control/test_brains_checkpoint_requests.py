@@ -70,10 +70,6 @@ def test_all_ranks_save_a_named_step() -> None:
     outcome = decide(seen(ORDER), [], SETTINGS, NOW)
     decision = decided(outcome)
     assert (decision.kind, decision.rule) == (SAVE, "save_on_request")
-    assert decision.reason == (
-        "An operator requested a checkpoint of job job (before the firmware). "
-        f"Every rank saves step {decision.evidence['step']} and parks, then they train on."
-    )
     plan = decision.action
     assert plan is not None and plan.emergency_step > 50 and plan.stop_hosts == ("a", "b")
     assert [(change.order, change.state) for change in outcome.orders] == [(ORDER, OrderState.OVER)]

@@ -146,18 +146,20 @@ def test_a_job_that_goes_on_gets_the_places_that_it_had() -> None:
     before = msgspec.structs.replace(GENERATION, ranks=())
     job = submitted(before=before)
     free = (host("a"), host("b"), host("c"), host("d"))
-    plan = decided(decide(view(job=job, hosts=free), [], SETTINGS, NOW)).action
-    assert plan is not None and plan.next is not None
+
+    def placed(*hosts: HostView) -> ActionPlan:
+        plan = decided(decide(view(job=job, hosts=hosts), [], SETTINGS, NOW)).action
+        assert plan is not None and plan.next is not None
+        return plan
+
+    plan = placed(*free)
     assert [(part.host_id, part.ranks) for part in plan.next.hosts] == [("a", (0,)), ("b", (1,))]
     assert (plan.generation, plan.next.generation, plan.next.parent) == (2, 3, 2)
     assert plan.next.parent_lineage == GENERATION.lineage
-    lost = (host("a", job="other"), *free[1:])
-    plan = decided(decide(view(job=job, hosts=lost), [], SETTINGS, NOW)).action
-    assert plan is not None and plan.next is not None
-    assert [(part.host_id, part.ranks) for part in plan.next.hosts] == [("c", (0,)), ("b", (1,))]
-    moved = (msgspec.structs.replace(free[0], address="10.9.9.9"), *free[1:])
-    plan = decided(decide(view(job=job, hosts=moved), [], SETTINGS, NOW)).action
-    assert plan is not None and plan.next is not None and plan.next.hosts[0].address == "10.9.9.9"
+    without_a = placed(host("a", job="other"), *free[1:]).next.hosts
+    assert [(part.host_id, part.ranks) for part in without_a] == [("c", (0,)), ("b", (1,))]
+    moved = placed(msgspec.structs.replace(free[0], address="10.9.9.9"), *free[1:])
+    assert moved.next.hosts[0].address == "10.9.9.9"
 
 
 def test_hosts_that_an_action_of_another_job_has_are_not_free() -> None:

@@ -197,10 +197,7 @@ def on_b(generation: int = 1, host_id: str = "b") -> PastFailure:
 def test_a_flaky_host_is_left_before_its_exception_is_blamed_on_the_job() -> None:
     job = msgspec.structs.replace(JOB, failures=(on_b(),))
     decision = decided(decide(view(job=job), [say(exited())], SETTINGS, NOW))
-    assert (decision.kind, decision.rule) == (
-        DecisionKind.MIGRATE_TO_SPARE,
-        "leave_the_host_of_an_identical_exception",
-    )
+    assert (decision.kind, decision.rule) == (DecisionKind.MIGRATE_TO_SPARE, "leave_the_host_of_an_identical_exception")
     assert decision.action is not None and decision.action.next is not None
     assert [part.host_id for part in decision.action.next.hosts] == ["a", "c"]
 
@@ -226,10 +223,7 @@ def test_a_step_that_cannot_be_restored_is_left_out_by_ranks_that_move_too() -> 
     leaves = (HOSTS[0], host("b", job="job", state=HostState.CORDONED), HOSTS[2])
     job = msgspec.structs.replace(JOB, failures=(PastFailure(1, "restore_failed", "", "", -1),))
     decision = decided(decide(view(job=job, hosts=leaves, copies=copies), [say(body)], SETTINGS, NOW))
-    assert (decision.kind, decision.rule) == (
-        DecisionKind.MIGRATE_TO_SPARE,
-        "restart_from_an_older_recovery_point",
-    )
+    assert (decision.kind, decision.rule) == (DecisionKind.MIGRATE_TO_SPARE, "restart_from_an_older_recovery_point")
     assert decision.action is not None and decision.action.next is not None
     assert decision.action.next.parent_lineage == (LineageEntry(1, 39), LineageEntry(2, 39))
     assert decision.action.next.known_step == 39

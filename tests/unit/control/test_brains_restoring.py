@@ -8,14 +8,7 @@ from support.policy.checked import advance
 from support.policy.played_actions import MIGRATE, NEXT, NOW, SPEC, answer, apply, begun, copy
 
 from flyball.contracts.checkpoints import CheckpointSpec, JobHistory, ShardCopy, Tier
-from flyball.contracts.decisions import (
-    ActionPlan,
-    ActionState,
-    CommandResult,
-    DecisionKind,
-    StopWorkers,
-    UpdateState,
-)
+from flyball.contracts.decisions import ActionPlan, ActionState, CommandResult, DecisionKind, StopWorkers, UpdateState
 from services.actuator.ports import ActionProgress
 from services.actuator.rules.playbook import may_start
 

@@ -208,12 +208,7 @@ OOM = msgspec.structs.replace(KILLED, error_class="host_out_of_memory")
     ("own", "spares", "rule", "says"),
     [
         (64, {"c": 64, "d": 128}, "retry_on_a_larger_host", "b has 64 GiB of memory, and d 128 GiB"),
-        (
-            64,
-            {"c": 64, "d": 0},
-            "retry_with_as_much_memory",
-            "than b (64 GiB): generation 3 starts in place",
-        ),
+        (64, {"c": 64, "d": 0}, "retry_with_as_much_memory", "than b (64 GiB): generation 3 starts in place"),
         (0, {"c": 64}, "retry_with_as_much_memory", "No free host is known to have more memory: generation 3"),
         (64, {}, "retry_with_as_much_memory", "more memory than b (64 GiB)"),
     ],
