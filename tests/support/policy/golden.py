@@ -152,9 +152,10 @@ def pytest_sessionfinish() -> None:
     """Write the files whose tests all passed, and remove those whose tests are gone."""
     for tests, heard in _heard.items() if WRITES else ():
         golden = golden_path(tests)
-        if _passed[tests] != _tests[tests]:
+        text = written({name: heard[name] for name in _tests[tests] if name in heard})
+        if _passed[tests] != _tests[tests] and (text or golden.exists()):
             print(f"\nNot written, since not all of its tests ran and passed: {golden}")
-        elif text := written({name: heard[name] for name in _tests[tests] if name in heard}):
+        elif text:
             golden.parent.mkdir(exist_ok=True)
             golden.write_text(text)
         else:
