@@ -54,6 +54,10 @@ def note_outcome(view: View, outcome: Outcome) -> None:
         for message in map(_message, part):
             if message not in known and message.rstrip(" .") not in reasons:
                 note(name, message)
+    waited_for = {incident.holding_for for incident in view.incidents} | {""}
+    for incident in outcome.incidents:
+        if incident.holding_for not in waited_for:
+            note("an incident waits for", incident.holding_for)
 
 
 def note_step(step: PlaybookStep) -> None:

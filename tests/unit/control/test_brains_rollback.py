@@ -152,7 +152,6 @@ def test_a_job_that_must_not_begin_anew_waits_for_whoever_has_a_copy(now: float)
     (decision,) = outcome.decisions
     assert (decision.kind, decision.rule, decision.action) == (DecisionKind.HOLD, "never_from_scratch", None)
     assert outcome.incidents[0].state is IncidentState.DECIDING
-    assert outcome.incidents[0].holding_for == "a, b with step 49"
     assert outcome.wake_at == now + 1.0
     assert decision.evidence == {
         "newest_step": 49,
