@@ -615,9 +615,11 @@ def test_a_job_that_restarts_with_its_sensor_warms_up_anew(job: Job) -> None:
     job.detector = FaultDetector(DetectorSettings(tick_interval_s=60.0))
     job.detector.recall(stored)
     job.restart()
-    pace = job.detector._stalls._jobs["j"].pace
-    pace.stepped_first(1000, 60.0)
-    assert pace.usual_step_s() == 60.0, "its second step may take as long as the first"
+    job.train(1, step_s=60.0)
+    job.pause(470.0, Activity.IDLE, SLEEPS, 0)
+    assert job.stalls == [], "its second step may take eight times as long as the first"
+    job.wait(20.0)
+    assert [stall.deadline_s for stall in job.stalls] == [480.0]
 
 
 def test_an_alarm_that_was_recalled_ends_when_its_rank_goes_on(job: Job) -> None:
