@@ -83,9 +83,9 @@ def golden_path(tests: Path) -> Path:
 def sections(golden: Path) -> Sections:
     found: Sections = {}
     test = who = ""
-    for line in golden.read_text().splitlines() if golden.exists() else ():
+    for line in golden.read_text().split("\n") if golden.exists() else ():
         if line.startswith("    "):
-            found[test][who, line[4:]] = None
+            found.setdefault(test, {})[who, line[4:]] = None
         elif line.startswith("  "):
             who = line[2:]
         elif line:
