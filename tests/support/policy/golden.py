@@ -10,10 +10,11 @@ The hooks are for a conftest to import.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,10 @@ def note(who: str, words: str) -> None:
     """Of a test that asks the code below the policy, too."""
     if _now:
         _now[0][who, words.replace("\n", r"\n").rstrip()] = None
+
+
+def note_evidence(who: str, evidence: Mapping[str, object]) -> None:
+    note(f"the evidence of {who}", json.dumps(dict(evidence), sort_keys=True))
 
 
 def golden_path(tests: Path) -> Path:
