@@ -127,9 +127,11 @@ def test_ranks_that_start_are_waited_for_but_not_for_ever() -> None:
     held = decided(decide(seen(ORDER, job=starting()), [], SETTINGS, NOW))
     assert (held.kind, held.rule) == (HOLD, "wait_until_all_ranks_step")
     late = requested(opened_at=NOW - SETTINGS.action_deadline_s)
-    outcome = decide(seen(job=starting(), incidents=[late]), [], SETTINGS, NOW)
-    assert decided(outcome).rule == "give_up_after_a_failed_save"
-    assert outcome.incidents[-1].state is IncidentState.ESCALATED
+    often = requested(decisions_made=SETTINGS.max_decisions_per_incident)
+    for given_up in (late, often):
+        outcome = decide(seen(job=starting(), incidents=[given_up]), [], SETTINGS, NOW)
+        assert decided(outcome).rule == "give_up_after_a_failed_save"
+        assert outcome.incidents[-1].state is IncidentState.ESCALATED
 
 
 def test_another_action_of_the_job_ends_first() -> None:

@@ -168,6 +168,8 @@ def test_a_save_that_failed_is_not_tried_again_in_this_generation() -> None:
     assert (decision.kind, decision.rule) == (RESUME, "give_up_after_a_failed_save")
     assert outcome.incidents[-1].state is IncidentState.ESCALATED
     assert [change.failure for change in outcome.jobs if change.failure] == [PastFailure(2, "room_to_grow", "", "", -1)]
+    often = room(decisions_made=SETTINGS.max_decisions_per_incident)
+    assert decided(decide(seen(FREE, incidents=[often]), [], SETTINGS, NOW)).rule == "give_up_after_a_failed_save"
 
 
 def test_growing_that_costs_more_than_it_gains_is_over_with_both_numbers() -> None:

@@ -35,7 +35,7 @@ def copies(*steps: int) -> tuple[ShardCopy, ...]:
     )
 
 
-@pytest.mark.parametrize("body", [NAN, SPIKE, ODD])
+@pytest.mark.parametrize("body", [NAN, SPIKE, ODD, msgspec.structs.replace(NAN, usual="nan", spread="nan")])
 def test_a_harm_restarts_from_the_newest_recovery_point_before_it(body: LossDiverged | ReplicasDiffer) -> None:
     outcome = decide(view(copies=copies(40, 45, 50)), [say(body, source="a")], SETTINGS, NOW)
     decision = decided(outcome)
@@ -84,8 +84,10 @@ def test_harms_of_long_ago_do_not_count(steps: tuple[int, ...], rule: str) -> No
     assert decided(decide(view(job=job, copies=copies(45)), [say(NAN)], SETTINGS, NOW)).rule == rule
 
 
-def test_without_a_recovery_point_before_the_harm_it_holds() -> None:
-    decision = decided(decide(view(copies=copies(48, 50)), [say(NAN)], SETTINGS, NOW))
+@pytest.mark.parametrize("clean_step", [46, -1])
+def test_without_a_recovery_point_before_the_harm_it_holds(clean_step: int) -> None:
+    body = msgspec.structs.replace(NAN, clean_step=clean_step)
+    decision = decided(decide(view(copies=copies(48, 50)), [say(body)], SETTINGS, NOW))
     assert (decision.rule, decision.action) == ("hold_without_a_clean_step", None)
 
 

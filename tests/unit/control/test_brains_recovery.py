@@ -250,8 +250,10 @@ def test_an_exception_of_a_script_without_steps_is_left_to_max_restarts() -> Non
     assert decided(decide(view(job=job), [say(body)], SETTINGS, NOW)).kind is DecisionKind.RESTART_IN_PLACE
 
 
-def test_restarts_are_used_up() -> None:
-    job = msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, restart_count=3))
+@pytest.mark.parametrize("limit", [0, 1, 3])
+def test_restarts_are_used_up(limit: int) -> None:
+    generation = msgspec.structs.replace(GENERATION, restart_count=limit)
+    job = msgspec.structs.replace(JOB, spec=msgspec.structs.replace(SPEC, max_restarts=limit), generation=generation)
     outcome = decide(view(job=job), [say(KILLED)], SETTINGS, NOW)
     assert decided(outcome).rule == "fail_when_restarts_are_used_up"
     silent = say(HostSilent("b", 3.0, 2.0, ()), source="sensor.1", at=NOW + 3)
