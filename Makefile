@@ -18,7 +18,7 @@ PYTEST  := $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --dur
 # What pyproject.toml leaves out: pytest forgets that as soon as there is an -m.
 HERE    := not slow and not first_hour and not rdma and not frameworks and not compose and not gpu
 
-.PHONY: help demo demo-mnist test processes proofs test-integrations test-rdma test-rdma-faults test-rdma-job bench-rdma test-gpu test-compose pictures mutants lint hooks docs first-hour setup wheel clean
+.PHONY: help demo demo-mnist test processes proofs test-integrations test-rdma test-rdma-faults test-rdma-job bench-rdma test-gpu test-compose pictures goldens mutants lint hooks docs first-hour setup wheel clean
 .DEFAULT_GOAL := demo
 
 help: ## this list
@@ -91,6 +91,11 @@ test-compose: $(DEV) ## docker-compose.yml on a real container engine; needs roo
 # The adapters for other frameworks, with the frameworks themselves: their examples are killed, and go on.
 test-integrations: $(INTEGRATIONS)/.done ## the adapters for frameworks, with those installed beside .venv (4 minutes)
 	$(INTEGRATIONS)/bin/python -m pytest -m frameworks tests/frameworks -n 2 --dist load --durations 10 $(AGAIN)
+
+# The reasons and messages that tests of the policy hear, kept beside the tests.
+goldens: $(DEV) ## writes anew what tests of the policy hear it say; read the diff (1 minute)
+	FLYBALL_GOLDENS=write $(BIN)/pytest -n 0 -q $$(grep -rlE --include '*.py' 'support.policy(.checked| import golden)' tests/unit)
+	@git --no-pager diff --stat -- 'tests/unit/*/reasons'
 
 # How strong the tests of the pure core are: mutmut changes it, and some test has to fail. Hours for all of it;
 # `make mutants ONLY='services.rules.recovery_point*'` minutes for a module; SAMPLE=300 for an estimate of the score.

@@ -6,6 +6,11 @@ from pathlib import Path
 
 import pytest
 from support.jobs.rank_alone import rank_alone
+from support.policy.golden import (  # noqa: F401 - hooks
+    pytest_pycollect_makeitem,
+    pytest_runtest_call,
+    pytest_sessionfinish,
+)
 
 from flyball.sdk.worker_identity import WorkerIdentity
 

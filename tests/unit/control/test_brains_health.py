@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support.policy.checked import decide
 from support.policy.views import GENERATION, HOSTS, JOB, NOW, SETTINGS, decided, exited, incident, say, view, with_exit
 
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier
@@ -11,7 +12,6 @@ from flyball.contracts.cluster import HostState, Phase, WorkerError
 from flyball.contracts.decisions import DecisionKind, Harm, IncidentState
 from flyball.contracts.reports.signals import HostSilent, PreemptionNotice, ReplicasDiffer, WorkerExited
 from flyball.contracts.reports.training_health import LossDiverged, LossRecovered, ReplayDiffers
-from services.controller.policy import decide
 from services.controller.round.focus import clean_steps
 from services.controller.round.view import HostView, JobView, PastFailure
 
@@ -35,7 +35,7 @@ def copies(*steps: int) -> tuple[ShardCopy, ...]:
     )
 
 
-@pytest.mark.parametrize("body", [NAN, SPIKE, ODD])
+@pytest.mark.parametrize("body", [NAN, SPIKE, ODD, msgspec.structs.replace(NAN, usual="nan", spread="nan")])
 def test_a_harm_restarts_from_the_newest_recovery_point_before_it(body: LossDiverged | ReplicasDiffer) -> None:
     outcome = decide(view(copies=copies(40, 45, 50)), [say(body, source="a")], SETTINGS, NOW)
     decision = decided(outcome)
@@ -44,19 +44,9 @@ def test_a_harm_restarts_from_the_newest_recovery_point_before_it(body: LossDive
     assert decision.action.next.parent_lineage == (LineageEntry(1, 40), LineageEntry(2, 46))
     assert decision.action.next.known_step == 45
     assert decision.action.next.restart_count == 1  # not charged to --max-restarts
-    assert "gives up 5 steps" in decision.reason
     assert {"clean_step": 46, "restart_step": 45, "steps_given_up": 5}.items() <= decision.evidence.items()
+    assert decision.evidence.get("differ") == (None if isinstance(body, LossDiverged) else "1")
     assert outcome.incidents[0].harm == Harm(46, body.first_step if isinstance(body, LossDiverged) else 48)
-
-
-def test_reasons_have_the_numbers() -> None:
-    nan, spike, odd = (
-        decided(decide(view(copies=copies(45)), [say(b, source="a")], SETTINGS, NOW)) for b in (NAN, SPIKE, ODD)
-    )
-    assert "at step 49 it is nan. Up to step 46 it was good, and it was 2 (median; MAD 0.1) before." in nan.reason
-    assert "it is 80.5, a spike that does not heal, and at most 4 is usual" in spike.reason
-    assert "Rank 1 on a differs from ranks 0, 2, 3, the majority" in odd.reason
-    assert odd.evidence["differ"] == "1"
 
 
 def test_a_harm_that_returns_holds_for_a_person() -> None:
@@ -64,7 +54,7 @@ def test_a_harm_that_returns_holds_for_a_person() -> None:
     outcome = decide(view(job=job, copies=copies(40, 45, 50)), [say(NAN)], SETTINGS, NOW)
     decision = decided(outcome)
     assert (decision.rule, decision.kind, decision.action) == ("hold_when_a_harm_returns", DecisionKind.HOLD, None)
-    assert "came back" in decision.reason and decision.evidence["clean_step"] == 46
+    assert decision.evidence["clean_step"] == 46
 
 
 def test_a_harm_well_beyond_an_earlier_one_is_another() -> None:
@@ -94,8 +84,10 @@ def test_harms_of_long_ago_do_not_count(steps: tuple[int, ...], rule: str) -> No
     assert decided(decide(view(job=job, copies=copies(45)), [say(NAN)], SETTINGS, NOW)).rule == rule
 
 
-def test_without_a_recovery_point_before_the_harm_it_holds() -> None:
-    decision = decided(decide(view(copies=copies(48, 50)), [say(NAN)], SETTINGS, NOW))
+@pytest.mark.parametrize("clean_step", [46, -1])
+def test_without_a_recovery_point_before_the_harm_it_holds(clean_step: int) -> None:
+    body = msgspec.structs.replace(NAN, clean_step=clean_step)
+    decision = decided(decide(view(copies=copies(48, 50)), [say(body)], SETTINGS, NOW))
     assert (decision.rule, decision.action) == ("hold_without_a_clean_step", None)
 
 
@@ -127,7 +119,6 @@ def test_a_host_lost_with_a_harm_restarts_before_the_harm_too() -> None:
     assert decision.kind is DecisionKind.MIGRATE_TO_SPARE
     assert decision.action is not None and decision.action.next is not None
     assert decision.action.next.known_step == 45
-    assert "Step 45 is the newest recovery point before the harm" in decision.reason
     assert {"clean_step": 46, "restart_step": 45, "steps_given_up": 5}.items() <= decision.evidence.items()
 
 
@@ -186,7 +177,7 @@ def test_replicas_that_never_were_seen_equal_are_on_record_only(agree: tuple[int
 def test_two_replicas_go_back_to_where_they_were_equal() -> None:
     two = msgspec.structs.replace(ODD, agree=(), differ=(0, 1))
     decision = decided(decide(view(copies=copies(45, 50)), [say(two, source="a")], SETTINGS, NOW))
-    assert decision.rule == "restart_before_the_harm" and "no majority" in decision.reason
+    assert decision.rule == "restart_before_the_harm"
 
 
 def test_a_bad_device_is_left_from_before_the_harm_and_its_host_gets_no_work() -> None:
@@ -197,13 +188,6 @@ def test_a_bad_device_is_left_from_before_the_harm_and_its_host_gets_no_work() -
     assert [part.host_id for part in decision.action.next.hosts] == ["a", "c"]
     assert decision.action.next.parent_lineage == (LineageEntry(1, 40), LineageEntry(2, 46))
     assert decision.action.next.known_step == 45
-    assert (
-        "at step 48 rank 1 on b computed the same twice, and gradient of w differed, while rank 0 on a computed it 3 "
-        "times with one result (that of its run 2), and torch.use_deterministic_algorithms was on. So the device is "
-        "bad, not the computation. At step 46 no rank's replay differed."
-    ) in decision.reason
-    assert "Step 45 is the newest recovery point before the harm" in decision.reason
-    assert "b gets no work until an operator releases it" in decision.reason
     assert {"rank": 1, "peer_host": "a", "restart_step": 45}.items() <= decision.evidence.items()
     assert outcome.incidents[0].harm == Harm(46, 48)
     assert {host.host_id: host.state for host in outcome.hosts}["b"] is HostState.CORDONED
@@ -281,7 +265,7 @@ def failed_after_restoring_40(body: WorkerExited, *before: PastFailure) -> JobVi
 def test_two_exceptions_soon_after_restores_of_one_step_leave_it() -> None:
     job = failed_after_restoring_40(exited(), *failed_twice(49))
     decision = decided(decide(view(job=job, copies=copies(30, 40)), [], SETTINGS, NOW))
-    assert decision.rule == "leave_a_recovery_point_that_fails" and "goes back to step 30" in decision.reason
+    assert decision.rule == "leave_a_recovery_point_that_fails"
     newer = (*copies(30, 40), *(msgspec.structs.replace(c, generation=3) for c in copies(45)))
     assert decided(decide(view(job=job, copies=newer), [], SETTINGS, NOW)).rule == "restart_in_place"
     assert decided(decide(view(job=job, copies=copies(40)), [], SETTINGS, NOW)).rule == "restart_in_place"

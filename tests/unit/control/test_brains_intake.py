@@ -165,8 +165,6 @@ def test_a_false_alarm_is_said_once_and_gives_its_restart_back() -> None:
     found = decide(told, [alarm, alarm], PolicySettings(), NOW)
     (decision,) = found.decisions
     assert decision.rule == "withdraw_a_false_alarm" and decision.job == "job" and decision.incident_id == ""
-    assert "ranks 0, 1 after step 50 in generation 0 was a false alarm" in decision.reason
-    assert "paused there for 320.0 s" in decision.reason and "2 times as long" in decision.reason
     (change,) = found.jobs
     assert change.failure is not None and change.failure.cause == "false_alarm"
     incident = Incident("inc-1", "job", "", "worker_killed", IncidentState.OPEN, NOW, NOW, "", 1)

@@ -50,7 +50,6 @@ def test_a_job_starts_when_hosts_suffice() -> None:
 
 def test_a_job_that_waits_says_so_once() -> None:
     outcome = decide(view(job=submitted(), hosts=(host("a"),)), [], SETTINGS, NOW)
-    assert outcome.jobs[0].message == "waits for hosts: it needs 2 hosts, free: a"
     again = decide(view(job=submitted(message=outcome.jobs[0].message), hosts=(host("a"),)), [], SETTINGS, NOW)
     assert again.empty
 
@@ -83,7 +82,6 @@ def test_two_jobs_do_not_get_the_same_hosts() -> None:
     both = msgspec.structs.replace(view(hosts=[host(n) for n in "abc"]), jobs=(submitted(), other))
     outcome = decide(both, [], SETTINGS, NOW)
     assert [d.job for d in outcome.decisions] == ["job"]
-    assert outcome.jobs[-1].message == "waits for hosts: it needs 2 hosts, free: c"
 
 
 def test_an_operators_stop_supersedes_everything() -> None:
@@ -118,7 +116,6 @@ def test_a_job_is_done_when_all_ranks_are() -> None:
     outcome = decide(view(), ends, SETTINGS, NOW)
     assert decided(outcome).kind is DecisionKind.COMPLETE_JOB
     assert outcome.jobs[-1].state is JobState.SUCCEEDED and not outcome.incidents
-    assert decided(outcome).reason == "All 2 ranks of generation 2 ended with exit code 0."
 
 
 def test_a_job_of_one_rank_is_told_of_as_one() -> None:
@@ -126,10 +123,9 @@ def test_a_job_of_one_rank_is_told_of_as_one() -> None:
     spec = msgspec.structs.replace(SPEC, nnodes=1)
     job = msgspec.structs.replace(JOB, spec=spec, generation=alone)
     ended = decide(view(job=job), [say(exited(0, exit_code=0, error=""))], SETTINGS, NOW)
-    assert decided(ended).reason == "The only rank of generation 2 ended with exit code 0."
     crash = msgspec.structs.replace(exited(0, exit_code=None, signal=6, error=""), last_phase=Phase.DONE)
     crashed = decide(view(job=job), [say(crash)], SETTINGS, NOW)
-    assert decided(crashed).reason == "The only rank of generation 2 was done; it crashed on the way out."
+    assert decided(ended).kind is decided(crashed).kind is DecisionKind.COMPLETE_JOB
 
 
 def test_a_crash_after_the_end_is_on_record_and_no_failure() -> None:
@@ -137,7 +133,6 @@ def test_a_crash_after_the_end_is_on_record_and_no_failure() -> None:
     outcome = decide(view(), [say(exited(0, exit_code=0, error="")), say(crash, seq=2)], SETTINGS, NOW)
     assert decided(outcome).kind is DecisionKind.COMPLETE_JOB and not outcome.incidents
     assert decided(outcome).evidence["crashed_after_done"] == "rank 1 on b: SIGABRT"
-    assert "1 crashed on the way out" in decided(outcome).reason
 
 
 def test_a_job_ends_also_where_an_earlier_placement_left_copies() -> None:
@@ -151,18 +146,20 @@ def test_a_job_that_goes_on_gets_the_places_that_it_had() -> None:
     before = msgspec.structs.replace(GENERATION, ranks=())
     job = submitted(before=before)
     free = (host("a"), host("b"), host("c"), host("d"))
-    plan = decided(decide(view(job=job, hosts=free), [], SETTINGS, NOW)).action
-    assert plan is not None and plan.next is not None
+
+    def placed(*hosts: HostView) -> ActionPlan:
+        plan = decided(decide(view(job=job, hosts=hosts), [], SETTINGS, NOW)).action
+        assert plan is not None and plan.next is not None
+        return plan
+
+    plan = placed(*free)
     assert [(part.host_id, part.ranks) for part in plan.next.hosts] == [("a", (0,)), ("b", (1,))]
     assert (plan.generation, plan.next.generation, plan.next.parent) == (2, 3, 2)
     assert plan.next.parent_lineage == GENERATION.lineage
-    lost = (host("a", job="other"), *free[1:])
-    plan = decided(decide(view(job=job, hosts=lost), [], SETTINGS, NOW)).action
-    assert plan is not None and plan.next is not None
-    assert [(part.host_id, part.ranks) for part in plan.next.hosts] == [("c", (0,)), ("b", (1,))]
-    moved = (msgspec.structs.replace(free[0], address="10.9.9.9"), *free[1:])
-    plan = decided(decide(view(job=job, hosts=moved), [], SETTINGS, NOW)).action
-    assert plan is not None and plan.next is not None and plan.next.hosts[0].address == "10.9.9.9"
+    without_a = placed(host("a", job="other"), *free[1:]).next.hosts
+    assert [(part.host_id, part.ranks) for part in without_a] == [("c", (0,)), ("b", (1,))]
+    moved = placed(msgspec.structs.replace(free[0], address="10.9.9.9"), *free[1:])
+    assert moved.next.hosts[0].address == "10.9.9.9"
 
 
 def test_hosts_that_an_action_of_another_job_has_are_not_free() -> None:

@@ -108,12 +108,7 @@ def test_a_job_lacks_ranks_only_if_a_host_of_its_present_generation_is_unreachab
 
 def test_a_host_that_was_given_up_is_asked_no_more_though_it_is_heard() -> None:
     plan = plans.restart_plan(
-        case(),
-        GENERATION,
-        GENERATION.hosts,
-        kind=DecisionKind.MIGRATE_TO_SPARE,
-        incident=INCIDENT,
-        given_up=("b",),
+        case(), GENERATION, GENERATION.hosts, kind=DecisionKind.MIGRATE_TO_SPARE, incident=INCIDENT, given_up=("b",)
     )
     assert (plan.stop_hosts, plan.unreachable_hosts) == (("a",), ("b",))
 

@@ -77,7 +77,6 @@ def test_without_a_spare_training_goes_on_until_the_last_moment() -> None:
     held = outcome.incidents
     late = decide(view(hosts=preempted()[:2], incidents=held), [], SETTINGS, NOW + 10.5)
     assert decided(late).kind is DecisionKind.EMERGENCY_CHECKPOINT
-    assert "then they wait for a spare" in decided(late).reason
 
 
 @pytest.mark.parametrize(

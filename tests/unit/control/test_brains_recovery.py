@@ -41,10 +41,6 @@ def test_a_killed_worker_restarts_in_place() -> None:
     outcome = decide(view(copies=SAVED), [say(KILLED, source="b")], SETTINGS, NOW)
     decision = decided(outcome)
     assert decision.rule == "restart_in_place" and decision.incident_id == "inc-7" and decision.decision_id == "dec-70"
-    assert decision.reason == (
-        "Rank 1 on b (pid 4242) was killed by signal 9 (SIGKILL) after step 50. "
-        "No host has to be replaced: generation 3 starts in place. This is restart 2 of 3."
-    )
     plan = decision.action
     assert plan is not None and plan.next is not None
     assert (plan.generation, plan.stop_hosts, plan.next.generation, plan.next.parent) == (2, ("a", "b"), 3, 2)
@@ -70,7 +66,6 @@ def test_a_silent_host_is_replaced() -> None:
     assert [(part.host_id, part.ranks) for part in plan.next.hosts] == [("a", (0,)), ("c", (1,))]
     assert plan.next.restart_count == 1 and "c" in plan.warm_hosts
     assert outcome.hosts[0].state is HostState.SILENT
-    assert "a cannot reach it either" in decision.reason
 
 
 def came_back_empty(*numbers: int) -> JobView:
@@ -81,12 +76,7 @@ def came_back_empty(*numbers: int) -> JobView:
 def test_ranks_that_a_newer_daemon_of_their_host_does_not_know_have_failed() -> None:
     decision = decided(decide(view(job=came_back_empty(1), copies=SAVED), [], SETTINGS, NOW))
     assert (decision.kind, decision.rule) == (DecisionKind.RESTART_IN_PLACE, "restart_in_place")
-    assert decision.reason == (
-        "b came back empty: the daemon that runs there now knows nothing of rank 1. "
-        "No host has to be replaced: generation 3 starts in place. This burns no restart."
-    )
-    both = decided(decide(view(job=came_back_empty(0, 1)), [], SETTINGS, NOW))
-    assert both.reason.startswith("a, b came back empty: the daemons that run there now know nothing of ranks 0, 1.")
+    assert decided(decide(view(job=came_back_empty(0, 1)), [], SETTINGS, NOW)).rule == "restart_in_place"
     assert (
         decide(view(job=came_back_empty(1)), [say(exited(0, error="Connection reset by peer"))], SETTINGS, NOW)
         .incidents[0]
@@ -182,9 +172,6 @@ def test_a_lack_of_gpu_memory_at_the_same_step_twice_fails_the_job_whatever_its_
     job = msgspec.structs.replace(JOB, failures=(past,))
     decision = decided(decide(view(job=job), [say(out_of_gpu_memory("2.00 GiB"))], SETTINGS, NOW))
     assert decision.rule == "fail_on_identical_exception"
-    assert (
-        decision.reason.endswith("GPU memory in use: rank 1 15.48 GiB.") and "a lack of GPU memory" in decision.reason
-    )
     elsewhere = msgspec.structs.replace(JOB, failures=(msgspec.structs.replace(past, step=49),))
     again = decided(decide(view(job=elsewhere), [say(out_of_gpu_memory("2.00 GiB"))], SETTINGS, NOW))
     assert again.kind is DecisionKind.RESTART_IN_PLACE
@@ -197,7 +184,6 @@ def test_a_worker_killed_for_lack_of_memory_is_retried_once_without_progress() -
     again = msgspec.structs.replace(JOB, failures=(past,))
     decision = decided(decide(view(job=again), [say(body)], SETTINGS, NOW))
     assert (decision.kind, decision.rule) == (DecisionKind.FAIL_JOB, "fail_on_repeated_lack_of_memory")
-    assert "2 generations without progress" in decision.reason
     assert decided(decide(view(job=again), [say(KILLED)], SETTINGS, NOW)).kind is DecisionKind.RESTART_IN_PLACE
     progressed = msgspec.structs.replace(GENERATION, furthest_step=0)
     refilled = msgspec.structs.replace(again, generation=progressed)
@@ -211,11 +197,7 @@ def on_b(generation: int = 1, host_id: str = "b") -> PastFailure:
 def test_a_flaky_host_is_left_before_its_exception_is_blamed_on_the_job() -> None:
     job = msgspec.structs.replace(JOB, failures=(on_b(),))
     decision = decided(decide(view(job=job), [say(exited())], SETTINGS, NOW))
-    assert (decision.kind, decision.rule) == (
-        DecisionKind.MIGRATE_TO_SPARE,
-        "leave_the_host_of_an_identical_exception",
-    )
-    assert "This failure ended 2 generations on b, and none elsewhere." in decision.reason
+    assert (decision.kind, decision.rule) == (DecisionKind.MIGRATE_TO_SPARE, "leave_the_host_of_an_identical_exception")
     assert decision.action is not None and decision.action.next is not None
     assert [part.host_id for part in decision.action.next.hosts] == ["a", "c"]
 
@@ -241,10 +223,7 @@ def test_a_step_that_cannot_be_restored_is_left_out_by_ranks_that_move_too() -> 
     leaves = (HOSTS[0], host("b", job="job", state=HostState.CORDONED), HOSTS[2])
     job = msgspec.structs.replace(JOB, failures=(PastFailure(1, "restore_failed", "", "", -1),))
     decision = decided(decide(view(job=job, hosts=leaves, copies=copies), [say(body)], SETTINGS, NOW))
-    assert (decision.kind, decision.rule) == (
-        DecisionKind.MIGRATE_TO_SPARE,
-        "restart_from_an_older_recovery_point",
-    )
+    assert (decision.kind, decision.rule) == (DecisionKind.MIGRATE_TO_SPARE, "restart_from_an_older_recovery_point")
     assert decision.action is not None and decision.action.next is not None
     assert decision.action.next.parent_lineage == (LineageEntry(1, 39), LineageEntry(2, 39))
     assert decision.action.next.known_step == 39
@@ -271,11 +250,12 @@ def test_an_exception_of_a_script_without_steps_is_left_to_max_restarts() -> Non
     assert decided(decide(view(job=job), [say(body)], SETTINGS, NOW)).kind is DecisionKind.RESTART_IN_PLACE
 
 
-def test_restarts_are_used_up() -> None:
-    job = msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, restart_count=3))
+@pytest.mark.parametrize("limit", [0, 1, 3])
+def test_restarts_are_used_up(limit: int) -> None:
+    generation = msgspec.structs.replace(GENERATION, restart_count=limit)
+    job = msgspec.structs.replace(JOB, spec=msgspec.structs.replace(SPEC, max_restarts=limit), generation=generation)
     outcome = decide(view(job=job), [say(KILLED)], SETTINGS, NOW)
     assert decided(outcome).rule == "fail_when_restarts_are_used_up"
-    assert "All 3 restarts" in outcome.jobs[-1].message
     silent = say(HostSilent("b", 3.0, 2.0, ()), source="sensor.1", at=NOW + 3)
     assert decided(decide(view(job=job), [silent], SETTINGS, NOW)).kind is DecisionKind.MIGRATE_TO_SPARE
 
@@ -285,7 +265,7 @@ def test_a_start_in_which_no_worker_failed_burns_no_restart() -> None:
     job = msgspec.structs.replace(JOB, generation=started)
     late = action(state=ActionState.TIMED_OUT, message="b did not answer in phase start in time.")
     again = decided(decide(view(job=job, incidents=[incident()], actions=[late]), [], SETTINGS, NOW))
-    assert again.kind is DecisionKind.RESTART_IN_PLACE and "This burns no restart." in again.reason
+    assert again.kind is DecisionKind.RESTART_IN_PLACE
     assert again.action is not None and again.action.next is not None and again.action.next.restart_count == 3
     never = decide(view(job=job), [], SETTINGS, NOW)  # the job's first start: there is no incident yet
     assert never.incidents[0].cause == "start_overdue"
@@ -340,7 +320,6 @@ def test_independent_faults_without_a_new_step_come_to_an_end_too() -> None:
     ends = incident(**facts, decisions_before=4 * limit - 2)
     decision = decided(decide(view(job=job, incidents=[ends]), [], SETTINGS, NOW))
     assert (decision.rule, decision.evidence["decisions"]) == ("fail_after_too_many_decisions", 4 * limit)
-    assert "32 actions about this fault and those before it have not brought the job to a new step" in decision.reason
     last = incident(**facts, decisions_before=4 * limit - 3)
     assert decided(decide(view(job=job, incidents=[last]), [], SETTINGS, NOW)).rule == "restart_in_place"
 
@@ -351,7 +330,6 @@ def test_a_job_that_too_many_actions_did_not_help_says_why_the_last_one_failed()
     ends = incident(**facts, decisions_made=SETTINGS.max_decisions_per_incident)
     decision = decided(decide(view(job=with_exit(KILLED), incidents=[ends], actions=[last]), [], SETTINGS, NOW))
     assert decision.rule == "fail_after_too_many_decisions"
-    assert decision.reason.endswith("8 actions have not ended it. The last one: no host could list the copies.")
 
 
 def test_a_new_step_gives_all_decisions_back() -> None:
@@ -368,7 +346,6 @@ def test_a_failed_action_is_followed_by_another_with_growing_pauses() -> None:
     job = msgspec.structs.replace(JOB, generation=generation)
     first = decide(view(job=job, incidents=[incident()], actions=[failed]), [], SETTINGS, NOW)
     assert decided(first).kind is DecisionKind.RESTART_IN_PLACE
-    assert "act-1 ended failed: b could not stop: no disk." in decided(first).reason
     later = decide(view(job=job, incidents=[incident(decisions_made=3)], actions=[failed]), [], SETTINGS, NOW)
     assert decided(later).rule == "back_off_after_a_failed_action" and later.wake_at == NOW + 1.0
 
@@ -384,12 +361,11 @@ def test_a_failed_restore_goes_to_an_older_point() -> None:
     assert decision.action is not None and decision.action.next is not None
     assert decision.action.next.parent_lineage == (LineageEntry(1, 39), LineageEntry(2, 39))
     assert decision.action.next.restart_count == 1
-    assert "generation 3 goes back to step 39" in decision.reason
     none_older = decided(decide(view(copies=older[2:]), [say(body)], SETTINGS, NOW))
     assert none_older.rule == "restart_in_place"  # once more, before everything is given up
     job = msgspec.structs.replace(JOB, failures=(PastFailure(1, "restore_failed", "", "", 40),))
     scratch = decided(decide(view(job=job, copies=older[2:]), [say(body)], SETTINGS, NOW))
-    assert "the beginning" in scratch.reason
+    assert scratch.rule == "restart_from_an_older_recovery_point"
 
 
 def test_after_a_migration_the_job_says_where_it_runs_now() -> None:

