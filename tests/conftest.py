@@ -82,7 +82,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(costs.Bill(config), "costs of the tests")
+        config.pluginmanager.register(costs.Bill(), "costs of the tests")
 
 
 # A shell that starts the tests in the background has Ctrl-C ignored, here and in every process that they start.

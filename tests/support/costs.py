@@ -22,7 +22,11 @@ def begin(item: pytest.Item) -> None:
 
 def end(item: pytest.Item) -> None:
     """Goes with the report of the test's teardown, from whatever worker it ran in."""
-    item.user_properties += [(_COST, processor_s() - item.stash[_BEGAN]), (_IS_FIRST, rings.is_first(item))]
+    item.user_properties += properties(processor_s() - item.stash[_BEGAN], rings.is_first(item))
+
+
+def properties(cost_s: float, is_first: bool) -> list[tuple[str, object]]:
+    return [(_COST, cost_s), (_IS_FIRST, is_first)]
 
 
 def processor_s() -> float:
@@ -37,13 +41,13 @@ _BEGAN = pytest.StashKey[float]()
 class Bill:
     """Of one run, in the process that shows it."""
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self) -> None:
         self._costs: dict[str, float] = {}
         self._first: set[str] = set()
         self._limit_s = float(tomllib.loads(BUDGETS.read_text())["tests"]["processor_s_per_test"])
 
     @property
-    def _too_dear(self) -> list[str]:
+    def too_dear(self) -> list[str]:
         return [name for name in self._first if self._costs[name] > self._limit_s]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -54,7 +58,7 @@ class Bill:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self._too_dear and session.exitstatus == pytest.ExitCode.OK:
+        if self.too_dear and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: TerminalReporter) -> None:
@@ -66,5 +70,5 @@ class Bill:
             f"processor time: {total_s:.0f} s, of which {sum(s for _, s in dearest):.0f} s in these"
         )
         for name, cost_s in dearest:
-            over = f"  more than the {self._limit_s:g} s that budgets.toml allows" if name in self._too_dear else ""
+            over = f"  more than the {self._limit_s:g} s that budgets.toml allows" if name in self.too_dear else ""
             terminalreporter.write_line(f"{cost_s:6.2f} s  {name}{over}", red=bool(over))

@@ -39,10 +39,9 @@ PROCESSES = (
     "corruption/processes/",
     "browser/",
 )
-SERVERS = frozenset({"mariadb", "redis", "s3"})  # as parameters
-OF_SERVERS = frozenset(
-    {"own_redis", "redis_of_module", "mariadb_url", "own_mariadb", "s3_endpoint", "warm_python"}
-)  # fixtures
+# A parameter or a fixture with one of these names needs a server, or another process.
+SERVERS = frozenset({"mariadb", "redis", "s3"})
+OF_SERVERS = frozenset({"own_redis", "redis_of_module", "mariadb_url", "own_mariadb", "s3_endpoint", "warm_python"})
 ELSEWHERE = ("slow", "first_hour", "frameworks", "compose", "gpu", "rdma")  # markers of targets of their own
 
 _STARTS = frozenset({"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.system", "pty.spawn"})
@@ -57,10 +56,8 @@ def place(item: pytest.Item, folders: tuple[str, ...]) -> int | None:
 
 
 def needs_a_server(item: pytest.Item) -> bool:
-    parameters = (
-        item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
-    )
-    named = {value for value in parameters if isinstance(value, str)}
+    parameters = getattr(item, "callspec", None)
+    named = {value for value in parameters.params.values() if isinstance(value, str)} if parameters else set()
     return bool(named & SERVERS or OF_SERVERS & set(getattr(item, "fixturenames", ())))
 
 
