@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, insert, inspect, select, text, update
 from sqlalchemy.schema import CreateTable
+from support.clocks.waits import until
 
 from flyball.contracts.errors import StateVersionMismatch, Unreachable
 from services.store.sql import database, schema_upgrade
@@ -166,10 +166,7 @@ def test_a_migration_may_take_longer_than_an_answer(
         migration.start()
         processes = "information_schema.processlist"
         waiting = text(f"SELECT MAX(time_ms) FROM {processes} WHERE info LIKE '%GET_LOCK%' AND state = 'User lock'")
-        deadline_s = time.monotonic() + DEADLINE_S
-        while migration.is_alive() and float(connection.scalar(waiting) or 0.0) < 3_500.0:
-            assert time.monotonic() < deadline_s
-            threading.Event().wait(0.05)
+        until(lambda: not migration.is_alive() or float(connection.scalar(waiting) or 0.0) >= 3_500.0)
         connection.execute(text("DO RELEASE_LOCK(:name)"), lock)
     migration.join(DEADLINE_S)
     with other.read() as connection:

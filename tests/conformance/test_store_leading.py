@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from sqlalchemy import select
+from support.clocks.waits import until
 
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.events import EventKind
@@ -171,10 +172,7 @@ def test_a_long_round_is_not_lost_to_a_controller_that_waits_for_the_lease(submi
     try:
         for thread in threads:
             thread.start()
-        deadline = time.monotonic() + DEADLINE_S
-        while not decided(submitted):
-            assert time.monotonic() < deadline, "no round was ever stored"
-            threading.Event().wait(0.05)
+        until(lambda: decided(submitted), "no round was ever stored")
     finally:
         stop.set()
         for thread in threads:

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
+from support.clocks.waits import until
 
 from flyball.contracts.clock import SystemClock
 from flyball.service_manager import ServiceManager
@@ -108,12 +109,6 @@ def test_an_event_loop_that_stands_gives_no_sign_of_life() -> None:
         released.wait(DEADLINE_S)  # holds the loop
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body"})
-
-    def until(look: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not look():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
 
     listener = socket.create_server(("127.0.0.1", 0))
     server = HttpServer(app, listener, cert_file=None, key_file=None, client_ca_file=None)

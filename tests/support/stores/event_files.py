@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+
+from support.clocks.waits import until
 
 from flyball.contracts.events import Event, EventKind
 from goodput.read.event_files import read_logs
@@ -24,7 +25,4 @@ def steps_in(path: Path) -> list[int]:
 
 
 def wait_for_step(path: Path, step: int) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not path.exists() or step not in steps_in(path):
-        assert time.monotonic() < deadline, "the step was not written"
-        time.sleep(0.02)
+    until(lambda: path.exists() and step in steps_in(path), "the step was not written")

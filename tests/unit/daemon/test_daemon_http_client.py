@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from support.clocks.bounded import run
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.decisions import CommandUpdate, UpdateState
@@ -74,14 +75,6 @@ async def cluster(*answers: bytes | None) -> AsyncIterator[tuple[SupervisorClien
         await client.close()
         for one in listening:
             one.close()
-
-
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(120):
-            await scenario()
-
-    asyncio.run(bounded())
 
 
 async def poll(client: SupervisorClient, wait_s: float = 0.0) -> None:

@@ -7,6 +7,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from support.clocks.manual import ManualClock
 
 from flyball.contracts import wire
 from flyball.contracts.decisions import Command, CommandUpdate, StopWorkers, UpdateState
@@ -21,20 +22,7 @@ from host_daemon.store.outbox import MAX_KEPT, SignalOutbox
 from host_daemon.store.worker_records import WorkerRecord, WorkerRecords
 
 
-class Clock:
-    """Stands still until a test moves it."""
-
-    def __init__(self) -> None:
-        self.now_s = 1_000.0
-
-    def wall_s(self) -> float:
-        return self.now_s
-
-    def monotonic_s(self) -> float:
-        return self.now_s
-
-
-def spool(path: Path, clock: Clock, incarnation: str, **settings: int) -> tuple[SignalOutbox, HostDatabase]:
+def spool(path: Path, clock: ManualClock, incarnation: str, **settings: int) -> tuple[SignalOutbox, HostDatabase]:
     database = HostDatabase(path / "daemon.sqlite", **settings)
     return SignalOutbox(database, clock, source="host-a", incarnation=incarnation), database
 
@@ -45,7 +33,7 @@ def bodies(signals) -> list[str]:
 
 def test_signals_are_sent_once_then_again_after_a_second_until_committed(tmp_path):
     async def scenario() -> None:
-        clock = Clock()
+        clock = ManualClock()
         box, database = spool(tmp_path, clock, "one")
         await box.put(EngineRestarted("a"))
         await box.put(EngineRestarted("b"))
@@ -64,7 +52,7 @@ def test_signals_are_sent_once_then_again_after_a_second_until_committed(tmp_pat
 
 def test_signals_of_a_failed_report_are_due_at_once(tmp_path):
     async def scenario() -> None:
-        box, database = spool(tmp_path, Clock(), "one")
+        box, database = spool(tmp_path, ManualClock(), "one")
         await box.put(EngineRestarted("a"))
         box.not_sent(box.due())
         assert box.has_unsent and bodies(box.due()) == ["a"]
@@ -75,12 +63,12 @@ def test_signals_of_a_failed_report_are_due_at_once(tmp_path):
 
 def test_signals_of_an_earlier_incarnation_keep_their_numbers_and_come_first(tmp_path):
     async def scenario() -> None:
-        box, database = spool(tmp_path, Clock(), "one")
+        box, database = spool(tmp_path, ManualClock(), "one")
         await box.put(EngineRestarted("a"))
         await box.put(EngineRestarted("b"))
         await box.committed({"one": 1})
         database.close()
-        box, database = spool(tmp_path, Clock(), "two")
+        box, database = spool(tmp_path, ManualClock(), "two")
         assert await box.load() == 1
         await box.put(EngineRestarted("c"))
         sent = [(s.incarnation, s.seq, s.body.message) for s in box.due()]
@@ -94,7 +82,7 @@ def test_signals_of_an_earlier_incarnation_keep_their_numbers_and_come_first(tmp
 
 def test_committed_signals_are_sent_again_when_fewer_are_committed(tmp_path):
     async def scenario() -> None:
-        clock = Clock()
+        clock = ManualClock()
         box, database = spool(tmp_path, clock, "one")
         for text in "abc":
             await box.put(EngineRestarted(text))
@@ -110,7 +98,7 @@ def test_committed_signals_are_sent_again_when_fewer_are_committed(tmp_path):
 
 def test_a_reply_that_was_on_its_way_does_not_cover_what_is_due_again(tmp_path):
     async def scenario() -> None:
-        clock = Clock()
+        clock = ManualClock()
         box, database = spool(tmp_path, clock, "one")
         for text in "abc":
             await box.put(EngineRestarted(text))
@@ -137,7 +125,7 @@ def test_a_reply_that_was_on_its_way_does_not_cover_what_is_due_again(tmp_path):
 
 def test_the_spool_keeps_the_newest_committed_and_reports_what_left_it(tmp_path):
     async def scenario() -> None:
-        box, database = spool(tmp_path, Clock(), "one")
+        box, database = spool(tmp_path, ManualClock(), "one")
         assert box.forgotten() == {}
         for number in range(MAX_KEPT + 10):
             await box.put(EngineRestarted(str(number)))
@@ -152,7 +140,7 @@ def test_the_spool_keeps_the_newest_committed_and_reports_what_left_it(tmp_path)
 
 def test_signals_lost_by_database_and_spool_are_a_gap_until_later_ones_are_committed(tmp_path):
     async def scenario() -> None:
-        box, database = spool(tmp_path, Clock(), "one")
+        box, database = spool(tmp_path, ManualClock(), "one")
         for number in range(MAX_KEPT + 10):
             await box.put(EngineRestarted(str(number)))
         await box.committed({"one": MAX_KEPT + 10})
@@ -168,11 +156,11 @@ def test_signals_lost_by_database_and_spool_are_a_gap_until_later_ones_are_commi
 
 def test_numbers_follow_the_order_of_concurrent_puts(tmp_path):
     async def scenario() -> None:
-        box, database = spool(tmp_path, Clock(), "one")
+        box, database = spool(tmp_path, ManualClock(), "one")
         await asyncio.gather(*(box.put(EngineRestarted(str(i))) for i in range(50)))
         assert [(s.seq, s.body.message) for s in box.due()] == [(i + 1, str(i)) for i in range(50)]
         database.close()
-        box, database = spool(tmp_path, Clock(), "two")
+        box, database = spool(tmp_path, ManualClock(), "two")
         assert await box.load() == 50
         database.close()
 
@@ -183,7 +171,7 @@ def test_a_full_spool_refuses_new_signals_and_keeps_the_oldest(tmp_path, monkeyp
     monkeypatch.setattr(outbox_module, "MAX_SIGNALS", 3)
 
     async def scenario() -> None:
-        box, database = spool(tmp_path, Clock(), "one")
+        box, database = spool(tmp_path, ManualClock(), "one")
         for i in range(5):
             await box.put(EngineRestarted(str(i)))
         assert bodies(box.due()) == ["0", "1", "2"]
@@ -197,7 +185,7 @@ def test_a_full_spool_refuses_new_signals_and_keeps_the_oldest(tmp_path, monkeyp
 
 def test_with_a_full_disk_signals_wait_in_memory_and_are_stored_when_there_is_room(tmp_path):
     async def scenario() -> None:
-        clock = Clock()
+        clock = ManualClock()
         box, database = spool(tmp_path, clock, "one", max_bytes=80 << 10)
         for i in range(60):
             await box.put(EngineRestarted(f"{i}:" + "x" * 2_000))
@@ -216,7 +204,7 @@ def test_with_a_full_disk_signals_wait_in_memory_and_are_stored_when_there_is_ro
 
 def test_a_signal_and_its_transaction_are_stored_together(tmp_path):
     async def scenario() -> None:
-        box, database = spool(tmp_path, Clock(), "one")
+        box, database = spool(tmp_path, ManualClock(), "one")
         records = WorkerRecords(database)
         await records.add([WorkerRecord("job", 1, 0, 4711, 99, 5.0, "log")])
         await box.put(EngineRestarted("a"), also=records.mark_ended("job", 1, 0))
@@ -229,7 +217,7 @@ def test_a_signal_and_its_transaction_are_stored_together(tmp_path):
 
 def test_workers_that_end_together_are_all_marked(tmp_path):
     async def scenario() -> None:
-        box, database = spool(tmp_path, Clock(), "one")
+        box, database = spool(tmp_path, ManualClock(), "one")
         records = WorkerRecords(database)
         ranks = range(4)
         await records.add([WorkerRecord("job", 1, rank, 4711 + rank, 99, 5.0, "log") for rank in ranks])
@@ -245,7 +233,7 @@ def test_workers_that_end_together_are_all_marked(tmp_path):
 
 def test_a_signal_whose_sender_was_cancelled_is_still_sent(tmp_path):
     async def scenario() -> None:
-        box, database = spool(tmp_path, Clock(), "one")
+        box, database = spool(tmp_path, ManualClock(), "one")
         cancelled = asyncio.create_task(box.put(EngineRestarted("a")))
         await asyncio.sleep(0)
         cancelled.cancel()
@@ -326,7 +314,7 @@ def test_the_journal_is_bounded(tmp_path):
 
 def test_a_report_of_the_longest_signals_fits_a_sensors_limit(tmp_path):
     async def scenario() -> None:
-        box, database = spool(tmp_path, Clock(), "one")
+        box, database = spool(tmp_path, ManualClock(), "one")
         for _ in range(200):
             await box.put(EngineRestarted("\u96ea" * 16_000))
         sent = []

@@ -75,6 +75,20 @@ def capture(job: EngineJob, generation: int, step: int, *, slot: int | None = No
     capture_in(job, step, generation=generation, slot=step % 2 if slot is None else slot, rank=rank)
 
 
+@pytest.fixture
+def described(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Is set once a writer waits for the name of a step that it wrote ahead."""
+    described = threading.Event()
+    await_name = DiskWriter._await_name
+
+    def waiting(writer: DiskWriter, *arguments: Any) -> Any:  # noqa: ANN401 - handed on
+        described.set()
+        return await_name(writer, *arguments)
+
+    monkeypatch.setattr(DiskWriter, "_await_name", waiting)
+    return described
+
+
 def test_a_flush_does_not_wait_for_a_slot_that_is_being_fetched_into(job: EngineJob) -> None:
     job.begin(configure(1, 0))
     with job.slots.memory.using(0) as entry:
@@ -231,10 +245,7 @@ def test_a_slot_is_held_while_a_slow_disk_writes_from_it_and_newer_steps_are_com
             assert slot in free and 0 not in free
             capture(job, 1, step, slot=slot)
             job.flush(60.0)
-            deadline_s = time.monotonic() + 60.0
-            while entry.segments.read_world().step != step:  # reported by whichever thread replicated it
-                assert time.monotonic() < deadline_s
-                time.sleep(0.002)
+            until(lambda step=step: entry.segments.read_world().step == step)
             assert entry.segments.read_world().held == {0}
         assert entry.segments.control.durable_step(1) == -1
         written.set()
@@ -277,17 +288,9 @@ def test_a_due_step_is_written_while_it_is_hashed_and_counts_when_it_is_named(
 
 
 def test_nothing_is_left_of_a_step_that_was_written_ahead_and_never_named(
-    job: EngineJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: EngineJob, described: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    described = threading.Event()
-    await_name = DiskWriter._await_name
-
-    def waiting(writer: DiskWriter, *arguments: Any) -> Any:  # noqa: ANN401 - handed on
-        described.set()
-        return await_name(writer, *arguments)
-
     monkeypatch.setattr(StoringTogether, "may_write_ahead", lambda *_: True)  # as after a step with nothing alike
-    monkeypatch.setattr(DiskWriter, "_await_name", waiting)
     job.begin(configure(1, 0, 1, disk_dir=str(tmp_path / "disk")))
     until(lambda: writers_wait(job))
     capture(job, 1, 0)  # only in rank 0: the world never has it
@@ -358,17 +361,9 @@ def test_a_writer_outlives_what_nobody_expected(
 
 
 def test_what_is_written_ahead_makes_way_for_an_older_step_that_is_named(
-    job: EngineJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: EngineJob, described: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    described = threading.Event()
-    await_name = DiskWriter._await_name
-
-    def waiting(writer: DiskWriter, *arguments: Any) -> Any:  # noqa: ANN401 - handed on
-        described.set()
-        return await_name(writer, *arguments)
-
     monkeypatch.setattr(StoringTogether, "may_write_ahead", lambda *_: True)  # as after a step with nothing alike
-    monkeypatch.setattr(DiskWriter, "_await_name", waiting)
     job.begin(configure(1, 0, 1, disk_dir=str(tmp_path / "disk")))
     until(lambda: writers_wait(job))
     capture(job, 1, 0)

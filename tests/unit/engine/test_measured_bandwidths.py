@@ -6,27 +6,12 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.clocks.manual import ManualClock
 
 from ckpt_engine.peers.broadcast import bandwidths
 from ckpt_engine.peers.broadcast.bandwidths import MeasuredBandwidths, Way
 
 MIB = 1 << 20
-
-
-class SetClock:
-    """Wall time stands where the test puts it."""
-
-    def __init__(self) -> None:
-        self.now = 1_000_000.0
-
-    def wall_s(self) -> float:
-        return self.now
-
-    def monotonic_s(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 class Monotonic:
@@ -53,7 +38,7 @@ def transfer(measured: MeasuredBandwidths, time: Monotonic, size_bytes: int, sec
 
 
 def test_the_median_of_the_newest_counts_until_it_is_a_day_old(tmp_path: Path, time: Monotonic) -> None:
-    clock = SetClock()
+    clock = ManualClock(1_000_000.0)
     measured = MeasuredBandwidths(tmp_path / "file", clock)
     assert measured.known(Way.STORE) is None
     for seconds in (50.0, 1.0, 2.0, 1.0, 1.0, 0.5, 1.0, 1.0, 0.1):  # the first of nine is forgotten
@@ -61,18 +46,18 @@ def test_the_median_of_the_newest_counts_until_it_is_a_day_old(tmp_path: Path, t
     found = measured.known(Way.STORE)
     assert found is not None and found.bytes_per_s == MIB
     assert measured.known(Way.NETWORK) is None
-    clock.now += 86_401.0
+    clock.now_s += 86_401.0
     assert measured.known(Way.STORE) is None
 
 
 def test_a_few_bytes_measure_nothing(tmp_path: Path, time: Monotonic) -> None:
-    measured = MeasuredBandwidths(tmp_path / "file", SetClock())
+    measured = MeasuredBandwidths(tmp_path / "file", ManualClock(1_000_000.0))
     transfer(measured, time, MIB - 1, 1.0)
     assert measured.known(Way.STORE) is None
 
 
 def test_transfers_at_the_same_time_are_one_measurement(tmp_path: Path, time: Monotonic) -> None:
-    measured = MeasuredBandwidths(tmp_path / "file", SetClock())
+    measured = MeasuredBandwidths(tmp_path / "file", ManualClock(1_000_000.0))
     begun, go_on = threading.Event(), threading.Event()
 
     def other() -> None:
@@ -94,7 +79,7 @@ def test_transfers_at_the_same_time_are_one_measurement(tmp_path: Path, time: Mo
 
 
 def test_the_next_engine_knows_what_this_one_measured(tmp_path: Path, time: Monotonic) -> None:
-    clock = SetClock()
+    clock = ManualClock(1_000_000.0)
     measured = MeasuredBandwidths(tmp_path / "file", clock)
     transfer(measured, time, 4 * MIB, 2.0)
     measured.store()
@@ -104,4 +89,4 @@ def test_the_next_engine_knows_what_this_one_measured(tmp_path: Path, time: Mono
 
 def test_an_unreadable_file_is_as_good_as_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"{torn")
-    assert MeasuredBandwidths(tmp_path / "file", SetClock()).known(Way.STORE) is None
+    assert MeasuredBandwidths(tmp_path / "file", ManualClock(1_000_000.0)).known(Way.STORE) is None

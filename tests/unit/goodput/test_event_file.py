@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,17 +26,7 @@ from flyball.sdk.worker_identity import WorkerIdentity, read_identity
 from goodput.calculator import calculate
 from goodput.read.event_files import read_logs
 
-pytestmark = pytest.mark.usefixtures("patient_close")
-
-
-@pytest.fixture
-def alone() -> WorkerIdentity:
-    return read_identity({"FLYBALL_JOB": "llama"})
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "events.jsonl"
+pytestmark = pytest.mark.usefixtures("patient_close", "no_launcher")
 
 
 def test_a_run_is_logged_from_its_launch_to_its_end(alone: WorkerIdentity, path: Path) -> None:
@@ -261,10 +251,3 @@ def test_lines_are_read_from_the_end(path: Path, block_bytes: int, monkeypatch: 
         path.write_bytes(text)
         with path.open("rb") as file:
             assert list(_lines_from_the_end(file)) == list(reversed(text.split(b"\n")))
-
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK"):
-        monkeypatch.delenv(name, raising=False)
-    yield

@@ -30,11 +30,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> WorkerIdentity:
     return read_identity({"FLYBALL_JOB": "llama"})
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "events.jsonl"
-
-
 def pass_time() -> None:
     """A float of today's seconds has a resolution of 0.24 us: what takes less may last 0 s."""
     end_s = SystemClock.wall_s() + 1e-5

@@ -23,11 +23,6 @@ from goodput.read.event_files import read_logs
 pytestmark = pytest.mark.usefixtures("patient_close")
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "events.jsonl"
-
-
 def saved_in(path: Path) -> list[tuple[int, str]]:
     return [(event.data["step"], event.data["tier"]) for event in of_kind(path, EventKind.CHECKPOINT_SAVED)]
 

@@ -21,21 +21,11 @@ from flyball.sdk.beacon import RING_ENTRIES
 from flyball.sdk.event_file import WORLD_FILE, next_period_s
 from flyball.sdk.event_generation import Launch, begin
 from flyball.sdk.trainer import Job
-from flyball.sdk.worker_identity import WorkerIdentity, read_identity
+from flyball.sdk.worker_identity import WorkerIdentity
 from goodput.calculator import GoodputReport, calculate
 from goodput.read.event_files import read_logs, write_events
 
-pytestmark = pytest.mark.usefixtures("patient_close")
-
-
-@pytest.fixture
-def alone() -> WorkerIdentity:
-    return read_identity({"FLYBALL_JOB": "llama"})
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "events.jsonl"
+pytestmark = pytest.mark.usefixtures("patient_close", "no_launcher")
 
 
 def test_a_line_cut_off_by_a_kill_costs_only_that_line(alone: WorkerIdentity, path: Path) -> None:
@@ -233,10 +223,3 @@ def test_fast_steps_are_read_seldom_and_only_while_they_are_fast() -> None:
     assert next_period_s(0.05, 300, 0.05) == 0.5
     assert next_period_s(0.5, 3000, 0.5) == 0.5
     assert next_period_s(0.5, 500, 0.5) == RING_ENTRIES / 2 / 1000
-
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK"):
-        monkeypatch.delenv(name, raising=False)
-    yield

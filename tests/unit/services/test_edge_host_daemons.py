@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
+from support.clocks.bounded import run
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.decisions import Command, CommandBatch, CommandUpdate, StopWorkers, UpdateState
@@ -127,14 +128,6 @@ class Rig:
     async def until_looked(self, times: int) -> None:
         while self.outbox.looked < times:
             await asyncio.sleep(0)
-
-
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(120):
-            await scenario()
-
-    asyncio.run(bounded())
 
 
 def test_a_waiting_poll_is_woken_at_once() -> None:

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from support.clocks.manual import ManualClock
 from support.hosts.reports import report as made_report
+from support.servers.ingests import make_ingest
 
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.reports.signals import (
@@ -25,7 +26,6 @@ from services.runtime.telemetry import Metrics
 from services.runtime.wakeup import AsyncWakeup, LocalWakeup
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
 from services.sensor.reports.committed import CommittedPositions
-from services.sensor.reports.ingest import Ingest
 from services.sensor.reports.report_queue import ReportQueue
 
 
@@ -39,15 +39,7 @@ def test_a_signal_of_the_sensor_is_published_again_until_it_is_committed() -> No
     stored: dict[Sender, int] = {}
     committed = CommittedPositions(lambda _: dict(stored), clock)
     detector = FaultDetector(DetectorSettings())
-    ingest = Ingest(
-        sensor_id="s",
-        incarnation="i1",
-        detector=detector,
-        queue=queue,
-        committed=committed,
-        clock=clock,
-        metrics=Metrics(),
-    )
+    ingest = make_ingest(queue, clock, detector=detector, committed=committed)
     detector.set_neighbours({"b": ("a",)})
     asked: list[tuple[str, ...]] = []
     published: list[Signal] = []
@@ -97,15 +89,7 @@ def test_a_sensor_whose_database_is_away_doubts_that_a_host_is_silent() -> None:
     clock = ManualClock(1_000_000.0)
     queue = ReportQueue(max_items=1000, max_size_bytes=1_000_000)
     detector = Detector(DetectorSettings())
-    ingest = Ingest(
-        sensor_id="s",
-        incarnation="i1",
-        detector=detector,
-        queue=queue,
-        committed=CommittedPositions(lambda _: {}, clock),
-        clock=clock,
-        metrics=Metrics(),
-    )
+    ingest = make_ingest(queue, clock, detector=detector)
 
     def silent_after(seconds: float, *hosts: str) -> list[str]:
         for _ in range(round(seconds * 10)):
@@ -143,15 +127,7 @@ def test_a_report_of_another_release_is_refused_and_its_host_is_alive(body: byte
     clock, metrics = ManualClock(1_000_000.0), Metrics()
     queue = ReportQueue(max_items=1000, max_size_bytes=1_000_000)
     detector = FaultDetector(DetectorSettings())
-    ingest = Ingest(
-        sensor_id="s",
-        incarnation="i1",
-        detector=detector,
-        queue=queue,
-        committed=CommittedPositions(lambda _: {}, clock),
-        clock=clock,
-        metrics=metrics,
-    )
+    ingest = make_ingest(queue, clock, detector=detector, metrics=metrics)
     desk = ReportDesk(ingest, Authenticator("s" * 32), metrics)
     raised: dict[int, Signal] = {}
     detector.expect("b", clock.now_s, 0.0, clock.now_s)
@@ -180,15 +156,7 @@ def test_a_report_of_another_release_is_refused_and_its_host_is_alive(body: byte
 def test_a_host_that_sends_too_much_is_refused_and_alive_and_its_quiet_neighbour_is_accepted() -> None:
     clock, metrics = ManualClock(1_000_000.0), Metrics()
     queue = ReportQueue(max_items=1000, max_size_bytes=64 << 20)
-    ingest = Ingest(
-        sensor_id="s",
-        incarnation="i1",
-        detector=FaultDetector(DetectorSettings()),
-        queue=queue,
-        committed=CommittedPositions(lambda _: {}, clock),
-        clock=clock,
-        metrics=metrics,
-    )
+    ingest = make_ingest(queue, clock, metrics=metrics)
     desk = ReportDesk(ingest, Authenticator("s" * 32), metrics)
     stored: dict[str, int] = {"flood": 0, "quiet": 0}
 

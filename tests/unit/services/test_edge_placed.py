@@ -11,6 +11,7 @@ import pytest
 from support.clocks.loops import run_skipping
 from support.clocks.manual import ManualClock
 from support.hosts.reports import report as made_report
+from support.servers.ingests import make_ingest
 
 from flyball.contracts.checkpoints import StoredPoint
 from flyball.contracts.cluster import Activity, HostRanks, Phase, RankStatus
@@ -27,11 +28,7 @@ from flyball.contracts.reports.signals import (
 )
 from flyball.contracts.reports.training_health import LossDiverged, LossValue, RankLoss
 from flyball.contracts.wire import decode, encode
-from services.runtime.telemetry import Metrics
-from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
 from services.sensor.detector.watched_job import LearnedJob
-from services.sensor.reports.committed import CommittedPositions
-from services.sensor.reports.ingest import Ingest
 from services.sensor.reports.report_queue import ReportQueue
 from services.sensor.rules import early_steps
 from services.sensor.rules.early_steps import EarlySteps
@@ -116,15 +113,7 @@ class Rig:
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.queue = ReportQueue(max_items=1000, max_size_bytes=1_000_000)
-        self.ingest = Ingest(
-            sensor_id="s",
-            incarnation="i1",
-            detector=FaultDetector(DetectorSettings()),
-            queue=self.queue,
-            committed=CommittedPositions(lambda _: {}, self.clock),
-            clock=self.clock,
-            metrics=Metrics(),
-        )
+        self.ingest = make_ingest(self.queue, self.clock)
 
     def know(self, placements: Placements, *, until_read: int = 1) -> None:
         """Let the sensor read these placements."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from services.runtime.telemetry import Metrics
-from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
-from services.sensor.reports.committed import CommittedPositions
+from support.servers.ingests import make_ingest
+
 from services.sensor.reports.ingest import Ingest
 from services.sensor.reports.report_queue import ReportQueue
 from services.store.reports import vouching
@@ -31,15 +30,7 @@ class FixedClock:
 
 def sensor(incarnation: str, now: float) -> Ingest:
     clock = FixedClock(now)
-    return Ingest(
-        sensor_id="s",
-        incarnation=incarnation,
-        detector=FaultDetector(DetectorSettings()),
-        queue=ReportQueue(max_items=1000, max_size_bytes=1_000_000),
-        committed=CommittedPositions(lambda _: {}, clock),
-        clock=clock,
-        metrics=Metrics(),
-    )
+    return make_ingest(ReportQueue(max_items=1000, max_size_bytes=1_000_000), clock, incarnation=incarnation)
 
 
 def test_two_sensors_of_one_name_keep_no_dead_host_of_the_other_alive(tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from sqlalchemy import text
+from support.clocks.waits import until
 
 from flyball.contracts.errors import Unreachable
 from services.store.sql.database import Database
@@ -94,9 +94,7 @@ def test_a_waiting_writer_precedes_the_next_write_of_the_present_one(file: Path,
             assert other.stdout.readline() == "begun\n"
             waiting = threading.Thread(target=write, args=(db, "ours"))
             waiting.start()
-            deadline_s = time.monotonic() + DEADLINE_S
-            while not is_turn_held(file):
-                assert time.monotonic() < deadline_s, "nobody waits for the turn"
+            until(lambda: is_turn_held(file), "nobody waits for the turn")
             other.stdin.write("go on\n")
             other.stdin.flush()
             waiting.join(DEADLINE_S)
