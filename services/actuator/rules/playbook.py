@@ -39,7 +39,7 @@ from services.actuator.rules.command_bodies import (
 )
 from services.actuator.rules.host_parts import host_parts
 from services.actuator.rules.moves import drafts, end, failure_message, move, names, nobody_listed, number
-from services.actuator.rules.restoring import nobody_knows_the_job, placement_of
+from services.actuator.rules.restoring import await_engines, nobody_knows_the_job, placement_of
 from services.rules.incident_states import ACTION, ActionEvent
 
 STOP, START, SAVE, FLUSH, RELEASE, END, STACKS = "stop", "start", "save", "flush", "release", "end", "stacks"
@@ -236,6 +236,8 @@ def _start(progress: ActionProgress, now: float) -> PlaybookStep:
     results = stopped(progress.commands)
     placement = placement_of(progress, following, results)
     found = placement.restore.step if placement.restore else -1
+    if (waiting := await_engines(progress, following, results, found, now)) is not None:
+        return waiting
     if found < following.known_step and (again := _ask_for_copies(progress, following.known_step, now)) is not None:
         return again
     if progress.phase != LIST and nobody_knows_the_job(progress, following, results):

@@ -2,7 +2,8 @@
 
 The database hears of the store from hosts that run the job. A database that was restored from a backup names steps that
 retention has removed since, and lacks the newest. The hosts' lists correct that, unless all of them lost their memory:
-then no engine knows the job, and the hosts that are to start it look into the store first.
+then no engine knows the job, and the hosts that are to start it look into the store first. A list counts for nothing
+while nobody can ask the engine that made it: it is awaited.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ import msgspec
 from flyball.contracts.checkpoints import CheckpointSpec, ShardCopy, Tier, branch
 from flyball.contracts.cluster import HostRanks, Placement
 from flyball.contracts.decisions import CommandResult, GenerationPlan, StopWorkers
-from services.actuator.ports import ActionProgress
+from services.actuator.ports import ActionProgress, PlaybookStep
+from services.actuator.rules.moves import end, names
+from services.rules.incident_states import ActionEvent
 from services.rules.recovery_point import newest_step, plan_restore
+
+_ENGINE_WAIT_S, _ENGINE_LOOK_S = 30.0, 0.25
 
 
 def nobody_knows_the_job(
@@ -91,3 +96,23 @@ def placement_of(
         restart_count=following.restart_count,
         run=following.run,
     )
+
+
+def await_engines(
+    progress: ActionProgress, following: GenerationPlan, results: Mapping[str, CommandResult], found: int, now: float
+) -> PlaybookStep | None:
+    """Wait if the stopped hosts list a newer step than `found`, but an engine there has no address yet, so that other
+    hosts, or ranks of another layout, cannot read it. An engine that was just started reports its address in a moment.
+    """
+    known = {host.host_id: host.engine_address for host in following.hosts} | dict(progress.engine_addresses)
+    without = [host_id for host_id in results if not known.get(host_id)]
+    to_come = {**progress.engine_addresses, **dict.fromkeys(without, "to come")}
+    listed = placement_of(msgspec.structs.replace(progress, engine_addresses=to_come), following, results).restore
+    if not without or listed is None or listed.step <= found:
+        return None
+    until = max(record.created_at for record in progress.commands) + _ENGINE_WAIT_S
+    if now >= until:
+        why = f"Step {listed.step} cannot be read: no checkpoint engine has an address on {names(without)}."
+        return end(progress, ActionEvent.FAILED, why)
+    wake_at = min(now + _ENGINE_LOOK_S, until)
+    return PlaybookStep(progress.phase, progress.state, attempt=progress.attempt, wake_at=wake_at)

@@ -7,7 +7,8 @@ import pytest
 from support.policy.checked import advance
 from support.policy.played_actions import MIGRATE, NEXT, NOW, SPEC, answer, apply, begun, copy
 
-from flyball.contracts.checkpoints import CheckpointSpec, JobHistory, ShardCopy, Tier
+from flyball.contracts.checkpoints import CheckpointSpec, JobHistory, LineageEntry, ShardCopy, Tier
+from flyball.contracts.cluster import HostRanks
 from flyball.contracts.decisions import ActionPlan, ActionState, CommandResult, DecisionKind, StopWorkers, UpdateState
 from services.actuator.ports import ActionProgress
 from services.actuator.rules.playbook import may_start
@@ -129,3 +130,58 @@ def test_a_job_whose_copies_no_host_can_list_does_not_start_from_scratch() -> No
     assert advance(progress, NOW + 19).message.startswith("a, c did not answer. ")
     step = advance(answer(failed, UpdateState.SUCCEEDED, {"c": NOTHING}), NOW + 19)
     assert step.phase == "start" and step.restore is None, "c has looked, and there is nothing"
+
+
+LATE = msgspec.structs.replace(MIGRATE, stop_hosts=("a", "b"), unreachable_hosts=(), warm_hosts=())
+ON_BOTH = {"a": CommandResult(copies=(copy(58, 0, "a"),)), "b": CommandResult(copies=(copy(58, 1, "b"),))}
+
+
+def listed_before(plan: ActionPlan, addresses: dict[str, str]) -> ActionProgress:
+    """The action once its stopped hosts have listed step 58, of which the engines have these addresses."""
+    progress = msgspec.structs.replace(begun(plan), engine_addresses=addresses)
+    progress = apply(progress, advance(progress, NOW))
+    return answer(progress, UpdateState.SUCCEEDED, {host: ON_BOTH[host] for host in plan.stop_hosts})
+
+
+def test_an_engine_without_an_address_yet_is_awaited_and_no_step_given_up() -> None:
+    """It was started with its daemon: the copies were listed before its address was known."""
+    progress = listed_before(LATE, {"a": "a:7", "c": "c:7"})
+    for now in (NOW + 0.1, NOW + 29.0):
+        step = advance(progress, now)
+        assert (step.phase, step.commands, step.placement) == ("stop", (), None)
+        assert now < step.wake_at <= NOW + 30.0
+    known = msgspec.structs.replace(progress, engine_addresses={"a": "a:7", "b": "b:9", "c": "c:7"})
+    step = advance(known, NOW + 1)
+    assert step.phase == "start" and step.restore is not None and step.restore.step == 58
+    assert [source.engine_address for source in step.restore.sources["1"]] == ["b:9"]
+
+
+def test_ranks_of_another_layout_do_not_start_from_scratch_beside_their_steps() -> None:
+    """Any rank may need any shard of another number of ranks, so not even those of its own host are at home."""
+    three = msgspec.structs.replace(SPEC, nnodes=1, nproc_per_node=3)
+    lineage = (LineageEntry(2, world_size=2),)
+    hosts = (HostRanks("a", "10.0.0.1", "", (0, 1, 2)),)
+    following = msgspec.structs.replace(NEXT, hosts=hosts, peers={"a": ()}, parent_lineage=lineage)
+    plan = msgspec.structs.replace(LATE, spec=three, stop_hosts=("a",), next=following)
+    progress = msgspec.structs.replace(begun(plan), engine_addresses={})
+    progress = apply(progress, advance(progress, NOW))
+    progress = answer(
+        progress, UpdateState.SUCCEEDED, {"a": CommandResult(copies=(copy(58, 0, "a"), copy(58, 1, "a")))}
+    )
+    assert advance(progress, NOW + 1).placement is None
+    step = advance(msgspec.structs.replace(progress, engine_addresses={"a": "a:7"}), NOW + 1)
+    assert step.restore is not None and step.restore.step == 58
+
+
+def test_a_step_that_nobody_can_read_ends_the_action_and_is_not_passed_over() -> None:
+    step = advance(listed_before(LATE, {"a": "a:7", "c": "c:7"}), NOW + 30.0)
+    assert (step.state, step.placement) == (ActionState.FAILED, None)
+
+
+def test_an_engine_whose_copies_are_not_needed_is_not_awaited() -> None:
+    progress = listed_before(LATE, {"a": "a:7", "c": "c:7"})
+    stored_too = msgspec.structs.replace(
+        progress, persistent_copies=(copy(58, 0, "", Tier.PERSISTENT), copy(58, 1, "", Tier.PERSISTENT))
+    )
+    step = advance(stored_too, NOW + 1)
+    assert step.phase == "start" and step.restore is not None and step.restore.step == 58
