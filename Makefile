@@ -95,7 +95,7 @@ test-integrations: $(INTEGRATIONS)/.done ## the adapters for frameworks, with th
 # The reasons and messages that tests of the policy hear, kept beside the tests.
 goldens: $(DEV) ## writes anew what tests of the policy hear it say; read the diff (1 minute)
 	FLYBALL_GOLDENS=write $(BIN)/pytest -n 0 -q $$(grep -rlE --include '*.py' 'support.policy(.checked| import golden)' tests/unit)
-	@git --no-pager diff --stat -- 'tests/unit/*/reasons'
+	@git --no-pager diff --stat -- 'tests/unit/*/reasons/*'
 
 # How strong the tests of the pure core are: mutmut changes it, and some test has to fail. Hours for all of it;
 # `make mutants ONLY='services.rules.recovery_point*'` minutes for a module; SAMPLE=300 for an estimate of the score.

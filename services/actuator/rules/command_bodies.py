@@ -9,6 +9,7 @@ from flyball.contracts.checkpoints import JobHistory, Tier
 from flyball.contracts.decisions import (
     ActionPlan,
     CommandResult,
+    CommandUpdate,
     DecisionKind,
     EndJob,
     FlushState,
@@ -134,14 +135,17 @@ def newest_saves(progress: ActionProgress) -> dict[str, OutboxCommand]:
     return newest
 
 
+def why(update: CommandUpdate) -> str:
+    """Why a host could not carry out a command."""
+    return update.message or update.code.replace("_", " ") or "no reason given"
+
+
 def save_failure(progress: ActionProgress) -> str:
     """Why the named step was not saved; '' if it was."""
     failures: list[str] = []
     for host, record in newest_saves(progress).items():
         if record.state is UpdateState.FAILED and record.update is not None:
-            failures.append(
-                f"{host} could not save step {_step(record)}: {record.update.message or record.update.code}"
-            )
+            failures.append(f"{host} could not save step {_step(record)}: {why(record.update)}")
         elif record.state is not UpdateState.SUCCEEDED:
             failures.append(f"{host} did not save step {_step(record)} in time")
     return "; ".join(failures)

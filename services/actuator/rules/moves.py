@@ -16,7 +16,7 @@ from flyball.contracts.decisions import (
     WarmUp,
 )
 from services.actuator.ports import ANSWER_SLACK_S, ActionProgress, CommandDraft, OutboxCommand, PlaybookStep
-from services.actuator.rules.command_bodies import DEFAULT_FLUSH_S, save_limit_s
+from services.actuator.rules.command_bodies import DEFAULT_FLUSH_S, save_limit_s, why
 from services.rules.incident_states import ACTION, ActionEvent
 
 _STOP_TIMEOUT_S = 15.0  # beyond the grace
@@ -90,8 +90,8 @@ def names(hosts: Iterable[str]) -> str:
 
 def failure_message(phase: str, failed: Iterable[OutboxCommand]) -> str:
     """Which hosts could not carry out their commands of a phase, and why."""
-    reasons = {r.command.host_id: r.update.message or r.update.code for r in failed if r.update is not None}
-    return "; ".join(f"{host} could not {phase}: {why or 'no reason given'}" for host, why in reasons.items())
+    reasons = {r.command.host_id: why(r.update) for r in failed if r.update is not None}
+    return "; ".join(f"{host} could not {phase}: {reason}" for host, reason in reasons.items())
 
 
 def nobody_listed(asked: Iterable[OutboxCommand], job: str) -> str:

@@ -17,7 +17,7 @@ from flyball.contracts.error_classes import MEANINGS, SECONDARY, ErrorClass, cla
 from flyball.contracts.errors import RestoreFailed
 from flyball.contracts.reports.signals import RankStalled, WorkerExited, WorkerStartFailed
 from services.controller.round.view import ActionView, GenerationView, HostView, PastFailure, RankView
-from services.controller.round.wording import kept, listed, ranks_by_host, ranks_kept, ranks_of
+from services.controller.round.wording import explained, kept, listed, ranks_by_host, ranks_kept, ranks_of
 
 HOST_SILENT = "host_silent"
 HOST_RESTARTED = "host_restarted"
@@ -299,7 +299,7 @@ def silence_failure(hosts: Iterable[HostView], generation: GenerationView) -> Fa
     named = listed([host.host_id for host in silent])
     return Failure(
         cause=HOST_SILENT,
-        message=f"{named} fell silent with {ranks_of(ranks)}: {silent[0].reason}",
+        message=explained(f"{named} fell silent with {ranks_of(ranks)}", silent[0].reason),
         generation=generation.generation,
         at=silent[0].since,
         rank=ranks[0] if ranks else -1,

@@ -14,6 +14,21 @@ def counted(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or f'{one}s'}"
 
 
+def in_words(code: str) -> str:
+    """Return "timed out" for `timed_out`."""
+    return code.replace("_", " ")
+
+
+def sentence(text: str) -> str:
+    """Return the text with one full stop at its end."""
+    return f"{text.strip().rstrip('.')}."
+
+
+def explained(text: str, reason: str) -> str:
+    """Return "TEXT: REASON." or, without a reason, "TEXT."."""
+    return sentence(f"{text}: {reason.strip()}" if reason.strip() else text)
+
+
 def listed(names: Sequence[str]) -> str:
     """Return the first few names, and how many more there are."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
@@ -54,15 +69,19 @@ def ranks_of(ranks: Iterable[int]) -> str:
 
 
 def ranks_by_host(ranks: Iterable[int], host_of: Mapping[int, str]) -> str:
-    """Return "Rank 0 on a" or "Ranks 0-7 on a and 8-15 on b"; for many hosts, only their number."""
+    """Return "Rank 0 on a" or "Ranks 0-7 on a, 8-15 on b and 16 (host unknown)"; for many hosts, only their number;
+    "Some ranks" if there are none."""
+    numbers = sorted(set(ranks))
+    if not numbers:
+        return "Some ranks"
     on: dict[str, list[int]] = {}
-    for rank in sorted(set(ranks)):
-        on.setdefault(host_of.get(rank, "an unknown host"), []).append(rank)
-    numbers = [rank for of_host in on.values() for rank in of_host]
+    for rank in sorted(numbers, key=lambda rank: rank not in host_of):
+        on.setdefault(host_of.get(rank, ""), []).append(rank)
     noun = "Rank" if len(numbers) == 1 else "Ranks"
     if len(on) > NAMED:
         return f"{noun} {ranges(numbers)} on {len(on)} hosts"
-    return f"{noun} {' and '.join(f'{ranges(of_host)} on {name}' for name, of_host in on.items())}"
+    *parts, last = [f"{ranges(of_host)} {f'on {name}' if name else '(host unknown)'}" for name, of_host in on.items()]
+    return f"{noun} {', '.join(parts)} and {last}" if parts else f"{noun} {last}"
 
 
 def _runs(ordered: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -12,6 +12,7 @@ from services.controller.round.diagnosis import CHECKPOINT_REQUESTED, newest_com
 from services.controller.round.round import Case, Round
 from services.controller.round.verdict import Verdict
 from services.controller.round.view import JobView
+from services.controller.round.wording import in_words
 from services.controller.rules import preemption_rules
 from services.controller.rules.step_ahead import is_stepping
 from services.rules.incident_states import IncidentEvent
@@ -95,7 +96,7 @@ def wait_for_the_other_action(case: Case) -> Verdict | None:
         return None
     return Verdict(
         DecisionKind.HOLD,
-        f"{incident.message} {others[0].action_id} ({others[0].plan.kind.value}) is under way and comes first.",
+        f"{incident.message} {others[0].action_id} ({in_words(others[0].plan.kind)}) is under way and comes first.",
         evidence={"action": others[0].action_id},
         holding_for=f"{others[0].action_id} to end",
         hold_until=case.now + _ASK_AGAIN_S,

@@ -12,7 +12,7 @@ from services.controller.round.diagnosis import CHECKPOINT_REQUESTED, DEPARTURES
 from services.controller.round.round import Case
 from services.controller.round.verdict import Verdict
 from services.controller.round.view import HostView
-from services.controller.round.wording import kept, listed
+from services.controller.round.wording import counted, in_words, kept, listed
 from services.controller.rules import preemption_rules
 
 _HOUR_S = 3600.0
@@ -91,8 +91,9 @@ def act_no_more_often(case: Case, wanted: Verdict) -> Verdict | None:
     until = recent[len(recent) - max(1, allowed)] + _HOUR_S
     return Verdict(
         DecisionKind.HOLD,
-        f"{incident.message} {len(recent)} actions about job {case.job.spec.job} were decided within the last hour, "
-        f"and at most {max(1, allowed)} are allowed: the next one may follow in {until - case.now:.0f} s.",
+        f"{incident.message} {counted(len(recent), 'action')} about job {case.job.spec.job} "
+        f"{'was' if len(recent) == 1 else 'were'} decided within the last hour, and at most "
+        f"{'1 is' if allowed <= 1 else f'{allowed} are'} allowed: the next one may follow in {until - case.now:.0f} s.",
         evidence={"actions": len(recent), "wait_s": round(until - case.now, 1)},
         holding_for="the hour's limit of actions",
         hold_until=until,
@@ -105,9 +106,9 @@ def only_say_it_in_a_dry_run(case: Case, wanted: Verdict) -> Verdict | None:
         return None
     return Verdict(
         DecisionKind.HOLD,
-        f"{wanted.reason} This is a dry run: {wanted.kind.value} is not carried out.",
+        f'{wanted.reason} This is a dry run: the action "{in_words(wanted.kind)}" is not carried out.',
         evidence={**wanted.evidence, "wanted": wanted.kind.value},
-        holding_for=f"an operator (dry run: {wanted.kind.value})",
+        holding_for=f"an operator (dry run: {in_words(wanted.kind)})",
         hold_until=case.now + _LOOK_AGAIN_S,
     )
 
@@ -131,7 +132,7 @@ def wait_for_approval(case: Case, wanted: Verdict) -> Verdict | None:
     again_at = case.now + _LOOK_AGAIN_S
     return Verdict(
         DecisionKind.HOLD,
-        f"{wanted.reason} {kind.value} is awaiting approval: flyball approve {incident.incident_id}.",
+        f'{wanted.reason} The action "{in_words(kind)}" is awaiting approval: flyball approve {incident.incident_id}.',
         evidence={**wanted.evidence, "wanted": kind.value},
         holding_for=f"{AWAITS_APPROVAL}{kind.value}",
         hold_until=min(again_at, last_call_at) if case.now < last_call_at else again_at,

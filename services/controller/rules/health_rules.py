@@ -218,10 +218,11 @@ def _harm_while_training(case: Case) -> tuple[Incident, Harm] | None:
 
 def _hold(case: Case, incident: Incident, harm: Harm, why: str, times: int) -> Verdict:
     job = case.job.spec.job
+    bad = f"the steps after {harm.clean_step}" if harm.clean_step >= 0 else "all its steps"
     return Verdict(
         DecisionKind.HOLD,
         f"{incident.message} {why} Training goes on, and a person has to decide: let it train, or fix the cause, then "
-        f"flyball stop {job}, flyball ckpt rm for the steps after {harm.clean_step}, and the same command again.",
+        f"flyball stop {job}, flyball ckpt rm for {bad}, and the same command again.",
         evidence={**_marks(harm), "times": times},
         holding_for="a person",
         hold_until=case.now + _LOOK_AGAIN_S,

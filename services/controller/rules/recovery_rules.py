@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from flyball.contracts.checkpoints import Lineage
-from flyball.contracts.cluster import HostRanks, HostState, JobState
+from flyball.contracts.cluster import HostState, JobState
 from flyball.contracts.decisions import ActionState, DecisionKind
 from flyball.contracts.error_classes import gpu_memory_in_use
 from services.controller.round import diagnosis, fewer_hosts, guardrails, hang_findings, plans
@@ -17,7 +17,7 @@ from services.controller.round.diagnosis import DRAIN_REQUESTED, WORKER_EXCEPTIO
 from services.controller.round.round import Case
 from services.controller.round.verdict import Evidence, Verdict
 from services.controller.round.view import ActionView, GenerationView, HostView, PastFailure
-from services.controller.round.wording import NAMED, kept, listed, ranks_of
+from services.controller.round.wording import explained, in_words, kept, listed, sentence
 
 _ASK_AGAIN_S = 1.0
 _LEAVING = (HostState.CORDONED, HostState.IN_REPAIR, HostState.DEGRADED)
@@ -35,7 +35,7 @@ def fail_after_too_many_decisions(case: Case) -> Verdict | None:
         made += incident.decisions_before
         why = f"{made} actions about this fault and those before it have not brought the job to a new step."
     if (action := _last_action(case)) is not None and is_retry(case):
-        why = f"{why} The last one: {_sentence(action.message)}"
+        why = f"{why} The last one: {sentence(action.message or f'{action.action_id} {in_words(action.state)}')}"
     return fail(case, f"{incident.message} {why}", {"decisions": made})
 
 
@@ -86,8 +86,8 @@ def back_off_after_a_failed_action(case: Case) -> Verdict | None:
         return None
     return Verdict(
         DecisionKind.HOLD,
-        f"{action.action_id} ended {action.state.value}: {_sentence(action.message)} "
-        f"The next attempt, number {incident.decisions_made + 1}, is made in {until - case.now:.1f} s.",
+        f"{_ended(action)} The next attempt, number {incident.decisions_made + 1}, "
+        f"is made in {until - case.now:.1f} s.",
         evidence={"action": action.action_id, "decisions": incident.decisions_made},
         holding_for=f"some time to pass after {action.action_id}",
         hold_until=until,
@@ -266,12 +266,12 @@ def _move(
     plan = plans.restart_plan(case, generation, hosts, kind=kind, incident=incident, lineage=lineage, given_up=given_up)
     return Verdict(
         DecisionKind.MIGRATE_TO_SPARE,
-        f"{incident.message} {last_failure(case)}{_moves(generation.hosts, hosts, chosen)}",
+        f"{incident.message} {last_failure(case)}{spare_choice.in_words(generation.hosts, chosen)}",
         plan=plan,
         evidence={
             **evidence_of(case, generation),
             "from": kept(moving),
-            "to": kept([new.host_id for _, new in _moved(generation.hosts, hosts)]),
+            "to": kept([chosen[part.host_id].host.host_id for part in generation.hosts if part.host_id in chosen]),
         },
     )
 
@@ -294,22 +294,6 @@ def choose_spares(
     return spare_choice.choose(
         generation.hosts, leaving, free, case.round.hosts, peers=generation.peers, claimed=claimed
     )
-
-
-def _moves(
-    before: tuple[HostRanks, ...], after: tuple[HostRanks, ...], chosen: Mapping[str, spare_choice.Chosen]
-) -> str:
-    moved = _moved(before, after)
-    more = f" {len(moved) - NAMED} more move likewise." if len(moved) > NAMED else ""
-    takes = (
-        f"{new.host_id} takes {ranks_of(new.ranks)} of {old.host_id}. {chosen[old.host_id].why}"
-        for old, new in moved[:NAMED]
-    )
-    return " ".join(takes) + more
-
-
-def _moved(before: tuple[HostRanks, ...], after: tuple[HostRanks, ...]) -> list[tuple[HostRanks, HostRanks]]:
-    return [(old, new) for old, new in zip(before, after, strict=True) if old.host_id != new.host_id]
 
 
 def lost_and_leaving(case: Case) -> tuple[list[str], list[str]]:
@@ -361,7 +345,7 @@ def last_failure(case: Case) -> str:
     action = _last_action(case)
     if action is None or not is_retry(case):
         return ""
-    return f"{action.action_id} ended {action.state.value}: {_sentence(action.message)} "
+    return f"{_ended(action)} "
 
 
 def evidence_of(case: Case, generation: GenerationView | None) -> Evidence:
@@ -392,5 +376,5 @@ def is_retry(case: Case) -> bool:
     return action is not None and action.state in (ActionState.FAILED, ActionState.TIMED_OUT)
 
 
-def _sentence(text: str) -> str:
-    return f"{text.strip().rstrip('.') or 'no reason given'}."
+def _ended(action: ActionView) -> str:
+    return explained(f"{action.action_id} {in_words(action.state)}", action.message)

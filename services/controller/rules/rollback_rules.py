@@ -161,8 +161,11 @@ def say_what_is_given_up(case: Case, wanted: Verdict) -> Verdict:
         reason = f"{wanted.reason} {words}"
         evidence = {"clean_step": harm.clean_step, "restart_step": step, "steps_given_up": lost}
     elif _begins_anew(case, wanted.plan):
-        why = "No copy of any step is known" if _has_saved(case.job) else "No checkpoint of it is known"
-        reason = f"{wanted.reason} {why}: unless one of the stopped hosts has one, it starts over."
+        lacks = "copy of any step" if _has_saved(case.job) else "checkpoint"
+        reason = (
+            f"{wanted.reason} No {lacks} of job {case.job.spec.job} is known: unless one of the stopped hosts has one, "
+            "the job starts over."
+        )
         evidence = {"newest_step": case.job.newest_step}
     else:
         return wanted

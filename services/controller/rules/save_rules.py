@@ -10,7 +10,7 @@ from services.controller.round.diagnosis import SAVES_FAILING
 from services.controller.round.round import Case, Round
 from services.controller.round.verdict import Verdict
 from services.controller.round.view import JobView
-from services.controller.round.wording import kept, listed, ranks_of
+from services.controller.round.wording import explained, kept, listed, ranks_of
 from services.rules.incident_states import IncidentEvent
 
 _LOOK_AGAIN_S = 60.0
@@ -54,13 +54,13 @@ def _take_failing(round_: Round, signal: Signal, body: SavesFailing) -> None:
     if incident is not None:
         round_.advance(incident, None, hosts=tuple(sorted({*incident.hosts, signal.source})))
         return
-    failed = f"{body.count} failed in {signal.at - body.since:.0f} s, the newest, step {body.step}, because"
+    failed = f"{body.count} failed in {signal.at - body.since:.0f} s, the newest at step {body.step}"
     round_.open_incident(
         job=body.job,
         host_id=signal.source,
         hosts=(signal.source,),
         cause=SAVES_FAILING,
-        message=f"No save of {ranks_of(body.ranks)} on {signal.source} succeeds: {failed}: {body.message}",
+        message=explained(f"No save of {ranks_of(body.ranks)} on {signal.source} succeeds: {failed}", body.message),
         generation=body.generation,
         observed_at=signal.at,
     )

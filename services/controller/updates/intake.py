@@ -135,7 +135,7 @@ def _left(round_: Round, host: HostView) -> None:
         rule = "cordon_a_host_with_a_condition"
         round_.decide_host(host.host_id, DecisionKind.CORDON, rule, f"{host.host_id}: {reason}")
     else:
-        reason = f"no rank is on it any more: {host.reason}"
+        reason = f"no rank is on it any more{f': {host.reason}' if host.reason else ''}"
     round_.change_host(host.host_id, HostEvent.CORDONED, reason)
 
 

@@ -26,6 +26,7 @@ from services.controller.round.diagnosis import (
 from services.controller.round.guardrails import failures_within, is_another_fault, progress_of
 from services.controller.round.round import Case, Round
 from services.controller.round.view import ActionView, GenerationView, HostView, JobView, PastFailure, RankView
+from services.controller.round.wording import explained
 from services.controller.rules import (
     check_rules,
     checkpoint_rules,
@@ -326,7 +327,7 @@ def _find_notices(round_: Round, job: JobView, generation: GenerationView) -> No
             job=job.spec.job,
             host_id=host.host_id,
             cause=PREEMPTION_NOTICE,
-            message=f"{host.host_id} will be taken away: {host.reason}",
+            message=explained(f"{host.host_id} will be taken away", host.reason),
             generation=generation.generation,
             failed_step=common(),
             observed_at=round_.noticed.get(host.host_id, round_.now),

@@ -105,8 +105,9 @@ def test_a_request_that_waited_behind_another_incident_is_carried_out_then() -> 
     assert decided(decide(seen(incidents=[waited]), [], SETTINGS, NOW)).rule == "save_on_request"
 
 
-def test_ranks_train_on_after_the_save() -> None:
-    decision = decided(after_save())
+@pytest.mark.parametrize("message", ["step 54 is saved", ""])
+def test_ranks_train_on_after_the_save(message: str) -> None:
+    decision = decided(after_save(message=message))
     assert (decision.kind, decision.rule) == (RESUME, "train_on_after_the_save")
 
 

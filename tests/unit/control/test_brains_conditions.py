@@ -288,6 +288,9 @@ def test_ranks_that_failed_on_a_broken_host_once_more_wait_for_a_spare(has_faile
     facts = {"cause": "worker_exception", "state": IncidentState.DECIDING, "generation": 2, "action_id": ""}
     rules = [d.rule for d in look(view(job=job, hosts=hosts, incidents=[incident(**facts)]), now=late).decisions]
     assert rules[0] == ("wait_for_a_spare" if has_failed_again else "restart_on_a_broken_host")
+    both = tuple(with_conditions(one.host_id, LOST, job="job", last_report_at=late) for one in hosts)
+    rules = [d.rule for d in look(view(job=job, hosts=both, incidents=[incident(**facts)]), now=late).decisions]
+    assert rules[0] == ("wait_for_a_spare" if has_failed_again else "restart_on_a_broken_host")
 
 
 @pytest.mark.parametrize("state", [IncidentState.ACTING, IncidentState.VERIFYING])

@@ -162,6 +162,16 @@ def test_an_identical_exception_fails_the_job() -> None:
     assert decided(other).kind is DecisionKind.RESTART_IN_PLACE
 
 
+def test_an_identical_exception_before_the_first_step_fails_the_job() -> None:
+    generation = msgspec.structs.replace(
+        GENERATION, restore_step=None, ranks=(rank(0, "a", step=-1), rank(1, "b", step=-1))
+    )
+    past = PastFailure(1, "worker_exception", "ValueError", "boom", -1)
+    job = msgspec.structs.replace(JOB, generation=generation, failures=(past,))
+    ended = say(msgspec.structs.replace(exited(), last_step=-1))
+    assert decided(decide(view(job=job), [ended], SETTINGS, NOW)).rule == "fail_on_identical_exception"
+
+
 def out_of_gpu_memory(tried: str) -> WorkerExited:
     text = f"CUDA out of memory. Tried to allocate {tried}. Including non-PyTorch memory, this process has 15.48 GiB "
     return msgspec.structs.replace(exited(), error=WorkerError("OutOfMemoryError", f"{text}memory in use."))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.controller.round.wording import kept, listed, ranges, ranks_by_host, ranks_kept, ranks_of
+from services.controller.round.wording import explained, kept, listed, ranges, ranks_by_host, ranks_kept, ranks_of
 
 
 def names(count: int) -> list[str]:
@@ -36,3 +36,12 @@ def test_ranks_are_counted_by_rank_and_by_host() -> None:
     assert ranks_by_host([1, 0, 2], {0: "a", 1: "b", 2: "a"}) == "Ranks 0, 2 on a and 1 on b"
     assert ranks_by_host(range(8), dict(enumerate(names(8)))).count(" on ") == 8
     assert ranks_by_host(range(9), dict(enumerate(names(9)))) == "Ranks 0-8 on 9 hosts"
+
+
+def test_ranks_without_a_known_host_come_last() -> None:
+    assert ranks_by_host([1, 0, 2], {0: "a", 2: "b"}) == "Ranks 0 on a, 2 on b and 1 (host unknown)"
+    assert ranks_by_host([], {}) == "Some ranks"
+
+
+def test_a_sentence_ends_in_one_full_stop_and_a_colon_has_something_behind_it() -> None:
+    assert (explained("b is gone", "no power. "), explained("b is gone", " ")) == ("b is gone: no power.", "b is gone.")

@@ -111,6 +111,12 @@ def test_it_is_an_incident_that_restarts_nothing() -> None:
     assert decide_on(view_=held).wake_at > NOW
 
 
+def test_hosts_that_say_so_in_one_round_are_named_together() -> None:
+    outcome = decide(view(), [say(FAIL_SIGNAL, source=name) for name in "ab"], PolicySettings(), NOW)
+    (decision,) = outcome.decisions
+    assert (decision.rule, decision.evidence) == ("hold_while_saves_fail", {"hosts": "a,b"})
+
+
 def test_it_is_over_when_the_last_host_keeps_a_save() -> None:
     known = view(incidents=(opened(),))
     (both,) = decide_on(FAIL_SIGNAL, view_=known, source="a").incidents

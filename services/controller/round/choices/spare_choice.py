@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import groupby
 from types import MappingProxyType
 
 import msgspec
@@ -13,14 +14,22 @@ from flyball.contracts.decisions import ActionState, Incident
 from services.controller.round.choices import spare_ranking
 from services.controller.round.diagnosis import HOST_RESTARTED, HOST_SILENT
 from services.controller.round.view import ActionView, HostView
-from services.controller.round.wording import NAMED
+from services.controller.round.wording import NAMED, ranks_of
 
 
 class Chosen(msgspec.Struct, frozen=True):
     """A spare for a host's ranks."""
 
     host: HostView
-    why: str  # a sentence, for as many as a reason names
+    why: str  # a sentence without its subject, for as many as a reason names
+    among: int  # how many hosts were free
+
+    @property
+    def group(self) -> str:
+        """Spares with the same one share a sentence."""
+        if ", although" in self.why:
+            return self.host.host_id
+        return self.why.replace(f"first of {self.among} ", "first of ")
 
 
 _FIT = (HostState.HEALTHY, HostState.SPARE)
@@ -189,11 +198,29 @@ def choose(
             return None
         around = spare_ranking.surroundings_of(part, stay, known, peers, claimed)
         spare = spare_ranking.best(remaining, around)
-        chosen[part.host_id] = Chosen(spare, spare_ranking.why(spare, remaining, around) if len(chosen) < NAMED else "")
+        why = spare_ranking.why(spare, remaining, around) if len(chosen) < NAMED else ""
+        chosen[part.host_id] = Chosen(spare, why, len(remaining))
         remaining.remove(spare)
         known[spare.host_id] = spare
         stay.append(_ranks_on(spare, part.ranks))
     return chosen
+
+
+def in_words(placement: Sequence[HostRanks], chosen: Mapping[str, Chosen]) -> str:
+    """Return which spares take whose ranks, and why. Spares in a row that are chosen for the same reason share it."""
+    moves = [(part, chosen[part.host_id]) for part in placement if part.host_id in chosen]
+    sentences: list[str] = []
+    for _, group in groupby(moves[:NAMED], key=lambda move: move[1].group):
+        alike = list(group)
+        takes = (f"{spare.host.host_id} takes {ranks_of(part.ranks)} of {part.host_id}" for part, spare in alike)
+        first = alike[0][1]
+        why = f"{first.host.host_id} {first.why}"
+        if len(alike) > 1:
+            why = f"They are {first.why[3:]}" if first.why.startswith("is the first of") else f"Each {first.why}"
+        sentences += [f"{', '.join(takes)}.", why]
+    if len(moves) > NAMED:
+        sentences.append(f"{len(moves) - NAMED} more move likewise.")
+    return " ".join(sentences)
 
 
 def _doubts(host: HostView) -> tuple[bool, int, int]:

@@ -112,17 +112,17 @@ def best(free: Sequence[HostView], around: Surroundings) -> HostView:
 
 
 def why(chosen: HostView, free: Sequence[HostView], around: Surroundings) -> str:
-    """Why this one of the free hosts was chosen, as a sentence."""
+    """Why this one of the free hosts was chosen, as a sentence without its subject."""
     others = [host for host in free if host.host_id != chosen.host_id]
     flaws = [flaw for criterion, _, flaw in CRITERIA if flaw and criterion(chosen, around)]
     although = f", although {' and '.join(flaws)}" if flaws else ""
     if not others:
-        return f"{chosen.host_id} is the only free host{although}."
+        return f"is the only free host{although}."
     for criterion, merit, _ in CRITERIA:
         worse = [host.host_id for host in others if criterion(host, around) > criterion(chosen, around)]
         if worse:
-            return f"{chosen.host_id} {merit}, unlike {listed(worse)}{although}."
-    return f"{chosen.host_id} is the first of {len(free)} free hosts that are alike{although}."
+            return f"{merit}, unlike {listed(worse)}{although}."
+    return f"is the first of {len(free)} free hosts that are alike{although}."
 
 
 def _rank(host: HostView, around: Surroundings) -> tuple[int, ...]:
