@@ -6,8 +6,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 TESTS = Path(__file__).parents[1]
 SUPPORT = TESTS / "support"
 MODULES = sorted(SUPPORT.rglob("*.py"))
@@ -39,14 +37,21 @@ def test_conftest_files_outside_hold_no_classes() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: f"{module.parent.name}-{module.stem}")
-def test_a_module_of_support_serves_several_tests(module: Path) -> None:
+def test_a_module_of_support_serves_several_tests() -> None:
     """By itself, through a conftest, or as a part of another such module. Else it belongs beside its only user. A
     script is named by its file."""
-    room = r"support" if module.parent == SUPPORT else rf"support\.{module.parent.name}"
-    named = re.compile(
-        rf'{room}\.{module.stem} import|from {room} import .*\b{module.stem}\b|/{module.stem}\.py"|"{module.name}"'
-    )
-    users = [path for path in TESTS.rglob("*.py") if path != module and named.search(path.read_text())]
-    serves = [path for path in users if path.name == "conftest.py" or SUPPORT in path.parents]
-    assert serves or len(users) > 1, users
+    texts = {path: path.read_text() for path in TESTS.rglob("*.py")}
+    words = {path: set(re.findall(r"[\w.]+", text)) for path, text in texts.items()}
+
+    def serves(module: Path) -> bool:
+        room = ".".join(module.parent.relative_to(TESTS).parts)
+        named = {f"{room}.{module.stem}", module.name}
+        imported = re.compile(rf"from {re.escape(room)} import .*\b{module.stem}\b")
+        users = [
+            path
+            for path in texts
+            if path != module and (words[path] & named or imported.search(texts[path]) is not None)
+        ]
+        return len(users) > 1 or any(path.name == "conftest.py" or SUPPORT in path.parents for path in users)
+
+    assert [str(module) for module in MODULES if not serves(module)] == []
