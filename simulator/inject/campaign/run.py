@@ -82,9 +82,11 @@ class Campaign:
         patience_s: float = 180.0,
         overlap: bool = False,
         judged: Callable[[FaultOutcome], None] = lambda _: None,
+        pause: Callable[[float], object] = time.sleep,
     ) -> None:
         """`patience_s`: for the detection of a fault, and then for its recovery. `overlap`: do not wait for the verdict
-        of a fault before the next, of which two may be without one. `judged` gets each outcome, in any thread."""
+        of a fault before the next, of which two may be without one. `judged` gets each outcome, in any thread. `pause`
+        lets seconds pass between two looks."""
         self._api = api
         self._hands = hands
         self._job = job
@@ -94,6 +96,7 @@ class Campaign:
         self._patience_s = patience_s
         self._overlap = overlap
         self._judged = judged
+        self._pause = pause
         self._struck: list[_Struck] = []
         self._outcomes: dict[int, FaultOutcome] = {}
         self._count = 0  # of faults in all
@@ -318,7 +321,7 @@ class Campaign:
     def _look_again(self) -> None:
         if self._is_over():
             raise Ended("it was interrupted")
-        time.sleep(LOOK_INTERVAL_S)
+        self._pause(LOOK_INTERVAL_S)
 
 
 def _line(outcome: FaultOutcome, count: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import Forbidden, Unreachable
-from simulator.inject.campaign import run
 from simulator.inject.campaign.draws import Draw
 from simulator.inject.campaign.mixes import MixedFault
 from simulator.inject.campaign.outcome import FaultOutcome, FaultVerdict
@@ -70,13 +70,13 @@ class PlayedApi:
 
 
 def campaign(api: PlayedApi, lines: list[str] | None = None, **settings: Any) -> Campaign:  # noqa: ANN401 - of it
-    usual = {"clock": SystemClock(), "announce": [].append if lines is None else lines.append, "patience_s": 30.0}
+    usual = {
+        "clock": SystemClock(),
+        "announce": [].append if lines is None else lines.append,
+        "patience_s": 30.0,
+        "pause": lambda _: time.sleep(0),  # lets other threads run
+    }
     return Campaign(api, api, job="gpt", **(usual | settings))
-
-
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "LOOK_INTERVAL_S", 0.0)
 
 
 def test_a_fault_is_followed_until_the_job_trains_again() -> None:
@@ -277,8 +277,14 @@ class OpenForLong(PlayedApi):
 @pytest.mark.parametrize(("fault", "judged_before"), [("out-of-memory", 1), ("kill", 0)])
 def test_with_overlap_equal_errors_of_the_script_are_apart(fault: str, judged_before: int) -> None:
     """Two at one step are a bug of the script to the supervisor, which rightly ends the job."""
-    api, judged = OpenForLong(), []
-    running = campaign(api, patience_s=5.0, overlap=True, judged=judged.append)
+    api, judged, clock = OpenForLong(), [], JumpingClock()
+
+    def pause(pause_s: float) -> None:
+        if len(before) > 1:  # the second error has no incident of its own, and is waited for in vain
+            clock.jumped_s += pause_s
+        time.sleep(0)
+
+    running = campaign(api, clock=clock, patience_s=5.0, overlap=True, judged=judged.append, pause=pause)
     inject, before = api.inject, []
     if not judged_before:
         api.is_open = lambda: len(before) < 2  # type: ignore[method-assign]
