@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load
+from support.clocks.waits import until
 from support.stores.alike_shards import Tensors, as_payload, ddp_state, hsdp_state
 from support.stores.places import Place
 from support.stores.shards import make_manifest, put_in_slot
@@ -239,12 +239,12 @@ def test_if_one_gives_the_step_up_the_others_store_their_whole_shards(host: Stor
     host.capture(4)
     waiting = threading.Thread(target=lambda: host.write_all(4, (0, 1, 2)))
     waiting.start()
-    host.together.withdraw(4, 3)
-    deadline_s = time.monotonic() + DEADLINE_S
-    while waiting.is_alive():  # withdrawn before the others planned, it is not known yet
-        assert time.monotonic() < deadline_s
+
+    def withdrawn() -> bool:  # withdrawn before the others planned, it is not known yet
         host.together.withdraw(4, 3)
-        time.sleep(0.001)
+        return not waiting.is_alive()
+
+    until(withdrawn)
     assert host.listed(4) == {0, 1, 2}
     assert all(is_whole(host, 4, rank) for rank in (0, 1, 2))
 

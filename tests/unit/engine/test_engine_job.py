@@ -160,10 +160,8 @@ def test_a_shard_on_disk_is_durable_also_when_older_ones_cannot_be_removed(
     with job.slots.memory.using(0) as entry:
         assert entry is not None
         assert [view.state for view in entry.segments.slots()] == [SlotState.COMMITTED, SlotState.EMPTY]
-        deadline = time.monotonic() + 60.0  # pruning is independent of writing
-        while entry.segments.control.durable_step(1) != 0 and time.monotonic() < deadline:
-            time.sleep(0.002)
-        assert entry.segments.control.durable_step(1) == 0
+        control = entry.segments.control
+        until(lambda: control.durable_step(1) == 0)  # pruning is independent of writing
     assert job.save_failures.newest() == []
 
 
