@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +13,7 @@ from uuid import uuid4
 
 import msgspec
 import pytest
+from support.clocks.manual import ManualClock
 from support.clocks.waits import until
 from support.hosts.fake_pyverbs import FakePyverbs, pyverbs
 from support.hosts.rdma import LINK_LOCAL, V2, add_port
@@ -33,6 +33,7 @@ __all__ = ["pyverbs"]
 MIB = 1 << 20
 SHARED = Path("/dev/shm")
 DEADLINE_S = 30.0
+AGES_S = 3600.0
 PEER = QueuePairEndpoint(17, 4711, "0" * 20 + "ffff0a000001", 0, 1024, False, 16, 32768, 16)
 
 
@@ -64,8 +65,13 @@ def host(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def nics(host: Path, pyverbs: FakePyverbs) -> Iterator[Nics]:
-    own = Nics(EngineSettings(), ByteCounters(), sysfs=host)
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def nics(host: Path, pyverbs: FakePyverbs, clock: ManualClock) -> Iterator[Nics]:
+    own = Nics(EngineSettings(), ByteCounters(), sysfs=host, clock=clock)
     yield own
     own.close()
 
@@ -118,7 +124,8 @@ def test_a_lost_device_is_opened_anew_and_the_old_one_swept_until_its_last_conne
     nics: Nics, pyverbs: FakePyverbs, make_slot: Callable[[], Slot], code: int
 ) -> None:
     old, slot = nics.prepare(), make_slot()
-    assert enter(old, slot) is not None
+    used = enter(old, slot)
+    assert used is not None
     registrations(old).leave(enter(old, slot) or pytest.fail("it is registered"))
     pyverbs.failing["QP"] = code
     assert refusal(nics).reason is Refusal.NO_DEVICE
@@ -126,7 +133,7 @@ def test_a_lost_device_is_opened_anew_and_the_old_one_swept_until_its_last_conne
     new = nics.prepare()
     assert registrations(new) is not registrations(old)
     assert nics.registered_bytes == slot.size_bytes, "a given up device's slots count"
-    registrations(old).leave(registrations(old)._known[next(iter(registrations(old)._known))])
+    registrations(old).leave(used)
     slot.path.unlink()
     nics.sweep_now()
     assert pyverbs.slots == 0
@@ -146,16 +153,27 @@ def test_a_device_whose_folder_is_gone_is_lost_whatever_the_error(nics: Nics, py
 
 
 def test_a_device_that_is_gone_before_it_was_opened_is_not_opened(nics: Nics, pyverbs: FakePyverbs, host: Path) -> None:
-    nics.prepare().close()
     add_port(host, "mlx5_1")
-    nics._read_s = float("-inf")
     nics.prepare().close()
     shutil.rmtree(host / "class" / "infiniband" / "mlx5_1")
-    nics._devices.pop("mlx5_1", None)
     pyverbs.failing["Context"] = errno.ENODEV
     for _ in range(2):
         nics.prepare().close()
-    assert pyverbs.contexts == ["mlx5_0", "mlx5_1"], "the other port is used"
+    assert pyverbs.contexts == ["mlx5_0"], "the other port is used"
+
+
+def test_a_port_that_was_added_is_found_after_a_while(
+    nics: Nics, pyverbs: FakePyverbs, host: Path, clock: ManualClock
+) -> None:
+    nics.prepare().close()
+    add_port(host, "mlx5_1")
+    for _ in range(2):
+        nics.prepare().close()
+    assert pyverbs.contexts == ["mlx5_0"]
+    clock.sleep(AGES_S)
+    for _ in range(2):
+        nics.prepare().close()
+    assert pyverbs.contexts == ["mlx5_0", "mlx5_1"]
 
 
 def test_what_the_operating_system_refuses_is_a_refusal_too(
@@ -188,7 +206,7 @@ def test_a_channel_whose_descriptor_was_one_of_a_channel_that_was_just_closed_is
 
 
 def test_without_a_thread_for_the_sweeps_there_is_no_queue_pair_until_there_is_one(
-    nics: Nics, monkeypatch: pytest.MonkeyPatch
+    nics: Nics, pyverbs: FakePyverbs, make_slot: Callable[[], Slot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_thread(_self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -196,12 +214,14 @@ def test_without_a_thread_for_the_sweeps_there_is_no_queue_pair_until_there_is_o
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", no_thread)
         assert "can't start new thread" in refusal(nics).message
-    nics.prepare()
-    assert nics._sweeper.is_alive
+    prepared, slot = nics.prepare(), make_slot()
+    registrations(prepared).leave(enter(prepared, slot) or pytest.fail("it is registered"))
+    slot.path.unlink()
+    until(lambda: pyverbs.slots == 0)
 
 
 def test_a_failed_import_of_pyverbs_is_remembered_for_a_while(
-    nics: Nics, pyverbs: FakePyverbs, monkeypatch: pytest.MonkeyPatch
+    nics: Nics, pyverbs: FakePyverbs, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del pyverbs
     tries: list[None] = []
@@ -215,11 +235,10 @@ def test_a_failed_import_of_pyverbs_is_remembered_for_a_while(
         error = refusal(nics)
         assert (error.reason, error.hint) == (Refusal.NO_PYVERBS, verbs.INSTALL)
     assert len(tries) == 1
-    monkeypatch.setattr(nics_module, "_IMPORT_AGAIN_S", 0.0)
-    nics._refusal = None
-    refusal(nics)
-    refusal(nics)
-    assert len(tries) == 3
+    for tried in (2, 3):
+        clock.sleep(AGES_S)
+        refusal(nics)
+        assert len(tries) == tried
 
 
 # --- slots that cannot be registered ---
@@ -230,6 +249,7 @@ def test_a_slot_that_may_not_be_locked_ends_rdma_with_the_reason_until_it_is_tri
     nics: Nics,
     pyverbs: FakePyverbs,
     make_slot: Callable[[], Slot],
+    clock: ManualClock,
     monkeypatch: pytest.MonkeyPatch,
     code: int,
 ) -> None:
@@ -247,7 +267,9 @@ def test_a_slot_that_may_not_be_locked_ends_rdma_with_the_reason_until_it_is_tri
     assert enter(prepared, make_slot()) is None, "the device is given up"
     prepared.close()
     assert pyverbs.count("Context") == 0
-    nics._refusal = error, time.monotonic()  # five minutes later
+    clock.sleep(299.0)
+    refusal(nics)
+    clock.sleep(2.0)
     assert enter(nics.prepare(), make_slot()) is not None
 
 
