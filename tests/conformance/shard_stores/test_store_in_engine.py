@@ -66,7 +66,8 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         stored_points: Callable[[], StoredPoints | None] = lambda: None,
     ) -> EngineJob:
         (tmp_path / host_id).mkdir(exist_ok=True)
-        made = engine_job(tmp_path / host_id, host_id, contact=Contact(in_touch, stored_points), limit=limit)
+        limits = {Tier.PERSISTENT: limit} if limit else {}
+        made = engine_job(tmp_path / host_id, host_id, contact=Contact(in_touch, stored_points), limits=limits)
         jobs.append(made)
         return jobs[-1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,12 @@ def engine_job(
     host_id: str = "host",
     *,
     contact: Any = None,  # noqa: ANN401 - a DaemonContact, or what plays it
-    limit: RateLimit | None = None,
+    limits: Mapping[Tier, RateLimit] | None = None,
+    counters: Counters | None = None,
+    give_memory_back: Callable[[], None] = lambda: None,
 ) -> EngineJob:
-    """Job "job" on a host with this folder, without sockets. `limit` is the store's."""
-    settings, counters = EngineSettings(), Counters()
+    """Job "job" on a host with this folder, without sockets."""
+    settings, counters = EngineSettings(), counters or Counters()
     return EngineJob(
         "job",
         host=EngineHost(
@@ -43,7 +46,8 @@ def engine_job(
             str(folder / "flyball-test"),
             settings,
             MeasuredBandwidths(folder / "bandwidths.json", SystemClock()),
-            rate_limits={Tier.PERSISTENT: limit} if limit else {},
+            rate_limits=limits or {},
+            give_memory_back=give_memory_back,
         ),
         peers=PeerAccess(
             Identity(host_id, "", ""),

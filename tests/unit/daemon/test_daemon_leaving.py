@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 
 import pytest
-from support.clocks.loops import run_skipping
+from support.clocks.loops import LoopClock, run_skipping
 
 from flyball.contracts.errors import FlyballError, Unreachable
 from flyball.contracts.reports.drains import Departure
@@ -15,16 +14,6 @@ from host_daemon.orders.leaving import FACT, LeaveOutcome, Leaving
 
 GO = Departure(may_leave=True)
 WAIT = Departure(may_leave=False, waits_for="the ranks of job gpt to be moved")
-
-
-class LoopClock:
-    """The time of the event loop."""
-
-    def wall_s(self) -> float:
-        return 1_000.0 + self.monotonic_s()
-
-    def monotonic_s(self) -> float:
-        return asyncio.get_running_loop().time()
 
 
 class World:
