@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -236,12 +237,12 @@ def test_with_overlap_an_incident_that_stays_open_is_held_against_one_fault_only
 
 
 def test_with_overlap_a_fault_that_is_judged_while_the_next_is_injected_is_beside_it() -> None:
-    api = TwoFaults(state="open")
-    running = campaign(api, overlap=True)
+    api, is_judged = TwoFaults(state="open"), threading.Event()
+    running = campaign(api, overlap=True, judged=lambda _: is_judged.set())
 
     def until_the_first_is_judged() -> None:
         api.first = {"state": "resolved"}
-        assert running._struck[0].has_verdict.wait(30.0)
+        assert is_judged.wait(30.0)
 
     api.until_injected = until_the_first_is_judged
     outcomes, _ = running.run([KILL, KILL])
@@ -249,13 +250,13 @@ def test_with_overlap_a_fault_that_is_judged_while_the_next_is_injected_is_besid
 
 
 def test_with_overlap_a_harm_that_the_restart_of_another_brought_back_is_waited_for() -> None:
-    api = TwoFaults(state="open")
-    running = campaign(api, overlap=True)
+    api, is_judged = TwoFaults(state="open"), threading.Event()
+    running = campaign(api, overlap=True, judged=lambda _: is_judged.set())
 
     def until_the_first_is_judged() -> None:
         restart = {"at": 200.2, "state": "acting", "cause": "worker_killed"}  # it restored what the NaN had spoilt
         api.first = {"state": "resolved", "timeline": [restart]}
-        assert running._struck[0].has_verdict.wait(30.0)
+        assert is_judged.wait(30.0)
 
     api.until_injected = until_the_first_is_judged
     outcomes, _ = running.run([KILL, KILL])
