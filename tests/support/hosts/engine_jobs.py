@@ -78,3 +78,17 @@ def capture(job: EngineJob, step: int, *, generation: int = 1, slot: int, rank: 
         entry.segments.begin_write(slot, generation, step, len(payload))[:] = payload
         entry.segments.mark_captured(slot)
     return payload
+
+
+def writers_wait(job: EngineJob, *, kept: int | None = None) -> bool:
+    """Whether every writer has scanned its folder, is idle, and would take a capture now. A busy writer ignores a
+    captured step, which is named soon anyway. `kept`: a step that they are to know as one to keep."""
+    assert job.running is not None
+    for writer in job.running.durable._writers:
+        with writer._changed:  # what they are told, and what they have to do, change together
+            naming = writer._naming
+            if not writer._scanned or writer._busy or naming is None or writer._prune_due or writer._next >= 0:
+                return False
+            if kept is not None and kept not in naming.kept:
+                return False
+    return True

@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import save
 from support.clocks.waits import until
 from support.hosts.engine_jobs import capture as capture_in
-from support.hosts.engine_jobs import configured, engine_job
+from support.hosts.engine_jobs import configured, engine_job, writers_wait
 from support.jobs.placements import make_placement
 
 from ckpt_engine.contracts.notices import Captured, SaveAborted, SaveWaited
@@ -69,17 +69,6 @@ def configure(generation: int, *ranks: int, disk_dir: str = "", persistent_dir: 
         disk_dir=disk_dir, disk_every_steps=1, persistent_dir=persistent_dir, persistent_every_steps=1
     )
     return configured(make_placement({"host": ranks}, generation=generation), spec=spec)
-
-
-def writers_wait(job: EngineJob) -> bool:
-    """Whether every writer has scanned its folder, is idle, and would take a capture now. A busy writer ignores a
-    captured step, which is named soon anyway."""
-    assert job.running is not None
-    for writer in job.running.durable._writers:
-        with writer._changed:
-            if not writer._scanned or writer._busy or writer._naming is None or writer._prune_due or writer._next >= 0:
-                return False
-    return True
 
 
 def capture(job: EngineJob, generation: int, step: int, *, slot: int | None = None, rank: int = 0) -> None:

@@ -65,7 +65,7 @@ class SlowEngine:
         self._slots.control.begin_world(identity.generation, -1)
         self.delay_s = 0.0
         self.received: list[tuple[int, float]] = []
-        self._thread = threading.Thread(target=self._serve)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
