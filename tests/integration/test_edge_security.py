@@ -8,6 +8,7 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -149,23 +150,8 @@ class WrongClock:
         return CLOCK.monotonic_s()
 
 
-class ToldDaemon:
+def daemon_of(supervisor: Supervisor, root: Path, host_id: str, clock: Any) -> Any:  # noqa: ANN401 - what it is told
     """A daemon whose loops do not run: it does what a test tells it."""
-
-    def __init__(self, agent: Agent, state_dir: HostStateDir) -> None:
-        self._state_dir = state_dir
-        self.succeed = agent._succeed
-        self.outbox = agent._outbox
-        self.put = self.outbox.put
-        self.reporter = agent._reporter
-        self.report = self.reporter.send_once
-        self.close = agent._http.close
-
-    def die(self) -> None:
-        self._state_dir.close()
-
-
-def daemon_of(supervisor: Supervisor, root: Path, host_id: str, clock: Any) -> ToldDaemon:  # noqa: ANN401 - a Clock
     root.mkdir(exist_ok=True)
     token_file = root / "token"
     if not token_file.exists():
@@ -174,7 +160,10 @@ def daemon_of(supervisor: Supervisor, root: Path, host_id: str, clock: Any) -> T
     state_dir = HostStateDir(root / "state")
     state_dir.open()
     settings = parse_settings([*arguments, "--token-file", str(token_file)], {})
-    return ToldDaemon(Agent(settings, state_dir, clock), state_dir)
+    agent = Agent(settings, state_dir, clock)
+    outbox, reporter = agent._outbox, agent._reporter
+    told = {"put": outbox.put, "report": reporter.send_once, "succeed": agent._succeed}
+    return SimpleNamespace(outbox=outbox, reporter=reporter, **told, close=agent._http.close, die=state_dir.close)
 
 
 def test_a_daemon_whose_clock_is_set_wrong_goes_on_reporting_with_the_right_time(

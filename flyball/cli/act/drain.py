@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +11,7 @@ from flyball.cli.reach.names import host_or_near
 from flyball.cli.reach.options import command_help, with_supervisor
 from flyball.cli.reach.sources import SupervisorChoice
 from flyball.cli.show.output import Format, OutputOption, announce, print_fields, printed
-from flyball.contracts.clock import Clock, SystemClock
+from flyball.contracts.clock import SleepingClock, SystemClock
 from flyball.contracts.errors import Conflict, Unreachable, UsageError
 from flyball.contracts.identity import check_name
 from flyball.contracts.reports.drains import DrainRequest
@@ -85,11 +83,9 @@ def await_drain(
     announced: set[str],
     within_s: float,
     *,
-    clock: Clock = _CLOCK,
-    pause: Callable[[float], object] = time.sleep,
+    clock: SleepingClock = _CLOCK,
 ) -> dict[str, Any]:
     """Wait until the host is drained, and return it. Announces new decisions meanwhile; `announced` has their ids.
-    `pause` lets seconds pass between two looks.
 
     Raises Conflict if the drain is refused or cancelled, Unreachable if it takes too long.
     """
@@ -110,7 +106,7 @@ def await_drain(
                 f"{name} is not drained yet: {found['reason']}",
                 hint="the drain goes on; watch it with `flyball status`",
             )
-        pause(LOOK_INTERVAL_S)
+        clock.sleep(LOOK_INTERVAL_S)
 
 
 def _announce_decisions(client: ApiClient, name: str, announced: set[str]) -> None:
@@ -124,14 +120,14 @@ def _announce_decisions(client: ApiClient, name: str, announced: set[str]) -> No
 
 def _await_release(client: ApiClient, name: str) -> dict[str, Any]:
     """Wait until the controller has released the host. Does not wait for a move that has begun; that is finished."""
-    until_s = time.monotonic() + CANCEL_TIMEOUT_S
+    until_s = _CLOCK.monotonic_s() + CANCEL_TIMEOUT_S
     while True:
         found: dict[str, Any] = client.get(f"/v1/hosts/{name}")
         if found["drain"] is None:
             return found
-        if time.monotonic() > until_s:
+        if _CLOCK.monotonic_s() > until_s:
             raise Unreachable(
                 f"No controller released {name} within {CANCEL_TIMEOUT_S:.0f} s.",
                 hint="a controller will once one runs; see /readyz of the supervisor",
             )
-        time.sleep(LOOK_INTERVAL_S)
+        _CLOCK.sleep(LOOK_INTERVAL_S)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from flyball.contracts.clock import Clock
+from flyball.contracts.clock import SleepingClock
 from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import IncidentState
 from flyball.contracts.errors import FlyballError, NotFound
@@ -76,17 +75,15 @@ class Campaign:
         hands: Hands,
         *,
         job: str,
-        clock: Clock,
+        clock: SleepingClock,
         announce: Callable[[str], None],
         is_over: Callable[[], bool] = lambda: False,
         patience_s: float = 180.0,
         overlap: bool = False,
         judged: Callable[[FaultOutcome], None] = lambda _: None,
-        pause: Callable[[float], object] = time.sleep,
     ) -> None:
         """`patience_s`: for the detection of a fault, and then for its recovery. `overlap`: do not wait for the verdict
-        of a fault before the next, of which two may be without one. `judged` gets each outcome, in any thread. `pause`
-        lets seconds pass between two looks."""
+        of a fault before the next, of which two may be without one. `judged` gets each outcome, in any thread."""
         self._api = api
         self._hands = hands
         self._job = job
@@ -96,7 +93,6 @@ class Campaign:
         self._patience_s = patience_s
         self._overlap = overlap
         self._judged = judged
-        self._pause = pause
         self._struck: list[_Struck] = []
         self._outcomes: dict[int, FaultOutcome] = {}
         self._count = 0  # of faults in all
@@ -321,7 +317,7 @@ class Campaign:
     def _look_again(self) -> None:
         if self._is_over():
             raise Ended("it was interrupted")
-        self._pause(LOOK_INTERVAL_S)
+        self._clock.sleep(LOOK_INTERVAL_S)
 
 
 def _line(outcome: FaultOutcome, count: int) -> str:

@@ -36,8 +36,7 @@ class Api:
 
 def wait(*states: str | None, clock: ManualClock | None = None) -> dict[str, Any]:
     api: Any = Api(*states)
-    clock = clock or ManualClock()
-    return drain.await_drain(api, "host-b", {"dec-1"}, 60.0, clock=clock, pause=clock.sleep)
+    return drain.await_drain(api, "host-b", {"dec-1"}, 60.0, clock=clock or ManualClock())
 
 
 def test_each_decision_about_the_host_is_announced_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,13 +70,20 @@ class PlayedApi:
         raise AssertionError(f"{path}: the injector records faults, not the campaign: {body}")
 
 
+class JumpingClock(SystemClock):
+    """Goes on by itself and by jumps. Nobody waits for it."""
+
+    jumped_s = 0.0
+
+    def monotonic_s(self) -> float:
+        return super().monotonic_s() + self.jumped_s
+
+    def sleep(self, _seconds: float, /) -> None:
+        time.sleep(0)  # the other threads run
+
+
 def campaign(api: PlayedApi, lines: list[str] | None = None, **settings: Any) -> Campaign:  # noqa: ANN401 - of it
-    usual = {
-        "clock": SystemClock(),
-        "announce": [].append if lines is None else lines.append,
-        "patience_s": 30.0,
-        "pause": lambda _: time.sleep(0),  # lets other threads run
-    }
+    usual = {"clock": JumpingClock(), "announce": [].append if lines is None else lines.append, "patience_s": 30.0}
     return Campaign(api, api, job="gpt", **(usual | settings))
 
 
@@ -204,13 +211,6 @@ class TwoFaults(PlayedApi):
         return found
 
 
-class JumpingClock(SystemClock):
-    jumped_s = 0.0
-
-    def monotonic_s(self) -> float:
-        return super().monotonic_s() + self.jumped_s
-
-
 def test_with_overlap_an_incident_that_only_ends_after_a_fault_is_not_waited_for_in_its_place() -> None:
     api = TwoFaults(state="open")
 
@@ -278,15 +278,16 @@ class OpenForLong(PlayedApi):
 @pytest.mark.parametrize(("fault", "judged_before"), [("out-of-memory", 1), ("kill", 0)])
 def test_with_overlap_equal_errors_of_the_script_are_apart(fault: str, judged_before: int) -> None:
     """Two at one step are a bug of the script to the supervisor, which rightly ends the job."""
-    api, judged, clock = OpenForLong(), [], JumpingClock()
+    api, judged, before = OpenForLong(), [], []
 
-    def pause(pause_s: float) -> None:
-        if len(before) > 1:  # the second error has no incident of its own, and is waited for in vain
-            clock.jumped_s += pause_s
-        time.sleep(0)
+    class Hurrying(JumpingClock):
+        def sleep(self, seconds: float, /) -> None:
+            if len(before) > 1:  # the second error has no incident of its own, and is waited for in vain
+                self.jumped_s += seconds
+            super().sleep(seconds)
 
-    running = campaign(api, clock=clock, patience_s=5.0, overlap=True, judged=judged.append, pause=pause)
-    inject, before = api.inject, []
+    running = campaign(api, clock=Hurrying(), patience_s=5.0, overlap=True, judged=judged.append)
+    inject = api.inject
     if not judged_before:
         api.is_open = lambda: len(before) < 2  # type: ignore[method-assign]
 

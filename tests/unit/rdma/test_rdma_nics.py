@@ -11,12 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from uuid import uuid4
 
-import msgspec
 import pytest
 from support.clocks.manual import ManualClock
 from support.clocks.waits import until
 from support.hosts.fake_pyverbs import FakePyverbs, pyverbs
-from support.hosts.rdma import LINK_LOCAL, V2, add_port
+from support.hosts.rdma import add_port
 
 from ckpt_engine.contracts.peer_wire import QueuePairEndpoint
 from ckpt_engine.peers.transport.port import ByteCounters
@@ -160,20 +159,6 @@ def test_a_device_that_is_gone_before_it_was_opened_is_not_opened(nics: Nics, py
     for _ in range(2):
         nics.prepare().close()
     assert pyverbs.contexts == ["mlx5_0"], "the other port is used"
-
-
-def test_a_port_that_was_added_is_found_after_a_while(
-    nics: Nics, pyverbs: FakePyverbs, host: Path, clock: ManualClock
-) -> None:
-    nics.prepare().close()
-    add_port(host, "mlx5_1")
-    for _ in range(2):
-        nics.prepare().close()
-    assert pyverbs.contexts == ["mlx5_0"]
-    clock.sleep(AGES_S)
-    for _ in range(2):
-        nics.prepare().close()
-    assert pyverbs.contexts == ["mlx5_0", "mlx5_1"]
 
 
 def test_what_the_operating_system_refuses_is_a_refusal_too(
@@ -369,52 +354,3 @@ def test_the_sweeper_gives_a_removed_slot_back_unasked(
     registrations(prepared).leave(enter(prepared, slot) or pytest.fail("it is registered"))
     slot.path.unlink()
     until(lambda: pyverbs.slots == 0)
-
-
-# --- which port, and how ---
-
-
-def test_ports_without_an_address_are_left_out_and_if_all_are_they_are_named(pyverbs: FakePyverbs, host: Path) -> None:
-    add_port(host, "mlx5_1", gids=())
-    nics = Nics(EngineSettings(), ByteCounters(), sysfs=host)
-    for _ in range(3):
-        nics.prepare().close()
-    assert pyverbs.contexts == ["mlx5_0"]
-    only = Nics(EngineSettings(rdma_devices="mlx5_1"), ByteCounters(), sysfs=host)
-    error = refusal(only)
-    assert (error.reason, "mlx5_1/1" in error.message) == (Refusal.PORT_DOWN, True)
-    nics.close()
-
-
-def test_the_answering_side_takes_a_port_of_the_peers_kind(pyverbs: FakePyverbs, host: Path) -> None:
-    add_port(host, "mlx5_1", link_layer="InfiniBand", gids=((LINK_LOCAL, V2),))
-    nics = Nics(EngineSettings(), ByteCounters(), sysfs=host)
-    infiniband = msgspec.structs.replace(PEER, is_infiniband=True)
-    assert [nics.prepare(infiniband).endpoint.is_infiniband for _ in range(3)] == [True] * 3
-    assert [nics.prepare(PEER).endpoint.is_infiniband for _ in range(3)] == [False] * 3
-    nics.close()
-
-
-def test_offers_go_round_all_ports_however_many_offers_of_others_are_answered_meanwhile(
-    pyverbs: FakePyverbs, host: Path
-) -> None:
-    add_port(host, "mlx5_1")
-    nics = Nics(EngineSettings(), ByteCounters(), sysfs=host)
-    used = []
-    for _ in range(4):
-        offered = nics.prepare()
-        used.append(offered._device.name)
-        nics.prepare(PEER)
-    assert used == ["mlx5_0", "mlx5_1"] * 2
-    nics.close()
-
-
-def test_only_named_devices_are_used_and_packets_have_the_traffic_class(pyverbs: FakePyverbs, host: Path) -> None:
-    add_port(host, "mlx5_1")
-    settings = EngineSettings(rdma_devices="mlx5_1", rdma_traffic_class=106)
-    nics = Nics(settings, ByteCounters(), sysfs=host)
-    for _ in range(2):
-        nics.prepare()._queue_pair.connect(PEER)
-    assert pyverbs.contexts == ["mlx5_1"]
-    assert {route["traffic_class"] for route in pyverbs.routes} == {106}
-    nics.close()
