@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
+from support.clocks.waits import until
 from support.jobs.placements import make_placement
 
 from ckpt_engine.contracts.generation import HostGeneration
@@ -58,4 +60,9 @@ def test_a_step_that_was_passed_by_is_reported_once(tmp_path: Path) -> None:
             clock.tick()
         assert reported == [(0, 5), (0, 9)]
         assert positions == [5, *[6] * TICKS, *[10] * TICKS]
+        clock.start()  # its thread ticks on
+        until(lambda: len(positions) > 2 * TICKS + 2)
+        generation.ended.set()
+        until(lambda: all(thread.name != "job-clock" for thread in threading.enumerate()))
+        assert reported == [(0, 5), (0, 9)]
     memory.release()
