@@ -36,7 +36,7 @@ class SaveClock:
         self._reported: dict[int, int] = {}  # rank -> the newest step that it passed by
         self._thread = WorkerThread(
             f"{generation.job}-clock",
-            self._tick,
+            self.tick,
             stopped=generation.ended,
             counters=counters,
             context={"job": generation.job},
@@ -48,7 +48,8 @@ class SaveClock:
         if interval_s(self._generation.configure.spec) > 0:
             self._thread.start()
 
-    def _tick(self) -> float:
+    def tick(self) -> float:
+        """Look at the ranks once; the thread does so again and again. Returns the seconds until then."""
         self._coordination.tick(max(map(self._look_at, self._generation.local_ranks), default=-1))
         return TICK_S
 

@@ -18,8 +18,15 @@ class Clock(Protocol):
         ...
 
 
+class SleepingClock(Clock, Protocol):
+    """A clock whose time a loop lets pass."""
+
+    def sleep(self, seconds: float, /) -> None: ...
+
+
 class SystemClock:
     """The machine's own clocks."""
 
     wall_s = staticmethod(time.time)  # noqa: TID251 - this is the one place
     monotonic_s = staticmethod(time.monotonic)
+    sleep = staticmethod(time.sleep)

@@ -9,7 +9,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -37,8 +37,9 @@ class InjectedFaultError(RuntimeError):
 class InjectedFaults:
     """Looks for an order after every step, and commits the fault."""
 
-    def __init__(self, base: str) -> None:
-        """`base`: FLYBALL_INJECT."""
+    def __init__(self, base: str, *, sleep: Callable[[float], object] = time.sleep) -> None:
+        """`base`: FLYBALL_INJECT. `sleep` holds training up for some seconds."""
+        self._sleep = sleep
         self._order_path = Path(base + ORDER_SUFFIX)
         self._taken_path = Path(base + TAKEN_SUFFIX)
         self._order: FaultOrder | None = None  # taken, and not yet committed: it needs the state
@@ -48,7 +49,7 @@ class InjectedFaults:
         """Commit what is due after this step. May never return."""
         if self._slow_s:
             self._slow_s = self._slow_s if self._taken_path.exists() else 0.0
-            time.sleep(self._slow_s)
+            self._sleep(self._slow_s)
         order = self._take(step)
         if order is None:
             return
@@ -109,7 +110,7 @@ class InjectedFaults:
         """As in a data loader whose workers or storage hang. A script that marks its phases says `data` meanwhile, and
         gets more patience; most scripts do not."""
         while self._taken_path.exists():
-            time.sleep(LOOK_INTERVAL_S)
+            self._sleep(LOOK_INTERVAL_S)
 
 
 def wait_for_a_message_that_nobody_sends() -> None:

@@ -27,10 +27,13 @@ class HealthVerdict(msgspec.Struct, frozen=True):
 class Health:
     """Thread-safe. Checks may block: they run in a thread of their own, and their verdict is reused for `FRESH_S`."""
 
-    def __init__(self, *, loops: Sequence[LoopThread], checks: Mapping[str, Check], clock: Clock) -> None:
+    def __init__(
+        self, *, loops: Sequence[LoopThread], checks: Mapping[str, Check], clock: Clock, patience_s: float = PATIENCE_S
+    ) -> None:
         self._loops = loops
         self._checks = checks
         self._clock = clock
+        self._patience_s = patience_s
         self._checked = threading.Condition()
         self._runs = 0  # completed runs of all checks
         self._is_running = False
@@ -48,7 +51,7 @@ class Health:
         return _verdict({loop.name: _GIVEN_UP if loop.failed else "" for loop in self._loops} | self._given_up)
 
     def ready(self) -> HealthVerdict:
-        """Return whether all checks pass. Answers within `PATIENCE_S`, even if a check hangs."""
+        """Return whether all checks pass. Answers within `patience_s`, even if a check hangs."""
         with self._checked:
             fresh_s = self._clock.monotonic_s() - FRESH_S
             if self._last is not None and self._last_at_s >= fresh_s:
@@ -57,8 +60,8 @@ class Health:
             if not self._is_running:
                 self._is_running = True
                 threading.Thread(target=self._run_checks, name="readyz", daemon=True).start()
-            if not self._checked.wait_for(lambda: self._runs > runs, PATIENCE_S) or self._last is None:
-                return _verdict({self._checking: f"no answer for {PATIENCE_S:.0f} s"})
+            if not self._checked.wait_for(lambda: self._runs > runs, self._patience_s) or self._last is None:
+                return _verdict({self._checking: f"no answer for {self._patience_s:g} s"})
             return self._last
 
     def _run_checks(self) -> None:

@@ -39,12 +39,22 @@ class LoopThread:
     `failed` and /healthz show it.
     """
 
-    def __init__(self, name: str, loop: Loop, clock: Clock, *, on_restart: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        loop: Loop,
+        clock: Clock,
+        *,
+        on_restart: Callable[[str], None] | None = None,
+        pause_s: float = RESTART_PAUSE_S,
+    ) -> None:
+        """`pause_s`: between a crash and the restart."""
         self.name = name
         self.failed = False
         self._loop = loop
         self._budget = CrashBudget(clock)
         self._on_restart = on_restart
+        self._pause_s = pause_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"flyball-{name}", daemon=True)
 
@@ -74,4 +84,4 @@ class LoopThread:
                 return
             if self._on_restart:
                 self._on_restart(self.name)
-            self._stop.wait(RESTART_PAUSE_S)
+            self._stop.wait(self._pause_s)

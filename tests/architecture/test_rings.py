@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import socket
 import subprocess
 import sys
@@ -14,6 +16,8 @@ import pytest
 from support import costs, rings
 
 TESTS = Path(__file__).parents[1]
+FOLDERS = ("architecture", "conformance", "corruption", "property", "simulation", "unit")  # of the first ring
+SLEEPERS = {"unit/cli/test_cli_runs.py": "a file system whose locks are slow"}
 
 
 class Item:
@@ -34,6 +38,12 @@ class Item:
 
     def add_marker(self, mark: pytest.MarkDecorator) -> None:
         self.marks.add(mark.name)
+
+
+def marked(path: str) -> Any:  # noqa: ANN401 - it stands for pytest's
+    item: Any = Item(path)
+    rings.mark([item])
+    return item
 
 
 @pytest.mark.parametrize(
@@ -82,6 +92,35 @@ def test_the_first_ring_starts_no_process_and_asks_no_server() -> None:
     with guard.watching(Item("integration/test_a.py", mark="processes")):  # type: ignore[arg-type]
         subprocess.run([sys.executable, "-c", ""], check=True)
     guard.judge()
+
+
+def sleeps_in(source: str) -> list[int]:
+    """The lines where what is not marked `processes` sleeps. `sleep(0)` only lets other threads run."""
+    if "sleep(" not in source or re.search(r"^pytestmark = .*mark\.processes", source, re.MULTILINE):
+        return []
+    return [
+        call.lineno
+        for part in ast.parse(source).body
+        if not any("mark.processes" in ast.unparse(mark) for mark in getattr(part, "decorator_list", ()))
+        for call in ast.walk(part)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in ("time.sleep", "sleep")
+        if [ast.unparse(argument) for argument in call.args] != ["0"]
+    ]
+
+
+def test_the_first_ring_sleeps_nowhere() -> None:
+    """It waits for a condition (`support.clocks.waits.until`), or time is given to what it tests."""
+    files = {str(path.relative_to(TESTS)): path for folder in FOLDERS for path in (TESTS / folder).rglob("*.py")}
+    of_ring = {name for name in files if rings.is_first(marked(name))}
+    assert {name for name in of_ring if sleeps_in(files[name].read_text())} == set(SLEEPERS)
+
+
+def test_a_sleep_is_found_where_it_stands_for_time() -> None:
+    sleep = "    time.sleep(0.1)\n"
+    assert sleeps_in(f"def test_it():\n{sleep}") == [2]
+    assert sleeps_in(f"@pytest.mark.processes\ndef test_it():\n{sleep}") == []
+    assert sleeps_in(f"pytestmark = [pytest.mark.processes]\ndef test_it():\n{sleep}") == []
+    assert sleeps_in("def test_it():\n    time.sleep(0)\n    run('import time; time.sleep(9)')\n") == []
 
 
 def test_a_dear_test_of_the_first_ring_is_over_its_budget() -> None:

@@ -16,7 +16,6 @@ from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import Alternative, Decision, DecisionKind
 from flyball.contracts.errors import ConfigurationError
 from flyball.contracts.events import Event, EventKind
-from services.api.outgoing import delivery as delivery_module
 from services.api.outgoing.webhook import Webhook, check_url
 from services.controller.round.view import JobChange
 from services.store.read import unsent_events as unsent_module
@@ -25,11 +24,16 @@ from services.store.read.escalations import SqlEscalations
 SECRET = "a secret of the receiver"
 
 
+class HastyStop(threading.Event):
+    """Whoever waits for it in vain waits a hundredth of the time."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return super().wait(None if timeout is None else timeout / 100)
+
+
 @pytest.fixture
-def sending(stores, clock, monkeypatch) -> Iterator[Any]:
+def sending(stores, clock) -> Iterator[Any]:
     """Run a webhook of the leading controller against a receiver until the test ends."""
-    monkeypatch.setattr(delivery_module, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(delivery_module, "LOOK_INTERVAL_S", 0.02)
     running: list[tuple[threading.Event, threading.Thread]] = []
     receivers: list[Receiver] = []
 
@@ -39,7 +43,7 @@ def sending(stores, clock, monkeypatch) -> Iterator[Any]:
         found = SqlEscalations(stores.db, holder)
         assert found.following() is None, "what happened before is no news"
         hook = Webhook(url=f"{receiver.url}/alerts", secret=SECRET, escalations=found, clock=clock)
-        stop = threading.Event()
+        stop = HastyStop()
         thread = threading.Thread(target=hook.run, args=(stop,))
         thread.start()
         running.append((stop, thread))

@@ -8,6 +8,7 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -149,7 +150,8 @@ class WrongClock:
         return CLOCK.monotonic_s()
 
 
-def agent_of(supervisor: Supervisor, root: Path, host_id: str, clock: Any) -> Agent:  # noqa: ANN401 - a Clock
+def daemon_of(supervisor: Supervisor, root: Path, host_id: str, clock: Any) -> Any:  # noqa: ANN401 - what it is told
+    """A daemon whose loops do not run: it does what a test tells it."""
     root.mkdir(exist_ok=True)
     token_file = root / "token"
     if not token_file.exists():
@@ -157,7 +159,11 @@ def agent_of(supervisor: Supervisor, root: Path, host_id: str, clock: Any) -> Ag
     arguments = ["--state-dir", str(root / "state"), "--host-id", host_id, "--supervisor", supervisor.url]
     state_dir = HostStateDir(root / "state")
     state_dir.open()
-    return Agent(parse_settings([*arguments, "--token-file", str(token_file)], {}), state_dir, clock)
+    settings = parse_settings([*arguments, "--token-file", str(token_file)], {})
+    agent = Agent(settings, state_dir, clock)
+    outbox, reporter = agent._outbox, agent._reporter
+    told = {"put": outbox.put, "report": reporter.send_once, "succeed": agent._succeed}
+    return SimpleNamespace(outbox=outbox, reporter=reporter, **told, close=agent._http.close, die=state_dir.close)
 
 
 def test_a_daemon_whose_clock_is_set_wrong_goes_on_reporting_with_the_right_time(
@@ -166,12 +172,12 @@ def test_a_daemon_whose_clock_is_set_wrong_goes_on_reporting_with_the_right_time
     clock = WrongClock(3600.0)
 
     async def scenario() -> None:
-        agent = agent_of(supervisor, tmp_path / "host-w", "host-w", clock)
-        await agent._outbox.put(PreemptionNotice(CLOCK.wall_s() + 1e6, "dated an hour ahead"))
+        daemon = daemon_of(supervisor, tmp_path / "host-w", "host-w", clock)
+        await daemon.put(PreemptionNotice(CLOCK.wall_s() + 1e6, "dated an hour ahead"))
         for ahead_s in (3600.0, -86_400.0, 0.0, 500.0):
             clock.ahead_s = ahead_s
-            await agent._reporter.send_once()
-        await agent._http.close()
+            await daemon.report()
+        await daemon.close()
 
     asyncio.run(scenario())
     until(lambda: "host-w" in hosts(client, supervisor), "its reports are stored")
@@ -182,16 +188,16 @@ def test_a_daemon_whose_clock_is_set_wrong_goes_on_reporting_with_the_right_time
 
 def test_a_daemon_whose_report_was_sent_twice_on_the_way_is_not_stuck(supervisor: Supervisor, tmp_path: Path) -> None:
     async def scenario() -> None:
-        agent = agent_of(supervisor, tmp_path / "p", "host-p", CLOCK)
-        await agent._outbox.put(PreemptionNotice(CLOCK.wall_s() + 1e6, "test"))
-        await agent._reporter.send_once()
-        agent._reporter._seq -= 1  # as if a proxy repeated it, and lost the first reply
-        await agent._reporter.send_once()
+        daemon = daemon_of(supervisor, tmp_path / "p", "host-p", CLOCK)
+        await daemon.put(PreemptionNotice(CLOCK.wall_s() + 1e6, "test"))
+        await daemon.report()
+        daemon.reporter._seq -= 1  # as if a proxy repeated it, and lost the first reply
+        await daemon.report()
         async with asyncio.timeout(DEADLINE_S):
-            while agent._outbox.has_uncommitted:
-                await agent._reporter.send_once()
+            while daemon.outbox.has_uncommitted:
+                await daemon.report()
                 await asyncio.sleep(0.05)
-        await agent._http.close()
+        await daemon.close()
 
     asyncio.run(scenario())
 
@@ -200,21 +206,21 @@ def test_of_two_daemons_with_one_id_the_first_is_accepted_until_it_restarts(
     supervisor: Supervisor, tmp_path: Path
 ) -> None:
     async def scenario() -> FlyballError:
-        first = agent_of(supervisor, tmp_path / "a", "host-t", CLOCK)
-        second = agent_of(supervisor, tmp_path / "b", "host-t", CLOCK)
-        await first._succeed()
-        await first._reporter.send_once()
+        first = daemon_of(supervisor, tmp_path / "a", "host-t", CLOCK)
+        second = daemon_of(supervisor, tmp_path / "b", "host-t", CLOCK)
+        await first.succeed()
+        await first.report()
         with pytest.raises(DaemonSuperseded) as caught:
-            await second._reporter.send_once()
-        await first._reporter.send_once()
-        first._state_dir.close()  # as its death does
-        again = agent_of(supervisor, tmp_path / "a", "host-t", CLOCK)
-        await again._succeed()
-        await again._reporter.send_once()
+            await second.report()
+        await first.report()
+        first.die()
+        again = daemon_of(supervisor, tmp_path / "a", "host-t", CLOCK)
+        await again.succeed()
+        await again.report()
         with pytest.raises(DaemonSuperseded):
-            await first._reporter.send_once()
-        for agent in (first, second, again):
-            await agent._http.close()
+            await first.report()
+        for daemon in (first, second, again):
+            await daemon.close()
         return caught.value
 
     error = asyncio.run(scenario())
@@ -226,15 +232,15 @@ def test_a_running_daemon_finds_its_new_token(supervisor: Supervisor, tmp_path: 
         (tmp_path / "n").mkdir()
         token_file = tmp_path / "n" / "token"
         token_file.write_text(host_credential("another-secret-of-16", "host-n").text())
-        agent = agent_of(supervisor, tmp_path / "n", "host-n", CLOCK)
+        daemon = daemon_of(supervisor, tmp_path / "n", "host-n", CLOCK)
         with pytest.raises(Unauthorized):
-            await agent._reporter.send_once()
+            await daemon.report()
         token_file.write_text("")  # half written
         with pytest.raises(Unauthorized):
-            await agent._reporter.send_once()
+            await daemon.report()
         token_file.write_text(host_credential(supervisor.token, "host-n").text())
-        await agent._reporter.send_once()
-        await agent._http.close()
+        await daemon.report()
+        await daemon.close()
 
     asyncio.run(scenario())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +11,7 @@ from flyball.cli.reach.names import host_or_near
 from flyball.cli.reach.options import command_help, with_supervisor
 from flyball.cli.reach.sources import SupervisorChoice
 from flyball.cli.show.output import Format, OutputOption, announce, print_fields, printed
+from flyball.contracts.clock import SleepingClock, SystemClock
 from flyball.contracts.errors import Conflict, Unreachable, UsageError
 from flyball.contracts.identity import check_name
 from flyball.contracts.reports.drains import DrainRequest
@@ -27,6 +27,7 @@ COMMAND = command_help(
 LOOK_INTERVAL_S = 0.2
 MOVE_MARGIN_S = 180.0  # on top of --deadline: for the save, the move, and the first steps after it
 CANCEL_TIMEOUT_S = 30.0
+_CLOCK = SystemClock()
 
 
 @with_supervisor()
@@ -61,7 +62,7 @@ def command(
         else:
             known = {decision["decision_id"] for decision in client.items("/v1/decisions")} if wait else set()
             found = client.post(f"/v1/hosts/{name}/drain", DrainRequest(deadline, reason))
-            found = _await_drain(client, name, known, deadline) if wait else found
+            found = await_drain(client, name, known, deadline) if wait else found
     if printed(found, output):
         return
     drain = found.get("drain") or {}
@@ -76,12 +77,19 @@ def command(
     )
 
 
-def _await_drain(client: ApiClient, name: str, announced: set[str], within_s: float) -> dict[str, Any]:
+def await_drain(
+    client: ApiClient,
+    name: str,
+    announced: set[str],
+    within_s: float,
+    *,
+    clock: SleepingClock = _CLOCK,
+) -> dict[str, Any]:
     """Wait until the host is drained, and return it. Announces new decisions meanwhile; `announced` has their ids.
 
     Raises Conflict if the drain is refused or cancelled, Unreachable if it takes too long.
     """
-    until_s = time.monotonic() + within_s + MOVE_MARGIN_S
+    until_s = clock.monotonic_s() + within_s + MOVE_MARGIN_S
     while True:
         found: dict[str, Any] = client.get(f"/v1/hosts/{name}")
         drain = found["drain"] or {"state": "cancelled"}
@@ -93,12 +101,12 @@ def _await_drain(client: ApiClient, name: str, announced: set[str], within_s: fl
                 raise Conflict(drain["message"], hint="add a host (`flyball host`) and drain it again")
             case "cancelled":
                 raise Conflict(f"Somebody cancelled the drain of {name}.", hint="drain it again if you still need to")
-        if time.monotonic() > until_s:
+        if clock.monotonic_s() > until_s:
             raise Unreachable(
                 f"{name} is not drained yet: {found['reason']}",
                 hint="the drain goes on; watch it with `flyball status`",
             )
-        time.sleep(LOOK_INTERVAL_S)
+        clock.sleep(LOOK_INTERVAL_S)
 
 
 def _announce_decisions(client: ApiClient, name: str, announced: set[str]) -> None:
@@ -112,14 +120,14 @@ def _announce_decisions(client: ApiClient, name: str, announced: set[str]) -> No
 
 def _await_release(client: ApiClient, name: str) -> dict[str, Any]:
     """Wait until the controller has released the host. Does not wait for a move that has begun; that is finished."""
-    until_s = time.monotonic() + CANCEL_TIMEOUT_S
+    until_s = _CLOCK.monotonic_s() + CANCEL_TIMEOUT_S
     while True:
         found: dict[str, Any] = client.get(f"/v1/hosts/{name}")
         if found["drain"] is None:
             return found
-        if time.monotonic() > until_s:
+        if _CLOCK.monotonic_s() > until_s:
             raise Unreachable(
                 f"No controller released {name} within {CANCEL_TIMEOUT_S:.0f} s.",
                 hint="a controller will once one runs; see /readyz of the supervisor",
             )
-        time.sleep(LOOK_INTERVAL_S)
+        _CLOCK.sleep(LOOK_INTERVAL_S)

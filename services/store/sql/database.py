@@ -40,24 +40,25 @@ _DRIVERS = {"sqlite": "sqlite+pysqlite", "mysql": "mysql+pymysql", "mariadb": "m
 class Database:
     """One database. Thread-safe; a process needs one instance for each URL."""
 
-    def __init__(self, url: str, *, read_only: bool = False) -> None:
+    def __init__(self, url: str, *, read_only: bool = False, busy_timeout_s: float | None = None) -> None:
         """Connect at the first use. Raises ConfigurationError for a URL that Flyball cannot use.
 
         `url`: `sqlite:////var/lib/flyball/flyball.sqlite` or `mysql://user:password@host:3306/name`. `read_only`:
-        writes fail, and an SQLite file stays unchanged to the last byte.
+        writes fail, and an SQLite file stays unchanged to the last byte. `busy_timeout_s` None: BUSY_TIMEOUT_S.
         """
         self.url = _parse(url)
         self.name = self.url.render_as_string(hide_password=True)
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
+        self._busy_timeout_s = busy_timeout_s or BUSY_TIMEOUT_S
         # SQLite polls for its lock; within a process a mutex hands over at once.
         self._writers = threading.Lock() if self.is_sqlite else None
         self.make_schema: Callable[[], None] | None = None  # for a file that replaced ours; see `migrate`
         self._has_no_schema = False
         if self.is_sqlite:
-            self._reader, self._writer = _sqlite_engines(self.url, read_only=read_only)
+            self._reader, self._writer = _sqlite_engines(self.url, self._busy_timeout_s, read_only=read_only)
         else:
-            self._reader = _mysql_engine(self.url, isolation_level="REPEATABLE READ")
-            self._writer = _mysql_engine(self.url, isolation_level="READ COMMITTED")
+            self._reader = _mysql_engine(self.url, self._busy_timeout_s, isolation_level="REPEATABLE READ")
+            self._writer = _mysql_engine(self.url, self._busy_timeout_s, isolation_level="READ COMMITTED")
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -78,9 +79,10 @@ class Database:
             with self._translated(), self._writer.begin() as connection:
                 yield connection
             return
-        if not self._writers.acquire(timeout=BUSY_TIMEOUT_S):
+        if not self._writers.acquire(timeout=self._busy_timeout_s):
             raise Unreachable(
-                f"The database {self.name} was busy for {BUSY_TIMEOUT_S:.0f} s.", hint="find the process that holds it"
+                f"The database {self.name} was busy for {self._busy_timeout_s:g} s.",
+                hint="find the process that holds it",
             )
         try:
             with (
@@ -110,7 +112,12 @@ class Database:
             with self.write() as connection:
                 yield connection
             return
-        engine = _mysql_engine(self.url, isolation_level="READ COMMITTED", answer_timeout_s=MIGRATION_ANSWER_TIMEOUT_S)
+        engine = _mysql_engine(
+            self.url,
+            self._busy_timeout_s,
+            isolation_level="READ COMMITTED",
+            answer_timeout_s=MIGRATION_ANSWER_TIMEOUT_S,
+        )
         try:
             with self._translated(), engine.begin() as connection:
                 yield connection
@@ -182,7 +189,7 @@ def _parse(url: str) -> URL:
     return parsed.set(drivername=_DRIVERS[backend])
 
 
-def _sqlite_engines(url: URL, *, read_only: bool) -> tuple[Engine, Engine]:
+def _sqlite_engines(url: URL, busy_timeout_s: float, *, read_only: bool) -> tuple[Engine, Engine]:
     def connected(pragmas: tuple[str, ...]) -> Callable[[Any, object], None]:
         def set_up(connection: Any, _record: object) -> None:  # noqa: ANN401 - a DBAPI connection has no type
             connection.isolation_level = None  # the driver would begin transactions itself, and not IMMEDIATE ones
@@ -199,7 +206,7 @@ def _sqlite_engines(url: URL, *, read_only: bool) -> tuple[Engine, Engine]:
         # twice.
         durable = connection.get_execution_options().get(_DURABLE, True)
         connection.exec_driver_sql(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
-        begin_immediate(connection, url.database or "", timeout_s=BUSY_TIMEOUT_S)
+        begin_immediate(connection, url.database or "", timeout_s=busy_timeout_s)
 
     def checked_out(_connection: object, record: ConnectionPoolEntry, _proxy: object) -> None:
         """Reconnect if the file was replaced: an open connection would keep using the removed one."""
@@ -207,15 +214,15 @@ def _sqlite_engines(url: URL, *, read_only: bool) -> tuple[Engine, Engine]:
         if record.info.setdefault("file", file) != file:
             raise DisconnectionError
 
-    common = (f"busy_timeout={int(BUSY_TIMEOUT_S * 1000)}", "foreign_keys=ON")
+    common = (f"busy_timeout={int(busy_timeout_s * 1000)}", "foreign_keys=ON")
     # Hide parameters from errors and logs: a job's specification may carry secrets in its environment.
-    writer = create_engine(url, pool_size=1, max_overflow=0, pool_timeout=BUSY_TIMEOUT_S, hide_parameters=True)
+    writer = create_engine(url, pool_size=1, max_overflow=0, pool_timeout=busy_timeout_s, hide_parameters=True)
     event.listen(writer, "connect", connected((*common, "journal_mode=WAL")))
     event.listen(writer, "begin", begin_write)
     event.listen(writer, "checkout", checked_out)
     opened = {"creator": lambda: _open_read_only(Path(url.database or ""))} if read_only else {}
     reader = create_engine(
-        url, pool_size=4, max_overflow=12, pool_timeout=BUSY_TIMEOUT_S, hide_parameters=True, **opened
+        url, pool_size=4, max_overflow=12, pool_timeout=busy_timeout_s, hide_parameters=True, **opened
     )
     event.listen(reader, "connect", connected((*common, "query_only=ON")))
     event.listen(reader, "begin", begin_read)
@@ -235,7 +242,9 @@ def _open_read_only(file: Path) -> sqlite3.Connection:
     return sqlite3.connect(read_only_uri(file), uri=True, check_same_thread=False)
 
 
-def _mysql_engine(url: URL, *, isolation_level: str, answer_timeout_s: float | None = None) -> Engine:
+def _mysql_engine(
+    url: URL, busy_timeout_s: float, *, isolation_level: str, answer_timeout_s: float | None = None
+) -> Engine:
     timeout_s = answer_timeout_s or ANSWER_TIMEOUT_S
 
     def failed(context: ExceptionContext) -> None:
@@ -249,7 +258,7 @@ def _mysql_engine(url: URL, *, isolation_level: str, answer_timeout_s: float | N
         pool_recycle=1800,
         pool_size=4,
         max_overflow=12,
-        pool_timeout=BUSY_TIMEOUT_S,
+        pool_timeout=busy_timeout_s,
         hide_parameters=True,
         connect_args={
             "charset": "utf8mb4",
@@ -259,7 +268,7 @@ def _mysql_engine(url: URL, *, isolation_level: str, answer_timeout_s: float | N
             # Without intersections: for the newest rows of two common values they read all entries of both.
             "init_command": "SET SESSION sql_mode='STRICT_ALL_TABLES,NO_ENGINE_SUBSTITUTION', "
             "optimizer_switch='index_merge_intersection=off', "
-            f"innodb_lock_wait_timeout={int(BUSY_TIMEOUT_S)}",
+            f"innodb_lock_wait_timeout={int(busy_timeout_s)}",
         },
     )
     event.listen(engine, "handle_error", failed)

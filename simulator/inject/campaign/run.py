@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from flyball.contracts.clock import Clock
+from flyball.contracts.clock import SleepingClock
 from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import IncidentState
 from flyball.contracts.errors import FlyballError, NotFound
@@ -76,7 +75,7 @@ class Campaign:
         hands: Hands,
         *,
         job: str,
-        clock: Clock,
+        clock: SleepingClock,
         announce: Callable[[str], None],
         is_over: Callable[[], bool] = lambda: False,
         patience_s: float = 180.0,
@@ -318,7 +317,7 @@ class Campaign:
     def _look_again(self) -> None:
         if self._is_over():
             raise Ended("it was interrupted")
-        time.sleep(LOOK_INTERVAL_S)
+        self._clock.sleep(LOOK_INTERVAL_S)
 
 
 def _line(outcome: FaultOutcome, count: int) -> str:

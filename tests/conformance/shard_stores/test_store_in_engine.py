@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from support.clocks.waits import until
 from support.hosts.engine_jobs import capture as capture_in
-from support.hosts.engine_jobs import configured, engine_job
+from support.hosts.engine_jobs import configured, engine_job, writers_wait
 from support.jobs.placements import make_placement
 from support.stores.places import Place
 
@@ -66,7 +66,8 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         stored_points: Callable[[], StoredPoints | None] = lambda: None,
     ) -> EngineJob:
         (tmp_path / host_id).mkdir(exist_ok=True)
-        made = engine_job(tmp_path / host_id, host_id, contact=Contact(in_touch, stored_points), limit=limit)
+        limits = {Tier.PERSISTENT: limit} if limit else {}
+        made = engine_job(tmp_path / host_id, host_id, contact=Contact(in_touch, stored_points), limits=limits)
         jobs.append(made)
         return jobs[-1]
 
@@ -316,18 +317,11 @@ def test_a_prune_that_lasts_ends_when_the_touch_does_and_what_it_left_stays(
     monkeypatch.setattr(ShardStore, "remove", remove_slowly)
     job = start_job("host-a", in_touch=lambda: is_in_touch)
     job.begin(configure("host-a", shared_place))
-    assert job.running is not None
-    (writer,) = job.running.durable._writers
-
-    def is_through(step: int) -> bool:
-        with writer._changed:  # the naming and the prune flag change together
-            has_received = writer._naming is not None and step in writer._naming.kept
-            return has_received and not writer._prune_due and not writer._busy
 
     def save_step(step: int) -> None:
         """Wait until no more copies are removed."""
         capture(job, step, slot=step % 2)
-        until(lambda: is_through(step))
+        until(lambda: writers_wait(job, kept=step))
 
     save_step(6)
     save_step(7)

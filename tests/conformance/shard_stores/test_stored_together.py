@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load
+from support.clocks.waits import until
 from support.stores.alike_shards import Tensors, as_payload, ddp_state, hsdp_state
 from support.stores.places import Place
 from support.stores.shards import make_manifest, put_in_slot
@@ -19,6 +19,7 @@ from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_wire import TierNaming
 from ckpt_engine.counters import Counters
 from ckpt_engine.format.manifest import Manifest
+from ckpt_engine.format.shard_names import ShardKey
 from ckpt_engine.format.stored_layout import HEADER_TENSOR
 from ckpt_engine.inspect.copy_places import StoragePlace
 from ckpt_engine.inspect.extract_step import extract_step
@@ -45,22 +46,20 @@ LINEAGE = (LineageEntry(1),)
 class StoringRanks:
     """Four ranks with their slots, and the writers' side of one tier."""
 
-    def __init__(self, root: Path, place: Place, storage: Storage | None = None) -> None:
+    def __init__(self, root: Path, place: Place) -> None:
         self.place = place
-        self.store: ShardStore = place.store(storage)
-        self.store.scan()
         self.counters = Counters()
         self.odd: list[OddReplicas] = []
         self.payloads: dict[tuple[int, int], bytes] = {}
         self.memory = MemoryTier(str(root / "flyball-test"), "job", "host")
         self.restart()
 
-    def restart(self) -> None:
+    def restart(self, storage: Storage | None = None) -> None:
         """The slots are still there, and nothing else."""
         host = HostRanks("host", "127.0.0.1", "", RANKS)
         placement = Placement("job", 1, len(RANKS), (host,), "127.0.0.1", 1, {}, LINEAGE, None)
         configure = Configure(Fence(1, 1), "host", placement, CheckpointSpec())
-        self.store = self.place.store()
+        self.store: ShardStore = self.place.store(storage)
         self.store.scan()
         self.together = self._coordinate(HostGeneration(configure, "host"))
 
@@ -219,11 +218,10 @@ class Failing:
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "manifest"])
-def test_if_one_cannot_write_the_others_store_their_whole_shards(
-    host: StoringRanks, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_if_one_cannot_write_the_others_store_their_whole_shards(host: StoringRanks, kind: str) -> None:
     host.capture(4)
-    monkeypatch.setattr(host.store, "_storage", Failing(host.store._storage, f"g1/step4/rank1.{kind}"))
+    failing: Any = Failing(host.place.storage(), f"g1/step4/rank1.{kind}")
+    host.restart(failing)
     results = host.write_all(4)
     assert isinstance(results[1], StorageFull)
     assert host.listed(4) == {0, 2, 3}
@@ -239,12 +237,12 @@ def test_if_one_gives_the_step_up_the_others_store_their_whole_shards(host: Stor
     host.capture(4)
     waiting = threading.Thread(target=lambda: host.write_all(4, (0, 1, 2)))
     waiting.start()
-    host.together.withdraw(4, 3)
-    deadline_s = time.monotonic() + DEADLINE_S
-    while waiting.is_alive():  # withdrawn before the others planned, it is not known yet
-        assert time.monotonic() < deadline_s
+
+    def withdrawn() -> bool:  # withdrawn before the others planned, it is not known yet
         host.together.withdraw(4, 3)
-        time.sleep(0.001)
+        return not waiting.is_alive()
+
+    until(withdrawn)
     assert host.listed(4) == {0, 1, 2}
     assert all(is_whole(host, 4, rank) for rank in (0, 1, 2))
 
@@ -356,7 +354,7 @@ def test_steps_are_pruned_and_removed_as_ever(host: StoringRanks) -> None:
         host.store.prune(naming=TierNaming(host.store.tier, 5, (5,)), lineage=LINEAGE, ranks=(rank,))
     assert {name for name in host.place.names() if "/step4/" in name} == set()
     check_all(host, 5)
-    copy = host.store.nameless(next(iter(host.store._listing._listing.copies)))
+    copy = host.store.nameless(ShardKey(1, 5, 0))
     host.place.store().remove(copy)  # by somebody else; a kill follows
     assert host.listed(5) == set()
     host.store.scan()
@@ -372,8 +370,8 @@ def test_a_manifest_that_cannot_be_read_at_the_moment_loses_no_rank(
 ) -> None:
     host.capture(4)
     host.write_all(4)
-    store = host.place.store()
-    read = store._storage.read
+    storage = host.place.storage()
+    store, read = host.place.store(storage), storage.read
 
     def unreadable(name: str, limit_bytes: int) -> bytes:
         if name == "g1/step4/rank1.manifest":
@@ -381,8 +379,7 @@ def test_a_manifest_that_cannot_be_read_at_the_moment_loses_no_rank(
         return bytes(read(name, limit_bytes))
 
     with monkeypatch.context() as patched:
-        patched.setattr(store._storage, "read", unreadable)
-        patched.setattr(store._lister, "_storage", store._storage)
+        patched.setattr(storage, "read", unreadable)
         store.scan()
         assert {key.rank for key in store.unread()} == set(RANKS)
         assert not any(store.holds(1, 4, rank) for rank in RANKS)

@@ -15,5 +15,5 @@ class ManualClock:
     def monotonic_s(self) -> float:
         return self.now_s
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float, /) -> None:
         self.now_s += seconds

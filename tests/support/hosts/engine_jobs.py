@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,12 @@ def engine_job(
     host_id: str = "host",
     *,
     contact: Any = None,  # noqa: ANN401 - a DaemonContact, or what plays it
-    limit: RateLimit | None = None,
+    limits: Mapping[Tier, RateLimit] | None = None,
+    counters: Counters | None = None,
+    give_memory_back: Callable[[], None] = lambda: None,
 ) -> EngineJob:
-    """Job "job" on a host with this folder, without sockets. `limit` is the store's."""
-    settings, counters = EngineSettings(), Counters()
+    """Job "job" on a host with this folder, without sockets."""
+    settings, counters = EngineSettings(), counters or Counters()
     return EngineJob(
         "job",
         host=EngineHost(
@@ -43,7 +46,8 @@ def engine_job(
             str(folder / "flyball-test"),
             settings,
             MeasuredBandwidths(folder / "bandwidths.json", SystemClock()),
-            rate_limits={Tier.PERSISTENT: limit} if limit else {},
+            rate_limits=limits or {},
+            give_memory_back=give_memory_back,
         ),
         peers=PeerAccess(
             Identity(host_id, "", ""),
@@ -74,3 +78,17 @@ def capture(job: EngineJob, step: int, *, generation: int = 1, slot: int, rank: 
         entry.segments.begin_write(slot, generation, step, len(payload))[:] = payload
         entry.segments.mark_captured(slot)
     return payload
+
+
+def writers_wait(job: EngineJob, *, kept: int | None = None) -> bool:
+    """Whether every writer has scanned its folder, is idle, and would take a capture now. A busy writer ignores a
+    captured step, which is named soon anyway. `kept`: a step that they are to know as one to keep."""
+    assert job.running is not None
+    for writer in job.running.durable._writers:
+        with writer._changed:  # what they are told, and what they have to do, change together
+            naming = writer._naming
+            if not writer._scanned or writer._busy or naming is None or writer._prune_due or writer._next >= 0:
+                return False
+            if kept is not None and kept not in naming.kept:
+                return False
+    return True

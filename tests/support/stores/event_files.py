@@ -7,6 +7,8 @@ from pathlib import Path
 from support.clocks.waits import until
 
 from flyball.contracts.events import Event, EventKind
+from flyball.sdk.event_file import EventFile
+from flyball.sdk.trainer import Job
 from goodput.read.event_files import read_logs
 
 DEADLINE_S = 120.0
@@ -26,3 +28,18 @@ def steps_in(path: Path) -> list[int]:
 
 def wait_for_step(path: Path, step: int) -> None:
     until(lambda: path.exists() and step in steps_in(path), "the step was not written")
+
+
+def _event_file_of(job: Job) -> EventFile:
+    assert job._events is not None
+    return job._events
+
+
+def write_out(job: Job) -> None:
+    """Have what happened up to now in the file; its thread does so twice a second."""
+    _event_file_of(job)._flush()
+
+
+def end_process(job: Job) -> None:
+    """What the interpreter calls at its exit, where nobody closed the job."""
+    _event_file_of(job)._at_exit()

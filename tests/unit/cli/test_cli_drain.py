@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.clocks.manual import ManualClock
 
 from flyball.cli.act import drain
 from flyball.cli.main import run_cli
@@ -33,9 +34,9 @@ class Api:
         ]
 
 
-def wait(*states: str | None, within_s: float = 60.0) -> dict[str, Any]:
+def wait(*states: str | None, clock: ManualClock | None = None) -> dict[str, Any]:
     api: Any = Api(*states)
-    return drain._await_drain(api, "host-b", {"dec-1"}, within_s)
+    return drain.await_drain(api, "host-b", {"dec-1"}, 60.0, clock=clock or ManualClock())
 
 
 def test_each_decision_about_the_host_is_announced_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,10 +58,11 @@ def test_a_refused_or_cancelled_drain_is_an_error(states: tuple[str | None, ...]
         wait(*states)
 
 
-def test_the_wait_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drain, "MOVE_MARGIN_S", 0.0)
+def test_the_wait_has_a_deadline() -> None:
+    clock = ManualClock(0.0)
     with pytest.raises(Unreachable, match="not drained yet"):
-        wait("requested", within_s=0.0)
+        wait("requested", clock=clock)
+    assert clock.now_s == pytest.approx(60.0 + drain.MOVE_MARGIN_S, abs=2 * drain.LOOK_INTERVAL_S)
 
 
 @pytest.mark.parametrize(

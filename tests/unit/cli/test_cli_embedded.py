@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.clocks.waits import until
 
 from flyball.cli.reach.client import ApiClient
 from flyball.cli.run import embedded
@@ -35,11 +35,12 @@ def test_a_supervisor_whose_loop_failed_is_restarted_at_its_address(kept: KeptSu
         kept.keep()
         assert kept._running is first is not None
         first._loops[0].failed = True
-        deadline_s = time.monotonic() + 60.0
-        while kept._running is first or kept._running is None:  # its port is still in use for a moment, so it retries
-            assert time.monotonic() < deadline_s
+
+        def restarted() -> bool:  # its port is still in use for a moment, so it retries
             kept.keep()
-            time.sleep(0.01)
+            return kept._running not in (first, None)
+
+        until(restarted)
         assert client.get("/v1/jobs/job")["state"] == "submitted"
 
 

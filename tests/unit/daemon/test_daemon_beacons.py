@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.clocks.waits import until
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import Phase
@@ -139,7 +140,8 @@ def test_times_are_reported_when_new_and_do_not_change(prefix):
     assert second.attached_at == first.attached_at and second.first_step_at >= first.attached_at
     writer.add_save_blocked(2_000_000)
     writer.phase(Phase.DATA)
-    time.sleep(0.002)
+    began_s = time.monotonic()
+    until(lambda: time.monotonic() - began_s >= 0.002)  # a beacon reads the clock itself
     writer.phase(Phase.STEP)
     beacons.sample()
     assert beacons.take().marks == ()  # grows with every save: not reported each time

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
-from support.clocks.bounded import run
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.decisions import CommandUpdate, UpdateState
@@ -23,6 +22,14 @@ REFUSALS = {
     "another program": b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n",
 }
 INVALID = b"HTTP/1.1 400 Bad\r\nContent-Length: 0\r\n\r\n"
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(120):
+            await scenario()
+
+    asyncio.run(bounded())
 
 
 class Server:

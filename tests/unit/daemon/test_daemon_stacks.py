@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.clocks.waits import until
 
 from flyball.contracts.on_host.segments import STACKS_SUFFIX
 from flyball.contracts.reports.rank_stands import MAX_STACK_CHARS, RankStand
@@ -283,10 +284,7 @@ def py_spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], P
 
 
 def until_ended(pid: int) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while (stat := read_stat(pid)) is not None and stat.state not in "ZX":
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    until(lambda: (stat := read_stat(pid)) is None or stat.state in "ZX", timeout_s=DEADLINE_S)
 
 
 @pytest.mark.processes

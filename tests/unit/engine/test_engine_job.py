@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import save
 from support.clocks.waits import until
 from support.hosts.engine_jobs import capture as capture_in
-from support.hosts.engine_jobs import configured, engine_job
+from support.hosts.engine_jobs import configured, engine_job, writers_wait
 from support.jobs.placements import make_placement
 
 from ckpt_engine.contracts.notices import Captured, SaveAborted, SaveWaited
@@ -29,6 +29,7 @@ from ckpt_engine.contracts.peer_wire import (
     TierReport,
     WorldStep,
 )
+from ckpt_engine.counters import Counters
 from ckpt_engine.format.integrity import chunk_digests
 from ckpt_engine.format.shard_names import ShardKey
 from ckpt_engine.host.job import EngineJob
@@ -46,11 +47,21 @@ from flyball.contracts.cluster import HostRanks
 from flyball.contracts.on_host.engine_wire import Configure
 
 
+@contextmanager
+def ended(job: EngineJob) -> Iterator[EngineJob]:
+    yield job
+    job.end(join_timeout_s=60.0)
+
+
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[EngineJob]:
-    made = engine_job(tmp_path)
-    yield made
-    made.end(join_timeout_s=60.0)
+def counters() -> Counters:
+    return Counters()
+
+
+@pytest.fixture
+def job(tmp_path: Path, counters: Counters) -> Iterator[EngineJob]:
+    with ended(engine_job(tmp_path, counters=counters)) as made:
+        yield made
 
 
 def configure(generation: int, *ranks: int, disk_dir: str = "", persistent_dir: str = "") -> Configure:
@@ -58,17 +69,6 @@ def configure(generation: int, *ranks: int, disk_dir: str = "", persistent_dir: 
         disk_dir=disk_dir, disk_every_steps=1, persistent_dir=persistent_dir, persistent_every_steps=1
     )
     return configured(make_placement({"host": ranks}, generation=generation), spec=spec)
-
-
-def writers_wait(job: EngineJob) -> bool:
-    """Whether every writer has scanned its folder, is idle, and would take a capture now. A busy writer ignores a
-    captured step, which is named soon anyway."""
-    assert job.running is not None
-    for writer in job.running.durable._writers:
-        with writer._changed:
-            if not writer._scanned or writer._busy or writer._naming is None or writer._prune_due or writer._next >= 0:
-                return False
-    return True
 
 
 def capture(job: EngineJob, generation: int, step: int, *, slot: int | None = None, rank: int = 0) -> None:
@@ -160,10 +160,8 @@ def test_a_shard_on_disk_is_durable_also_when_older_ones_cannot_be_removed(
     with job.slots.memory.using(0) as entry:
         assert entry is not None
         assert [view.state for view in entry.segments.slots()] == [SlotState.COMMITTED, SlotState.EMPTY]
-        deadline = time.monotonic() + 60.0  # pruning is independent of writing
-        while entry.segments.control.durable_step(1) != 0 and time.monotonic() < deadline:
-            time.sleep(0.002)
-        assert entry.segments.control.durable_step(1) == 0
+        control = entry.segments.control
+        until(lambda: control.durable_step(1) == 0)  # pruning is independent of writing
     assert job.save_failures.newest() == []
 
 
@@ -334,7 +332,12 @@ def test_a_writer_outlives_a_machine_without_threads(
 @pytest.mark.parametrize("error", [MemoryError(), KeyError("a fault of its own")])
 @pytest.mark.parametrize("fails", ["scan_once", "write", "prune", "holds"])
 def test_a_writer_outlives_what_nobody_expected(
-    job: EngineJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, error: Exception
+    job: EngineJob,
+    counters: Counters,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fails: str,
+    error: Exception,
 ) -> None:
     failed, method = threading.Event(), getattr(ShardStore, fails)
 
@@ -357,7 +360,7 @@ def test_a_writer_outlives_what_nobody_expected(
     until(lambda: bool(job.save_failures.newest()))
     assert job.disks[Tier.DISK].holds(1, 1, 0)
     assert type(error).__name__ in job.save_failures.newest()[0].message
-    assert job._counters.snapshot()["disk_write_failures"] == 1
+    assert counters.snapshot()["disk_write_failures"] == 1
 
 
 def test_what_is_written_ahead_makes_way_for_an_older_step_that_is_named(
@@ -490,30 +493,28 @@ def test_a_folder_that_hangs_keeps_one_thread_however_often_it_is_looked_at(
 
 
 @pytest.mark.parametrize("ends_by", ["flush", "generation", "drain"])
-def test_a_write_that_waits_for_its_bandwidth_goes_on_at_once_when_there_is_haste(
-    job: EngineJob, tmp_path: Path, ends_by: str
-) -> None:
+def test_a_write_that_waits_for_its_bandwidth_goes_on_at_once_when_there_is_haste(tmp_path: Path, ends_by: str) -> None:
     limit = RateLimit(1, monotonic_s=time.monotonic)  # a byte per second: a shard takes an hour
-    job._host = replace(job._host, rate_limits={Tier.DISK: limit})
-    job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
-    assert job.running is not None
-    durable = job.running.durable
-    until(lambda: bool(durable.reports(0)))
-    capture(job, 1, 0)
-    job.flush(60.0)
-    until(lambda: any((tmp_path / "disk").rglob("*.new.*")))
-    disk = job.disks[Tier.DISK]
-    if ends_by == "flush":
-        assert job.flush_durably(60.0) == {"disk": 0}
-    elif ends_by == "drain":
-        job.drain(60.0)
-    else:
-        job.begin(configure(2, 0, disk_dir=str(tmp_path / "disk")))
-    until(lambda: disk.holds(1, 0, 0))
+    with ended(engine_job(tmp_path, limits={Tier.DISK: limit})) as job:
+        job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
+        assert job.running is not None
+        durable = job.running.durable
+        until(lambda: bool(durable.reports(0)))
+        capture(job, 1, 0)
+        job.flush(60.0)
+        until(lambda: any((tmp_path / "disk").rglob("*.new.*")))
+        disk = job.disks[Tier.DISK]
+        if ends_by == "flush":
+            assert job.flush_durably(60.0) == {"disk": 0}
+        elif ends_by == "drain":
+            job.drain(60.0)
+        else:
+            job.begin(configure(2, 0, disk_dir=str(tmp_path / "disk")))
+        until(lambda: disk.holds(1, 0, 0))
 
 
 def test_a_slot_that_is_not_what_it_was_copied_from_is_dropped_when_the_disk_takes_it(
-    job: EngineJob, tmp_path: Path
+    job: EngineJob, counters: Counters, tmp_path: Path
 ) -> None:
     job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
     payload = save({"w": np.arange(1 << 20, dtype=np.float32)})
@@ -527,15 +528,15 @@ def test_a_slot_that_is_not_what_it_was_copied_from_is_dropped_when_the_disk_tak
         until(lambda: bool(job.save_failures.newest()))
         until(lambda: entry.segments.slots()[0].state is SlotState.EMPTY)
     assert "chunks changed" in job.save_failures.newest()[0].message
-    until(lambda: job._counters.snapshot().get("corrupt_copies") == 1)
+    until(lambda: counters.snapshot().get("corrupt_copies") == 1)
     assert job.copies() == []
 
 
-def test_late_saves_of_the_running_generation_are_counted(job: EngineJob) -> None:
+def test_late_saves_of_the_running_generation_are_counted(job: EngineJob, counters: Counters) -> None:
     job.begin(configure(2, 0))
     for generation in (1, 2, 2):
         job.receive_notice(SaveWaited("job", 0, generation, 7, 0.5))
-    assert job._counters.snapshot()["saves_late"] == 2
+    assert counters.snapshot()["saves_late"] == 2
     assert [(late.step, late.count) for late in job.late_saves.newest()] == [(7, 1)]
 
 
@@ -569,14 +570,17 @@ def test_a_rank_that_gives_up_one_save_after_the_other_fails_until_one_is_kept(j
 
 
 def test_when_a_job_is_released_whoever_holds_memory_of_removed_slots_is_asked_for_it(
-    job: EngineJob, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     left: list[list[str]] = []
-    job._host = replace(
-        job._host, give_memory_back=lambda: left.append([found.name for found in tmp_path.glob("flyball-test.*")])
-    )
-    job.begin(configure(1, 0))
-    capture(job, 1, 0)
-    assert list(tmp_path.glob("flyball-test.*"))
-    job.release()
-    assert left == [[]]
+
+    def give_memory_back() -> None:
+        left.append([found.name for found in tmp_path.glob("flyball-test.*")])
+
+    with ended(engine_job(tmp_path, give_memory_back=give_memory_back)) as job:
+        job.begin(configure(1, 0))
+        capture(job, 1, 0)
+        assert list(tmp_path.glob("flyball-test.*"))
+        left.clear()  # the slot's own making asks for it, too
+        job.release()
+        assert left == [[]]

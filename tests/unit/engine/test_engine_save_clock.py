@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
+from support.clocks.waits import until
 from support.jobs.placements import make_placement
 
 from ckpt_engine.contracts.generation import HostGeneration
@@ -33,12 +34,6 @@ def test_a_step_that_was_passed_by_is_reported_once(tmp_path: Path) -> None:
 
     coordination: Any = Coordination()
 
-    def ticks_from_now() -> None:
-        until, deadline_s = len(positions) + TICKS, time.monotonic() + 60.0
-        while len(positions) < until:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.005)
-
     with memory.using(0, create=True) as entry:
         assert entry is not None
         control = entry.segments.control
@@ -51,21 +46,23 @@ def test_a_step_that_was_passed_by_is_reported_once(tmp_path: Path) -> None:
             counters=Counters(),
             on_passed_by=lambda rank, step: reported.append((rank, step)),
         )
-        clock.start()
-        try:
-            control.name_save(5)
-            control.write_position(5)
-            ticks_from_now()
-            assert reported == []  # it is about to save it
-            control.write_position(6)
-            ticks_from_now()
-            assert reported == [(0, 5)]
-            control.name_save(9)
-            control.write_position(10)
-            ticks_from_now()
-            assert reported == [(0, 5), (0, 9)]
-            assert positions[-1] == 10
-        finally:
-            generation.ended.set()
-            clock._thread.join(60.0)
+        control.name_save(5)
+        control.write_position(5)
+        clock.tick()
+        assert reported == []  # it is about to save it
+        control.write_position(6)
+        for _ in range(TICKS):
+            clock.tick()
+        assert reported == [(0, 5)]
+        control.name_save(9)
+        control.write_position(10)
+        for _ in range(TICKS):
+            clock.tick()
+        assert reported == [(0, 5), (0, 9)]
+        assert positions == [5, *[6] * TICKS, *[10] * TICKS]
+        clock.start()  # its thread ticks on
+        until(lambda: len(positions) > 2 * TICKS + 2)
+        generation.ended.set()
+        until(lambda: all(thread.name != "job-clock" for thread in threading.enumerate()))
+        assert reported == [(0, 5), (0, 9)]
     memory.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from support.hosts.engine_reports import signals_of
+from support.jobs.rank_alone import slots_of
+from support.stores.shards import make_manifest
 
-from ckpt_engine.contracts.notices import LATE_S, SaveWaited
+from ckpt_engine.contracts.notices import LATE_S, MAX_NOTICE_BYTES, Captured, Notice, SaveWaited
+from ckpt_engine.format import manifest as manifests
 from ckpt_engine.host.save_reports import REPORT_EVERY_S, LateSaveLog
-from ckpt_engine.rules.slot_rules import SlotView
-from ckpt_engine.trainer.commit_link import EngineLink
+from flyball.contracts import wire
 from flyball.contracts.checkpoints import CheckpointSpec
 from flyball.contracts.on_host.engine_wire import EngineReply, LateSaves
 from flyball.contracts.reports.signals import SaveLate
@@ -52,55 +55,75 @@ def test_the_rest_is_reported_when_the_generation_ends() -> None:
     ]
 
 
-class Slow:
-    """A slow committer that remembers what it received."""
+class SlowEngine:
+    """The engine of a rank: it commits what was captured after a while, and remembers which saves were waited for."""
 
-    alive = True
-
-    def __init__(self, job: Job) -> None:
-        self._inner = job._engine._link
+    def __init__(self, identity: WorkerIdentity) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(identity.engine_notify)
+        self._slots = slots_of(identity, create=True)
+        self._slots.control.begin_world(identity.generation, -1)
         self.delay_s = 0.0
         self.received: list[tuple[int, float]] = []
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
 
-    def captured(self, view: SlotView) -> None:
-        commit = threading.Timer(self.delay_s, lambda: self._inner.captured(view))  # type: ignore[union-attr]  # it is there
-        commit.daemon = True
-        commit.start()
+    def _serve(self) -> None:
+        while notice := self._socket.recv(MAX_NOTICE_BYTES):
+            told = wire.decode(notice, Notice)  # type: ignore[arg-type]  # a union of tagged structs
+            if isinstance(told, Captured):
+                commit = threading.Timer(self.delay_s, self._commit, (told.slot,))
+                commit.daemon = True
+                commit.start()
+            elif isinstance(told, SaveWaited):
+                self.received.append((told.step, told.waited_s))
 
-    def waited(self, step: int, waited_s: float) -> None:
-        self.received.append((step, waited_s))
+    def _commit(self, index: int) -> None:
+        view = self._slots.control.slot(index)
+        made = make_manifest(self._slots.payload(index), view.step, generation=view.generation)
+        assert self._slots.commit(view, manifests.encode(made))
+        self._slots.control.note_replicated(view.step)
+        self._slots.control.advance_world(view.step)
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._inner, name)
+    def close(self, identity: WorkerIdentity) -> None:
+        """Returns when it has received everything that was sent."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as last:
+            last.sendto(b"", identity.engine_notify)
+        self._thread.join(120.0)
+        assert not self._thread.is_alive()
+        self._socket.close()
 
 
-def test_a_save_that_waits_for_a_slot_shows_it_on_its_handle_and_is_counted(lone_rank: WorkerIdentity) -> None:
-    identity = replace(lone_rank, checkpoint=CheckpointSpec(save_timeout_s=120.0))
+@pytest.fixture
+def identity(lone_rank: WorkerIdentity, tmp_path: Path) -> WorkerIdentity:
+    """A rank beside an engine."""
+    checkpoint = CheckpointSpec(save_timeout_s=120.0)
+    return replace(lone_rank, checkpoint=checkpoint, engine_notify=str(tmp_path / "notify"))
+
+
+def test_a_save_that_waits_for_a_slot_shows_it_on_its_handle_and_is_counted(identity: WorkerIdentity) -> None:
+    engine = SlowEngine(identity)
     with Job(identity) as job:
-        link = Slow(job)
-        job._engine._link = job._engine._free_slots._link = job._engine.outcomes.link = link  # type: ignore[union-attr,assignment]  # it is open
         handles = [job.save(0, {"t": torch.ones(10)})]
-        link.delay_s = 3 * LATE_S
+        engine.delay_s = 3 * LATE_S
         while not job.late_saves and len(handles) < 100:  # if this thread is delayed, a save finds the slot free
             handles.append(job.save(len(handles), {"t": torch.ones(10)}))
         slow = [(handle.step, handle.waited_s) for handle in handles if handle.waited_s >= LATE_S]
-        assert slow and job.late_saves == len(slow) and [sent for sent in link.received if sent[1] >= LATE_S] == slow
+        engine.close(identity)
+        assert slow and job.late_saves == len(slow) and [sent for sent in engine.received if sent[1] >= LATE_S] == slow
         assert job.failed_saves == 0
 
 
-def test_hold_ups_of_one_save_count_together_and_once(
-    lone_rank: WorkerIdentity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    identity = replace(lone_rank, engine_notify=str(tmp_path / "notify"))
-    sent: list[int] = []
-    monkeypatch.setattr(EngineLink, "waited", lambda self, step, waited_s: sent.append(step))
+def test_hold_ups_of_one_save_count_together_and_once(identity: WorkerIdentity) -> None:
+    engine = SlowEngine(identity)
     with Job(identity) as job:
         handle = job.save(7, {"t": torch.ones(10)})
         saved_s = handle.waited_s
         for _ in range(5):  # optimizers' steps that waited for the copy
             job._engine._note_blocked(int(LATE_S / 2 * 1e9))
         assert handle.waited_s - saved_s == pytest.approx(2.5 * LATE_S)
-        assert (job.late_saves, sent) == (1, [7, 7]), (
+        engine.close(identity)
+        assert (job.late_saves, [step for step, _ in engine.received]) == (1, [7, 7]), (
             "sent once when it affects the save interval, and again when it is late"
         )
 

@@ -7,13 +7,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.stores.event_files import DEADLINE_S, of_kind, steps_in, wait_for_step
+from support.clocks.waits import until
+from support.stores.event_files import DEADLINE_S, end_process, of_kind, steps_in, wait_for_step
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.events import Event, EventKind
@@ -127,8 +127,7 @@ def test_a_job_that_ended_may_continue_in_the_same_file(alone: WorkerIdentity, p
     with Job(alone, events=str(path)) as job:
         job.step(0)
     (ended,) = of_kind(path, EventKind.JOB_ENDED)
-    while SystemClock().wall_s() < ended.at + 0.05:  # process start times are precise to 10 ms
-        time.sleep(0.01)
+    until(lambda: SystemClock().wall_s() >= ended.at + 0.05)  # process start times are precise to 10 ms
     launched_again(path, "0", step="1")
     report = calculate(read_logs([path]).events)
     assert (report.outcome, report.steps.kept, report.interruptions) == ("", 2, 0)
@@ -190,7 +189,7 @@ def test_a_forked_child_writes_nothing(alone: WorkerIdentity, path: Path) -> Non
         job.step(0)
         child = os.fork()
         if child == 0:
-            job._events._at_exit()  # called by the interpreter at exit
+            end_process(job)  # called by the interpreter at exit
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         job.step(1)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.stores.event_files import of_kind
+from support.stores.event_files import end_process, of_kind, write_out
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.events import Event, EventKind
@@ -77,7 +77,7 @@ def test_a_rollback_is_logged_in_its_place_at_any_time(alone: WorkerIdentity, pa
 
     def look() -> None:
         while not done.is_set():
-            job._events._flush()
+            write_out(job)
 
     looking = threading.Thread(target=look)
     looking.start()
@@ -106,7 +106,7 @@ def test_a_repeated_step_number_is_not_a_rollback(alone: WorkerIdentity, path: P
 def test_a_restart_after_a_rollback_is_a_restart(alone: WorkerIdentity, path: Path) -> None:
     first = Job(alone, events=str(path))
     train(first, 0, 1, 2, 1, 2)
-    first._events._at_exit()  # its process ends
+    end_process(first)  # its process ends
     second = Job(replace(alone, world_size=2), events=str(path))
     train(second, 1, 2, 3)
     second.close()

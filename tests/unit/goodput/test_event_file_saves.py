@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.stores.event_files import of_kind
+from support.stores.event_files import of_kind, write_out
 
 from ckpt_engine.contracts.control_views import RestoreState, RestoreWords
 from ckpt_engine.format import manifest as manifests
@@ -78,10 +78,10 @@ def test_uncommitted_saves_are_not_logged(lone_rank: WorkerIdentity, path: Path)
         segments = RankSegments.open(rank_segment(identity.shm_prefix, identity.job, identity.rank))
         segments.control.begin_world(identity.generation, -1)
         job.save(2, {"weights": torch.zeros(8)})
-        job._events._flush()
+        write_out(job)
         assert saved_in(path) == []
         segments.control.note_replicated(2)  # as an engine does
-        job._events._flush()
+        write_out(job)
         assert saved_in(path) == [(1, "memory"), (2, "memory")]
         segments.close()
 
@@ -103,7 +103,7 @@ def test_a_durable_step_names_its_tier_if_there_is_only_one(
         assert handle.replicated.wait(60.0)
         segments = RankSegments.open(rank_segment(identity.shm_prefix, identity.job, identity.rank))
         segments.control.note_durable(2)  # as an engine does
-        job._events._flush()
+        write_out(job)
         segments.close()
     assert sorted(saved_in(path)) == sorted([(2, "memory"), (2, named)])
 
@@ -115,7 +115,7 @@ def test_time_blocked_before_a_rollback_is_not_counted_again_after_it(lone_rank:
         with job.phase("restore"):
             pass
         job.step(0)
-        job._events._flush()
+        write_out(job)
         job._beacon.add_save_blocked(1_000_000_000)
     blocked_s = {e.generation: e.data["save_blocked_s"] for e in of_kind(path, EventKind.RANK_MARKS)}
     assert blocked_s == {1: 3.0, 2: 1.0}

@@ -7,14 +7,14 @@ import errno
 import fcntl
 import os
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.stores.event_files import DEADLINE_S, of_kind, steps_in, wait_for_step
+from support.clocks.waits import until
+from support.stores.event_files import DEADLINE_S, of_kind, steps_in, wait_for_step, write_out
 
 from flyball.contracts.events import Event, EventKind
 from flyball.sdk.beacon import RING_ENTRIES
@@ -25,6 +25,7 @@ from flyball.sdk.worker_identity import WorkerIdentity
 from goodput.calculator import GoodputReport, calculate
 from goodput.read.event_files import read_logs, write_events
 
+WRITER = "flyball-events"
 pytestmark = pytest.mark.usefixtures("patient_close", "no_launcher")
 
 
@@ -76,7 +77,7 @@ def test_a_locked_file_is_waited_for_without_guessing_a_generation(
     with locked(path):
         job = Job(alone, events=str(path))
         job.step(0)
-        job._events._flush()
+        write_out(job)
         printed = capsys.readouterr().err
         assert printed.count("another process has it locked") == 1 and "lslocks" in printed
         assert path.read_bytes() == content
@@ -133,9 +134,9 @@ def test_each_problem_is_reported_once_with_its_file(
     (tmp_path / "rank-00000.jsonl").symlink_to("/dev/full")
     with locked(tmp_path / WORLD_FILE):
         job = Job(alone, events=str(tmp_path))
-        job._events._flush()
+        write_out(job)
     job.step(0)
-    job._events._flush()
+    write_out(job)
     job.close()
     printed = capsys.readouterr().err
     assert printed.count("cannot be written") == 2
@@ -174,6 +175,11 @@ def test_failed_writes_are_repeated_later(alone: WorkerIdentity, tmp_path: Path)
     assert of_kind(path, EventKind.JOB_SUBMITTED)
 
 
+def is_writing() -> bool:
+    """Whether the thread of an event file is there."""
+    return any(thread.name == WRITER for thread in threading.enumerate())
+
+
 def test_a_write_that_hangs_holds_up_neither_training_nor_its_end(
     alone: WorkerIdentity, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,11 +188,11 @@ def test_a_write_that_hangs_holds_up_neither_training_nor_its_end(
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # never reads, so a write blocks when the pipe is full
     fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, os.sysconf("SC_PAGE_SIZE"))  # soon
     job = Job(alone, events=str(path))
-    job._events._flush()  # from now on there is nothing to write
+    write_out(job)  # from now on there is nothing to write
     writing, write = threading.Event(), os.write
 
     def watched(descriptor: int, data: bytes) -> int:
-        if threading.current_thread() is job._events._thread:
+        if threading.current_thread().name == WRITER:
             writing.set()
         return write(descriptor, data)
 
@@ -195,18 +201,19 @@ def test_a_write_that_hangs_holds_up_neither_training_nor_its_end(
     with contextlib.suppress(BlockingIOError):
         while True:
             os.write(filler, b"\n")
+
+    def released() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            os.read(reader, 1 << 20)
+        return not is_writing()
+
     job.step(0)
     assert writing.wait(DEADLINE_S)
 
     job.close()
 
-    assert job._events._thread.is_alive()
-    deadline = time.monotonic() + DEADLINE_S
-    while job._events._thread.is_alive():  # release it
-        assert time.monotonic() < deadline
-        with contextlib.suppress(BlockingIOError):
-            os.read(reader, 1 << 20)
-        time.sleep(0.01)
+    assert is_writing()
+    until(released)
     os.close(filler)
     os.close(reader)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,6 @@ import pytest
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import Forbidden, Unreachable
-from simulator.inject.campaign import run
 from simulator.inject.campaign.draws import Draw
 from simulator.inject.campaign.mixes import MixedFault
 from simulator.inject.campaign.outcome import FaultOutcome, FaultVerdict
@@ -69,14 +70,21 @@ class PlayedApi:
         raise AssertionError(f"{path}: the injector records faults, not the campaign: {body}")
 
 
+class JumpingClock(SystemClock):
+    """Goes on by itself and by jumps. Nobody waits for it."""
+
+    jumped_s = 0.0
+
+    def monotonic_s(self) -> float:
+        return super().monotonic_s() + self.jumped_s
+
+    def sleep(self, _seconds: float, /) -> None:
+        time.sleep(0)  # the other threads run
+
+
 def campaign(api: PlayedApi, lines: list[str] | None = None, **settings: Any) -> Campaign:  # noqa: ANN401 - of it
-    usual = {"clock": SystemClock(), "announce": [].append if lines is None else lines.append, "patience_s": 30.0}
+    usual = {"clock": JumpingClock(), "announce": [].append if lines is None else lines.append, "patience_s": 30.0}
     return Campaign(api, api, job="gpt", **(usual | settings))
-
-
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "LOOK_INTERVAL_S", 0.0)
 
 
 def test_a_fault_is_followed_until_the_job_trains_again() -> None:
@@ -203,13 +211,6 @@ class TwoFaults(PlayedApi):
         return found
 
 
-class JumpingClock(SystemClock):
-    jumped_s = 0.0
-
-    def monotonic_s(self) -> float:
-        return super().monotonic_s() + self.jumped_s
-
-
 def test_with_overlap_an_incident_that_only_ends_after_a_fault_is_not_waited_for_in_its_place() -> None:
     api = TwoFaults(state="open")
 
@@ -236,12 +237,12 @@ def test_with_overlap_an_incident_that_stays_open_is_held_against_one_fault_only
 
 
 def test_with_overlap_a_fault_that_is_judged_while_the_next_is_injected_is_beside_it() -> None:
-    api = TwoFaults(state="open")
-    running = campaign(api, overlap=True)
+    api, is_judged = TwoFaults(state="open"), threading.Event()
+    running = campaign(api, overlap=True, judged=lambda _: is_judged.set())
 
     def until_the_first_is_judged() -> None:
         api.first = {"state": "resolved"}
-        assert running._struck[0].has_verdict.wait(30.0)
+        assert is_judged.wait(30.0)
 
     api.until_injected = until_the_first_is_judged
     outcomes, _ = running.run([KILL, KILL])
@@ -249,13 +250,13 @@ def test_with_overlap_a_fault_that_is_judged_while_the_next_is_injected_is_besid
 
 
 def test_with_overlap_a_harm_that_the_restart_of_another_brought_back_is_waited_for() -> None:
-    api = TwoFaults(state="open")
-    running = campaign(api, overlap=True)
+    api, is_judged = TwoFaults(state="open"), threading.Event()
+    running = campaign(api, overlap=True, judged=lambda _: is_judged.set())
 
     def until_the_first_is_judged() -> None:
         restart = {"at": 200.2, "state": "acting", "cause": "worker_killed"}  # it restored what the NaN had spoilt
         api.first = {"state": "resolved", "timeline": [restart]}
-        assert running._struck[0].has_verdict.wait(30.0)
+        assert is_judged.wait(30.0)
 
     api.until_injected = until_the_first_is_judged
     outcomes, _ = running.run([KILL, KILL])
@@ -277,9 +278,16 @@ class OpenForLong(PlayedApi):
 @pytest.mark.parametrize(("fault", "judged_before"), [("out-of-memory", 1), ("kill", 0)])
 def test_with_overlap_equal_errors_of_the_script_are_apart(fault: str, judged_before: int) -> None:
     """Two at one step are a bug of the script to the supervisor, which rightly ends the job."""
-    api, judged = OpenForLong(), []
-    running = campaign(api, patience_s=5.0, overlap=True, judged=judged.append)
-    inject, before = api.inject, []
+    api, judged, before = OpenForLong(), [], []
+
+    class Hurrying(JumpingClock):
+        def sleep(self, seconds: float, /) -> None:
+            if len(before) > 1:  # the second error has no incident of its own, and is waited for in vain
+                self.jumped_s += seconds
+            super().sleep(seconds)
+
+    running = campaign(api, clock=Hurrying(), patience_s=5.0, overlap=True, judged=judged.append)
+    inject = api.inject
     if not judged_before:
         api.is_open = lambda: len(before) < 2  # type: ignore[method-assign]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flyball.contracts.on_host.injected import ORDER_SUFFIX, TAKEN_SUFFIX, FaultOrder, ScriptFault, injected_base
-from flyball.sdk.injected_faults import InjectedFaultError, InjectedFaults, flip_bit
-
-DEADLINE_S = 60.0
+from flyball.sdk.injected_faults import LOOK_INTERVAL_S, InjectedFaultError, InjectedFaults, flip_bit
 
 
 class Rank:
@@ -22,7 +20,13 @@ class Rank:
 
     def __init__(self, folder: Path) -> None:
         self.base = injected_base(str(folder), "gpt", 3)
-        self.hook = InjectedFaults(self.base)
+        self.slept: list[float] = []
+        self.on_sleep: Callable[[], object] = lambda: None
+        self.hook = InjectedFaults(self.base, sleep=self._sleep)
+
+    def _sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.on_sleep()
 
     def order(self, fault: ScriptFault, **settings: float) -> None:
         order = FaultOrder("one", fault, **settings)  # type: ignore[arg-type]
@@ -57,29 +61,19 @@ def test_an_order_that_is_not_valid_is_dropped_and_named(rank: Rank, capsys: pyt
 
 def test_waiting_for_data_ends_when_the_fault_is_undone(rank: Rank) -> None:
     rank.order(ScriptFault.HANG_DATA)
-    waiting = threading.Thread(target=rank.hook.after_step, args=(1,), daemon=True)
-    waiting.start()
-    tries = threading.Event()
-    for _ in range(int(DEADLINE_S / 0.01)):
-        if rank.taken.exists():
-            break
-        tries.wait(0.01)
-    assert waiting.is_alive()
-    rank.taken.unlink()
-    waiting.join(DEADLINE_S)
-    assert not waiting.is_alive()
+    rank.on_sleep = lambda: rank.taken.unlink() if len(rank.slept) == 1_000 else None
+    rank.hook.after_step(1)
+    assert rank.slept == [LOOK_INTERVAL_S] * 1_000
 
 
-def test_slow_steps_end_when_the_fault_is_undone(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr("flyball.sdk.injected_faults.time.sleep", slept.append)
+def test_slow_steps_end_when_the_fault_is_undone(rank: Rank) -> None:
     rank.order(ScriptFault.SLOW_STEPS, seconds=0.5)
     for step in range(3):
         rank.hook.after_step(step)
     rank.taken.unlink()
     for step in range(3, 6):
         rank.hook.after_step(step)
-    assert slept == [0.5, 0.5, 0.0]
+    assert rank.slept == [0.5, 0.5, 0.0]
 
 
 def test_nan_reaches_the_loss(rank: Rank) -> None:

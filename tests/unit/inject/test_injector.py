@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.clocks.waits import until
 
 from flyball.cli.signals import EndSignals, Interrupted
 from flyball.contracts.clock import SystemClock
@@ -110,10 +111,7 @@ def test_a_fault_lasts_until_it_is_undone(injector: FaultInjector, api: Api, hos
 
 def test_a_fault_is_undone_when_its_time_is_over(injector: FaultInjector, host: Path) -> None:
     injector.inject(msgspec.structs.replace(CONDITION, lasts_s=0.01))
-    threads = list(injector._active.values())
-    for active in threads:
-        assert active.thread is not None
-        active.thread.join(60.0)
+    until(lambda: not injector.active)
     assert not list((host / "conditions").iterdir())
 
 
@@ -125,9 +123,7 @@ def test_a_fault_that_breaks_off_is_undone_at_once(
 
     monkeypatch.setattr(type(KINDS["condition"]), "hold", hold)
     injector.inject(CONDITION)
-    for active in list(injector._active.values()):
-        assert active.thread is not None
-        active.thread.join(60.0)
+    until(lambda: not injector.active)
     assert not list((host / "conditions").iterdir()) and not journal.entries() and not injector.active
 
 

@@ -6,17 +6,16 @@ import errno
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from uuid import uuid4
 
-import msgspec
 import pytest
+from support.clocks.manual import ManualClock
 from support.clocks.waits import until
 from support.hosts.fake_pyverbs import FakePyverbs, pyverbs
-from support.hosts.rdma import LINK_LOCAL, V2, add_port
+from support.hosts.rdma import add_port
 
 from ckpt_engine.contracts.peer_wire import QueuePairEndpoint
 from ckpt_engine.peers.transport.port import ByteCounters
@@ -33,6 +32,7 @@ __all__ = ["pyverbs"]
 MIB = 1 << 20
 SHARED = Path("/dev/shm")
 DEADLINE_S = 30.0
+AGES_S = 3600.0
 PEER = QueuePairEndpoint(17, 4711, "0" * 20 + "ffff0a000001", 0, 1024, False, 16, 32768, 16)
 
 
@@ -64,8 +64,13 @@ def host(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def nics(host: Path, pyverbs: FakePyverbs) -> Iterator[Nics]:
-    own = Nics(EngineSettings(), ByteCounters(), sysfs=host)
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def nics(host: Path, pyverbs: FakePyverbs, clock: ManualClock) -> Iterator[Nics]:
+    own = Nics(EngineSettings(), ByteCounters(), sysfs=host, clock=clock)
     yield own
     own.close()
 
@@ -118,7 +123,8 @@ def test_a_lost_device_is_opened_anew_and_the_old_one_swept_until_its_last_conne
     nics: Nics, pyverbs: FakePyverbs, make_slot: Callable[[], Slot], code: int
 ) -> None:
     old, slot = nics.prepare(), make_slot()
-    assert enter(old, slot) is not None
+    used = enter(old, slot)
+    assert used is not None
     registrations(old).leave(enter(old, slot) or pytest.fail("it is registered"))
     pyverbs.failing["QP"] = code
     assert refusal(nics).reason is Refusal.NO_DEVICE
@@ -126,7 +132,7 @@ def test_a_lost_device_is_opened_anew_and_the_old_one_swept_until_its_last_conne
     new = nics.prepare()
     assert registrations(new) is not registrations(old)
     assert nics.registered_bytes == slot.size_bytes, "a given up device's slots count"
-    registrations(old).leave(registrations(old)._known[next(iter(registrations(old)._known))])
+    registrations(old).leave(used)
     slot.path.unlink()
     nics.sweep_now()
     assert pyverbs.slots == 0
@@ -146,16 +152,13 @@ def test_a_device_whose_folder_is_gone_is_lost_whatever_the_error(nics: Nics, py
 
 
 def test_a_device_that_is_gone_before_it_was_opened_is_not_opened(nics: Nics, pyverbs: FakePyverbs, host: Path) -> None:
-    nics.prepare().close()
     add_port(host, "mlx5_1")
-    nics._read_s = float("-inf")
     nics.prepare().close()
     shutil.rmtree(host / "class" / "infiniband" / "mlx5_1")
-    nics._devices.pop("mlx5_1", None)
     pyverbs.failing["Context"] = errno.ENODEV
     for _ in range(2):
         nics.prepare().close()
-    assert pyverbs.contexts == ["mlx5_0", "mlx5_1"], "the other port is used"
+    assert pyverbs.contexts == ["mlx5_0"], "the other port is used"
 
 
 def test_what_the_operating_system_refuses_is_a_refusal_too(
@@ -188,7 +191,7 @@ def test_a_channel_whose_descriptor_was_one_of_a_channel_that_was_just_closed_is
 
 
 def test_without_a_thread_for_the_sweeps_there_is_no_queue_pair_until_there_is_one(
-    nics: Nics, monkeypatch: pytest.MonkeyPatch
+    nics: Nics, pyverbs: FakePyverbs, make_slot: Callable[[], Slot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_thread(_self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -196,12 +199,14 @@ def test_without_a_thread_for_the_sweeps_there_is_no_queue_pair_until_there_is_o
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", no_thread)
         assert "can't start new thread" in refusal(nics).message
-    nics.prepare()
-    assert nics._sweeper.is_alive
+    prepared, slot = nics.prepare(), make_slot()
+    registrations(prepared).leave(enter(prepared, slot) or pytest.fail("it is registered"))
+    slot.path.unlink()
+    until(lambda: pyverbs.slots == 0)
 
 
 def test_a_failed_import_of_pyverbs_is_remembered_for_a_while(
-    nics: Nics, pyverbs: FakePyverbs, monkeypatch: pytest.MonkeyPatch
+    nics: Nics, pyverbs: FakePyverbs, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del pyverbs
     tries: list[None] = []
@@ -215,11 +220,10 @@ def test_a_failed_import_of_pyverbs_is_remembered_for_a_while(
         error = refusal(nics)
         assert (error.reason, error.hint) == (Refusal.NO_PYVERBS, verbs.INSTALL)
     assert len(tries) == 1
-    monkeypatch.setattr(nics_module, "_IMPORT_AGAIN_S", 0.0)
-    nics._refusal = None
-    refusal(nics)
-    refusal(nics)
-    assert len(tries) == 3
+    for tried in (2, 3):
+        clock.sleep(AGES_S)
+        refusal(nics)
+        assert len(tries) == tried
 
 
 # --- slots that cannot be registered ---
@@ -230,6 +234,7 @@ def test_a_slot_that_may_not_be_locked_ends_rdma_with_the_reason_until_it_is_tri
     nics: Nics,
     pyverbs: FakePyverbs,
     make_slot: Callable[[], Slot],
+    clock: ManualClock,
     monkeypatch: pytest.MonkeyPatch,
     code: int,
 ) -> None:
@@ -247,7 +252,9 @@ def test_a_slot_that_may_not_be_locked_ends_rdma_with_the_reason_until_it_is_tri
     assert enter(prepared, make_slot()) is None, "the device is given up"
     prepared.close()
     assert pyverbs.count("Context") == 0
-    nics._refusal = error, time.monotonic()  # five minutes later
+    clock.sleep(299.0)
+    refusal(nics)
+    clock.sleep(2.0)
     assert enter(nics.prepare(), make_slot()) is not None
 
 
@@ -347,52 +354,3 @@ def test_the_sweeper_gives_a_removed_slot_back_unasked(
     registrations(prepared).leave(enter(prepared, slot) or pytest.fail("it is registered"))
     slot.path.unlink()
     until(lambda: pyverbs.slots == 0)
-
-
-# --- which port, and how ---
-
-
-def test_ports_without_an_address_are_left_out_and_if_all_are_they_are_named(pyverbs: FakePyverbs, host: Path) -> None:
-    add_port(host, "mlx5_1", gids=())
-    nics = Nics(EngineSettings(), ByteCounters(), sysfs=host)
-    for _ in range(3):
-        nics.prepare().close()
-    assert pyverbs.contexts == ["mlx5_0"]
-    only = Nics(EngineSettings(rdma_devices="mlx5_1"), ByteCounters(), sysfs=host)
-    error = refusal(only)
-    assert (error.reason, "mlx5_1/1" in error.message) == (Refusal.PORT_DOWN, True)
-    nics.close()
-
-
-def test_the_answering_side_takes_a_port_of_the_peers_kind(pyverbs: FakePyverbs, host: Path) -> None:
-    add_port(host, "mlx5_1", link_layer="InfiniBand", gids=((LINK_LOCAL, V2),))
-    nics = Nics(EngineSettings(), ByteCounters(), sysfs=host)
-    infiniband = msgspec.structs.replace(PEER, is_infiniband=True)
-    assert [nics.prepare(infiniband).endpoint.is_infiniband for _ in range(3)] == [True] * 3
-    assert [nics.prepare(PEER).endpoint.is_infiniband for _ in range(3)] == [False] * 3
-    nics.close()
-
-
-def test_offers_go_round_all_ports_however_many_offers_of_others_are_answered_meanwhile(
-    pyverbs: FakePyverbs, host: Path
-) -> None:
-    add_port(host, "mlx5_1")
-    nics = Nics(EngineSettings(), ByteCounters(), sysfs=host)
-    used = []
-    for _ in range(4):
-        offered = nics.prepare()
-        used.append(offered._device.name)
-        nics.prepare(PEER)
-    assert used == ["mlx5_0", "mlx5_1"] * 2
-    nics.close()
-
-
-def test_only_named_devices_are_used_and_packets_have_the_traffic_class(pyverbs: FakePyverbs, host: Path) -> None:
-    add_port(host, "mlx5_1")
-    settings = EngineSettings(rdma_devices="mlx5_1", rdma_traffic_class=106)
-    nics = Nics(settings, ByteCounters(), sysfs=host)
-    for _ in range(2):
-        nics.prepare()._queue_pair.connect(PEER)
-    assert pyverbs.contexts == ["mlx5_1"]
-    assert {route["traffic_class"] for route in pyverbs.routes} == {106}
-    nics.close()

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import pytest
-from support.clocks.bounded import run
+from support.clocks.loops import LoopClock, run_skipping
 
-from flyball.contracts.clock import SystemClock
 from flyball.contracts.decisions import Command, CommandBatch, CommandUpdate, StopWorkers, UpdateState
 from flyball.contracts.errors import DaemonSuperseded, TooBusy, Unreachable
 from flyball.contracts.identity import Fence
 from flyball.contracts.reports.rank_logs import LogPiece, LogRequest
 from flyball.contracts.reports.standings import HostStanding, LastObeyed
-from services.actuator.backends import host_daemons, log_requests
-from services.actuator.backends.host_daemons import HostDaemons
+from services.actuator.backends import log_requests
+from services.actuator.backends.host_daemons import HAND_OUT_AGAIN_S, HostDaemons
 from services.actuator.ports import Judgement
 from services.runtime.telemetry import Metrics
 from services.runtime.wakeup import AsyncWakeup, LocalWakeup
@@ -86,13 +85,6 @@ class Standings:
         self.recorded.append(standing)
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits for reads that a busy machine delays, and lets no command become due again."""
-    monkeypatch.setattr(host_daemons, "FIRST_LOOK_S", 60.0)
-    monkeypatch.setattr(host_daemons, "HAND_OUT_AGAIN_S", 3600.0)
-
-
 class Rig:
     def __init__(self, max_waiting: int = 10, poll_interval_s: float = 30.0) -> None:
         self.outbox = Outbox()
@@ -103,7 +95,7 @@ class Rig:
             store=self.outbox,
             standings=self.standings,
             wakeup=self.wakeup,
-            clock=SystemClock(),
+            clock=LoopClock(),
             metrics=Metrics(),
             max_waiting=max_waiting,
             poll_interval_s=poll_interval_s,
@@ -128,6 +120,16 @@ class Rig:
     async def until_looked(self, times: int) -> None:
         while self.outbox.looked < times:
             await asyncio.sleep(0)
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    """Time goes on only where nothing else does: no read takes long, and no command is due again because of one."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(3600.0):
+            await scenario()
+
+    run_skipping(bounded())
 
 
 def test_a_waiting_poll_is_woken_at_once() -> None:
@@ -160,7 +162,7 @@ def test_an_empty_answer_after_the_wait() -> None:
     run(scenario)
 
 
-def test_a_command_is_not_given_twice_in_a_moment_but_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_is_not_given_twice_in_a_moment_but_again_later() -> None:
     async def scenario() -> None:
         rig = Rig(poll_interval_s=0.01)
         rig.outbox.open.append(command(1))
@@ -168,7 +170,7 @@ def test_a_command_is_not_given_twice_in_a_moment_but_again_later(monkeypatch: p
         assert await rig.ids(wait_s=0.0) == []
         rig.outbox.open.append(command(2))
         assert await rig.ids() == ["act-2"]
-        monkeypatch.setattr(host_daemons, "HAND_OUT_AGAIN_S", 0.0)
+        await asyncio.sleep(HAND_OUT_AGAIN_S)
         assert await rig.ids() == ["act-1", "act-2"]
 
     run(scenario)
@@ -276,9 +278,8 @@ def test_all_waiting_hosts_cost_one_unwoken_look() -> None:
     run(scenario)
 
 
-def test_an_unanswered_command_is_handed_out_again_to_the_next_poll_that_waits(monkeypatch) -> None:
+def test_an_unanswered_command_is_handed_out_again_to_the_next_poll_that_waits() -> None:
     async def scenario() -> None:
-        monkeypatch.setattr(host_daemons, "HAND_OUT_AGAIN_S", 0.05)
         rig = Rig(poll_interval_s=0.01)
         rig.outbox.open.append(command(1))
         assert await rig.ids() == ["act-1"]
@@ -312,9 +313,8 @@ def test_a_waiting_poll_fails_when_the_store_is_away() -> None:
     run(scenario)
 
 
-def test_a_poll_that_nobody_looks_for_is_given_up(monkeypatch) -> None:
+def test_a_poll_that_nobody_looks_for_is_given_up() -> None:
     async def scenario() -> None:
-        monkeypatch.setattr(host_daemons, "FIRST_LOOK_S", 0.01)
         rig = Rig()
         rig.runs = asyncio.create_task(asyncio.sleep(0))
         with pytest.raises(Unreachable):
@@ -346,13 +346,11 @@ def test_a_log_is_asked_for_in_the_poll_that_waits_and_in_the_next() -> None:
 
 def test_a_log_of_a_host_that_does_not_ask_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr(log_requests, "ANSWER_TIMEOUT_S", 0.01)
         rig = Rig()
         with pytest.raises(Unreachable, match="host-a did not answer"):
             await rig.daemons.read_log("host-a", LogRequest("", "j", 3))
         assert await rig.ids(wait_s=0.0) == [], "and it is not asked later"
         monkeypatch.setattr(log_requests, "MAX_OPEN_PER_HOST", 1)
-        monkeypatch.setattr(log_requests, "ANSWER_TIMEOUT_S", 60.0)
         first = asyncio.create_task(rig.daemons.read_log("host-a", LogRequest("", "j", 3)))
         await asyncio.sleep(0)
         with pytest.raises(TooBusy):

@@ -14,11 +14,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from fastapi import FastAPI
+from support.clocks.loops import run_skipping
+from support.clocks.waits import until
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import ConfigurationError, PortInUse, StateVersionMismatch, Unreachable
 from services.api import lifespan
-from services.runtime import health as health_module
 from services.runtime.claim import bind_listener, url_of
 from services.runtime.health import Health
 from services.runtime.loops import MAX_RESTARTS_IN_WINDOW, CrashBudget, LoopThread
@@ -160,7 +161,7 @@ def test_a_crashed_loop_restarts() -> None:
         done.set()
         stop.wait(60.0)
 
-    loop = LoopThread("test", body, SystemClock(), on_restart=restarted.append)
+    loop = LoopThread("test", body, SystemClock(), on_restart=restarted.append, pause_s=0.0)
     loop.start()
     assert done.wait(60.0)
     loop.request_stop()
@@ -181,14 +182,12 @@ def test_what_keeps_crashing_is_given_up_and_a_rare_crash_is_not() -> None:
         clock.now_s += 30.0
 
 
-def test_health_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health_module, "PATIENCE_S", 60.0)
-
+def test_health_names_what_is_wrong() -> None:
     def away() -> str:
         raise Unreachable("The database does not answer.")
 
     clock = SteppedClock()
-    health = Health(loops=[], checks={"database": away, "leader": lambda: ""}, clock=clock)
+    health = Health(loops=[], checks={"database": away, "leader": lambda: ""}, clock=clock, patience_s=60.0)
     verdict = health.ready()
     assert not verdict.ok
     assert verdict.checks == {"database": "The database does not answer.", "leader": "ok"}
@@ -198,28 +197,41 @@ def test_health_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert health.live().checks == {"detector": "given up after repeated crashes"}
 
 
-def test_requests_do_not_wait_for_a_check_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, hang = threading.Semaphore(0), threading.Event()
+class SlowCheck:
+    """Hangs until it may answer."""
 
-    def slow() -> str:
-        asked.release()
-        hang.wait(60.0)
+    def __init__(self) -> None:
+        self.asked, self.may_answer = threading.Semaphore(0), threading.Event()
+
+    def __call__(self) -> str:
+        self.asked.release()
+        self.may_answer.wait(60.0)
         return ""
 
-    health = Health(loops=[], checks={"database": slow}, clock=SystemClock())
+
+def test_requests_do_not_wait_for_a_check_that_hangs() -> None:
+    slow = SlowCheck()
+    health = Health(loops=[], checks={"database": slow}, clock=SystemClock(), patience_s=0.01)
     with ThreadPoolExecutor(2) as pool:
         for answer in [pool.submit(health.ready) for _ in range(2)]:
-            assert answer.result(60.0).checks == {"database": "no answer for 1 s"}
-        assert asked.acquire() and not asked.acquire(blocking=False), "the check runs once"
-        monkeypatch.setattr(health_module, "PATIENCE_S", 60.0)  # requests from now on must be answered
+            assert answer.result(60.0).checks == {"database": "no answer for 0.01 s"}
+    until(lambda: slow.asked.acquire(blocking=False))
+    assert not slow.asked.acquire(blocking=False), "the check runs once"
+    slow.may_answer.set()
+    until(lambda: health.ready().ok)
+
+
+def test_a_request_that_waits_gets_the_verdict_of_a_slow_check() -> None:
+    slow = SlowCheck()
+    health = Health(loops=[], checks={"database": slow}, clock=SystemClock(), patience_s=60.0)
+    with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(health.ready)
-        hang.set()
+        assert slow.asked.acquire(timeout=60.0)
+        slow.may_answer.set()
         assert waits.result(60.0).ok
-    assert health.ready().ok
 
 
-def test_a_task_that_keeps_crashing_is_given_up_and_the_others_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifespan, "RESTART_PAUSE_S", 0.0)
+def test_a_task_that_keeps_crashing_is_given_up_and_the_others_run_on() -> None:
     given_up: list[str] = []
 
     async def crash(_new_events: object) -> None:
@@ -241,5 +253,5 @@ def test_a_task_that_keeps_crashing_is_given_up_and_the_others_run_on(monkeypatc
             await asyncio.wait_for(reported.wait(), 60.0)
             return runs.is_set()
 
-    assert asyncio.run(live())
+    assert run_skipping(live())
     assert given_up == ["detector"]

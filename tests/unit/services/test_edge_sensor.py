@@ -112,6 +112,7 @@ class Rig:
 
     def end(self) -> None:
         self.stop.set()
+        self.queue.release()
         self.thread.join(60.0)
         assert not self.thread.is_alive()
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import uvicorn
 from starlette.types import Receive, Scope, Send
-from support.clocks.loops import SteppedLoop
+from support.clocks.loops import run_skipping
 
 from services.runtime.http.http_protocol import BoundedProtocol
 
-KEEP_ALIVE_S = 1.0  # many steps of the loop
+KEEP_ALIVE_S = 1.0
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 LARGE_BYTES = 4 << 20
 SLOW_S = 3 * KEEP_ALIVE_S
@@ -37,20 +38,20 @@ async def application(scope: Scope, _receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": content})
 
 
-def serve(*clients: Client) -> None:
-    """Run all at the same time; afterwards no connection is left."""
+def serve(folder: Path, *clients: Client) -> None:
+    """Run all at the same time; afterwards no connection is left. On a Unix socket, where bytes are there once they are
+    sent, so that time goes on only where everybody waits for it."""
 
     async def run() -> None:
         config = uvicorn.Config(application, lifespan="off", log_config=None)
         config.load()
         state = uvicorn.server.ServerState()
-        server = await asyncio.get_running_loop().create_server(
-            lambda: Hasty(config, state, {}), "127.0.0.1", 0, start_serving=True
+        server = await asyncio.get_running_loop().create_unix_server(
+            lambda: Hasty(config, state, {}), folder / "socket", start_serving=True
         )
-        host, port = server.sockets[0].getsockname()
 
         async def connect(client: Client) -> None:
-            reader, writer = await asyncio.open_connection(host, port, limit=1 << 14)
+            reader, writer = await asyncio.open_unix_connection(folder / "socket", limit=1 << 14)
             try:
                 await client(reader, writer)
             finally:
@@ -59,8 +60,7 @@ def serve(*clients: Client) -> None:
         async with server, asyncio.timeout(120):
             await asyncio.gather(*map(connect, clients))
 
-    with asyncio.Runner(loop_factory=SteppedLoop) as runner:
-        runner.run(run())
+    run_skipping(run())
 
 
 async def gone(reader: asyncio.StreamReader) -> None:
@@ -83,7 +83,7 @@ async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, da
     raise AssertionError("the connection does not end")
 
 
-def test_a_client_that_sends_nothing_or_never_finishes_is_closed() -> None:
+def test_a_client_that_sends_nothing_or_never_finishes_is_closed(tmp_path: Path) -> None:
     async def says_nothing(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
         await gone(reader)
 
@@ -99,10 +99,10 @@ def test_a_client_that_sends_nothing_or_never_finishes_is_closed() -> None:
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")
         await trickle(reader, writer, b"x")
 
-    serve(says_nothing, has_an_endless_head, sends_empty_lines, goes_on_behind_the_answer)
+    serve(tmp_path, says_nothing, has_an_endless_head, sends_empty_lines, goes_on_behind_the_answer)
 
 
-def test_a_response_is_kept_only_for_a_client_that_reads() -> None:
+def test_a_response_is_kept_only_for_a_client_that_reads(tmp_path: Path) -> None:
     async def does_not_read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(GET.replace(b"/ ", b"/large ", 1))
         await reader.readexactly(1 << 10)  # the response has begun
@@ -127,4 +127,4 @@ def test_a_response_is_kept_only_for_a_client_that_reads() -> None:
             writer.write(GET.replace(b"/ ", b"/late ", 1))
             assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
 
-    serve(does_not_read, reads_slowly, waits_for_long)
+    serve(tmp_path, does_not_read, reads_slowly, waits_for_long)

@@ -13,7 +13,6 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 
 from flyball.contracts.errors import ConfigurationError, FlyballError, StateVersionMismatch, StorageFull, Unreachable
 from services.runtime.outages import OUTAGES
-from services.store.sql import database
 from services.store.sql.database import Database
 from services.store.sql.failures import translate
 from services.store.sql.schema_upgrade import migrate
@@ -74,11 +73,15 @@ def test_a_full_disk_stores_nothing_and_is_usable_again(db: Database) -> None:
         connection.execute(insert(bus_messages).values(position=1, document="x"))
 
 
-def test_another_process_that_keeps_the_database_locked(
-    db: Database, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
-    impatient = Database(f"sqlite:///{tmp_path / 'flyball.sqlite'}")
+@pytest.fixture
+def impatient(db: Database, tmp_path: Path) -> Iterator[Database]:
+    """Waits for no lock, in the file of `db`."""
+    opened = Database(f"sqlite:///{tmp_path / 'flyball.sqlite'}", busy_timeout_s=0.05)
+    yield opened
+    opened.close()
+
+
+def test_another_process_that_keeps_the_database_locked(impatient: Database, tmp_path: Path) -> None:
     other = sqlite3.connect(tmp_path / "flyball.sqlite", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     try:
@@ -88,21 +91,19 @@ def test_another_process_that_keeps_the_database_locked(
             assert connection.execute(select(log_head)).all()
     finally:
         other.close()
-        impatient.close()
 
 
-def test_another_thread_that_keeps_the_database_locked(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
+def test_another_thread_that_keeps_the_database_locked(impatient: Database) -> None:
     outcome: list[type[BaseException]] = []
 
     def write() -> None:
         try:
-            with db.write():
+            with impatient.write():
                 raise AssertionError("the lock is another's")
         except Unreachable as error:
             outcome.append(type(error))
 
-    with db.write():
+    with impatient.write():
         thread = threading.Thread(target=write)
         thread.start()
         thread.join(60.0)

@@ -46,10 +46,8 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def db(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
-    # A delayed writer is no outage.
-    monkeypatch.setattr("services.store.sql.database.BUSY_TIMEOUT_S", DEADLINE_S)
-    opened = Database(f"sqlite:///{file}")
+def db(file: Path) -> Iterator[Database]:
+    opened = Database(f"sqlite:///{file}", busy_timeout_s=DEADLINE_S)  # a delayed writer is no outage
     yield opened
     opened.close()
 
@@ -109,20 +107,16 @@ def test_a_turn_is_given_back_before_the_transaction_ends(file: Path, db: Databa
         assert not is_turn_held(file)
 
 
-def test_a_turn_that_is_never_given_back_delays_but_refuses_nothing(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("services.store.sql.database.BUSY_TIMEOUT_S", 0.05)
-    db = Database(f"sqlite:///{file}")
+def test_a_turn_that_is_never_given_back_delays_but_refuses_nothing(file: Path) -> None:
+    db = Database(f"sqlite:///{file}", busy_timeout_s=0.05)
     with turn_held(file):
         write(db, "ours")
     assert written(db) == ["ours"]
     db.close()
 
 
-def test_a_locked_database_is_an_error_and_the_turn_is_given_back(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.store.sql.database.BUSY_TIMEOUT_S", 0.05)
-    db = Database(f"sqlite:///{file}")
+def test_a_locked_database_is_an_error_and_the_turn_is_given_back(file: Path) -> None:
+    db = Database(f"sqlite:///{file}", busy_timeout_s=0.05)
     other = sqlite3.connect(file, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(Unreachable):

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load as load_with_the_library
 from support.clocks.waits import until
 from support.commands.warm_python import WarmPython
+from support.jobs.rank_alone import slots_of
 
 from ckpt_engine.contracts.control_views import ParkState
 from ckpt_engine.format import manifest as manifests
@@ -45,6 +46,12 @@ def identity(lone_rank: WorkerIdentity) -> WorkerIdentity:
 
 def state(value: float) -> dict[str, Any]:
     return {"t": torch.full((100,), value)}
+
+
+def in_a_world_that_stands_still(identity: WorkerIdentity, *, save_timeout_s: float) -> WorkerIdentity:
+    """The other rank of the host never saves."""
+    spec = CheckpointSpec(save_timeout_s=save_timeout_s)
+    return replace(identity, world_size=2, local_world_size=2, checkpoint=spec)
 
 
 def test_steps_are_listed_once_they_are_committed(identity: WorkerIdentity) -> None:
@@ -80,8 +87,7 @@ def test_handles_keep_what_they_reached_after_the_job_was_closed(identity: Worke
 def test_finished_means_durable_where_a_slow_tier_is_to_have_the_step(identity: WorkerIdentity, tmp_path: Path) -> None:
     spec = CheckpointSpec(disk_dir=str(tmp_path / "disk"), disk_every_steps=2)
     with Job(replace(identity, checkpoint=spec)) as job:
-        segments = job._engine._segments
-        assert segments is not None
+        segments = slots_of(identity)
         for step in (0, 2):
             job.save(step, state(0.0))
             assert not job.wait_until_finished(0.05)
@@ -106,8 +112,7 @@ def test_a_wait_for_a_disk_that_failed_ends_at_once(identity: WorkerIdentity, tm
         disk_dir=str(tmp_path / "a"), disk_every_steps=2, persistent_dir=str(tmp_path / "b"), persistent_every_steps=4
     )
     with Job(replace(identity, checkpoint=spec)) as job:
-        segments = job._engine._segments
-        assert segments is not None
+        segments = slots_of(identity)
         handles = {step: job.save(step, state(0.0)) for step in (2, 3)}
         segments.control.let_go(Tier.DISK, 2, settled=True)
         assert not handles[2].durable.wait(DEADLINE_S)
@@ -123,10 +128,8 @@ def test_a_wait_for_a_disk_that_failed_ends_at_once(identity: WorkerIdentity, tm
 
 
 def test_a_failed_save_is_finished_and_reported_once(identity: WorkerIdentity) -> None:
-    with Job(replace(identity, checkpoint=CheckpointSpec(save_timeout_s=0.01))) as job:
-        segments, link = job._engine._segments, job._engine._link
-        assert segments is not None and link is not None
-        link.commit = lambda view: None  # type: ignore[attr-defined]  # the world stands still
+    with Job(in_a_world_that_stands_still(identity, save_timeout_s=0.01)) as job:
+        segments = slots_of(identity)
         job.save(0, state(0.0))
         job.save(1, state(1.0))
         handle = job.save(2, state(2.0))
@@ -143,10 +146,8 @@ def test_a_world_that_stands_still_costs_training_one_time_out_and_no_more(ident
     """Each save in vain has the world go without its step, which is news in the control words: not news that there is
     a slot to be had."""
     patience_s = 0.2
-    with Job(replace(identity, checkpoint=CheckpointSpec(save_timeout_s=patience_s))) as job:
-        segments, link = job._engine._segments, job._engine._link
-        assert segments is not None and link is not None
-        link.commit = lambda view: None  # type: ignore[attr-defined]
+    with Job(in_a_world_that_stands_still(identity, save_timeout_s=patience_s)) as job:
+        segments = slots_of(identity)
         assert job.save(0, state(0.0)).staged and job.save(1, state(1.0)).staged
         assert "No slot was free" in job.save(2, state(2.0)).error
         began_s = time.monotonic()
@@ -216,8 +217,7 @@ def test_memory_is_planned_for_the_replicas_that_the_hosts_can_hold(
 
 def test_a_step_boundary_saves_at_an_emergency_only(identity: WorkerIdentity) -> None:
     with Job(identity) as job:
-        segments = job._engine._segments
-        assert segments is not None
+        segments = slots_of(identity)
         assert job.on_step_boundary(0, state(0.0)).skipped == NOT_DUE
         assert segments.control.position(1) == 0
         segments.control.arm(1, 2)
@@ -263,8 +263,7 @@ def test_torch_copies_with_its_own_threads_if_it_has_some(
         threads = set(threading.enumerate())
         handle = job.save(0, saved)
         assert handle.staged and set(threading.enumerate()) <= threads, "no other thread was needed"
-        segments = job._engine._segments
-        assert segments is not None
+        segments = slots_of(identity)
         found = load_with_the_library(bytes(segments.payload(0)))
     assert all(torch.equal(found[name], saved[name]) for name in saved)
 
@@ -280,8 +279,7 @@ def test_ctrl_c_in_a_copy_gives_the_slot_back(identity: WorkerIdentity, monkeypa
             patched.setattr(TensorCopy, "copy_by_torch", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 job.save(0, saved)
-        segments = job._engine._segments
-        assert segments is not None
+        segments = slots_of(identity)
         assert {slot.state for slot in segments.slots()} == {SlotState.EMPTY}
         assert segments.control.aborted_steps(1) == {0} and job.failed_saves == 1
         assert job.save(1, saved).replicated.wait(DEADLINE_S)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.clocks.waits import until
+from support.jobs.rank_alone import slots_of
 from support.stores.shards import make_manifest
 
 import flyball
@@ -230,21 +231,21 @@ def test_a_lone_rank_commits_for_itself_and_restores(identity: WorkerIdentity) -
     assert again.restore(target) == 5
     assert target["t"].tolist() == [4.0] * 100 and target["n"] == {"value": 4.0}
     assert again.recovery_point == 4
-    held = [bytes(again._engine._segments.payload(i)) for i in range(2)]
+    segments = slots_of(identity)
+    held = [bytes(segments.payload(i)) for i in range(2)]
     target["t"].fill_(9.0)  # does not alias the slot
-    assert [bytes(again._engine._segments.payload(i)) for i in range(2)] == held
+    assert [bytes(segments.payload(i)) for i in range(2)] == held
     assert again.save(4, target).skipped
     assert again.save(5, target).staged
     again.close()
 
 
-def test_a_shard_that_was_captured_and_never_committed_is_restored(identity: WorkerIdentity) -> None:
+def test_a_shard_that_was_captured_and_never_committed_is_restored(
+    identity: WorkerIdentity, with_engine: WorkerIdentity, engine: Engine
+) -> None:
     """The worker died in between; the bytes are whole."""
-    job = Job(identity)
-    job._engine._link.captured = lambda view: None
-    job.save(0, state(3.0))
-    segments = RankSegments.open(rank_segment(identity.shm_prefix, "job", 0))
-    assert segments.slots()[0].state is SlotState.CAPTURED
+    Job(with_engine).save(0, state(3.0))
+    assert engine.segments.slots()[0].state is SlotState.CAPTURED
     target = state(0.0)
     lineage = branch(identity.lineage, restored_step=0, generation=2)
     assert Job(replace(identity, generation=2, restore_step=0, lineage=lineage)).restore(target) == 1
@@ -297,7 +298,7 @@ def test_a_corrupt_slot_is_not_restored_and_not_listed_again(
         error["message"].startswith("RestoreFailed: Rank 0 cannot have step 0")
         and "Traceback" in error["extraInfo"]["py_callstack"]
     )
-    segments = RankSegments.open(rank_segment(identity.shm_prefix, "job", 0))
+    segments = slots_of(identity)
     assert segments.slots()[0].state is SlotState.EMPTY
 
 
@@ -557,19 +558,25 @@ def test_no_slot_stays_mapped_after_a_failed_restore_or_the_first_save(
     job.close()
     lineage = branch(identity.lineage, restored_step=0, generation=2)
     later = replace(identity, generation=2, restore_step=0, lineage=lineage)
+    slot = slots_of(identity).path_of(0)
+
+    def is_mapped() -> bool:
+        return slot in Path("/proc/self/maps").read_text()
+
+    assert not is_mapped()
     again = Job(later)
-    assert again._engine._reader._ahead._sources
+    assert is_mapped()
     with pytest.raises(StateMismatch):
         again.restore({"t": torch.zeros(3), "n": {}})
-    assert not again._engine._reader._ahead._sources
+    until(lambda: not is_mapped())
     target = state(0.0)
     assert again.restore(target) == 1  # it is read from the file
     assert target["n"] == {"value": 3.0}
     again.close()
     unread = Job(later)
-    assert unread._engine._reader._ahead._sources
+    assert is_mapped()
     assert unread.save(1, state(4.0)).staged
-    assert not unread._engine._reader._ahead._sources
+    until(lambda: not is_mapped())
     unread.close()
 
 

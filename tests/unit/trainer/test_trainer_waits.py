@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.clocks.waits import until
+from support.jobs.rank_alone import slots_of
 
 from ckpt_engine.trainer.commit_link import EngineLink
 from flyball.contracts.cluster import Phase
@@ -88,22 +89,23 @@ def in_thread(wait: Callable[[float], bool], timeout_s: float) -> Callable[[], b
     return ended
 
 
-def commit(job: Job) -> None:
+def commit(identity: WorkerIdentity) -> None:
     """Commit as the engine does."""
-    assert job._engine._segments is not None
-    job._engine._segments.control.begin_world(job.generation, -1)
-    job._engine._segments.control.note_replicated(0)
+    control = slots_of(identity).control
+    control.begin_world(identity.generation, -1)
+    control.note_replicated(0)
 
 
-def test_a_wait_for_a_slow_engine_does_not_look_stalled(job: Job, stamps: Stamps) -> None:
+def test_a_wait_for_a_slow_engine_does_not_look_stalled(identity: WorkerIdentity, job: Job, stamps: Stamps) -> None:
     ended = in_thread(job.wait_until_finished, 2 * DEADLINE_S)
     until(lambda: stamps.look() > 3)
-    commit(job)
+    commit(identity)
     assert ended() and stamps.phase is Phase.STEP
 
 
 @pytest.mark.parametrize(("timeout_s", "is_there"), [(2 * DEADLINE_S, False), (math.inf, True)])
 def test_a_wait_for_a_dead_engine_or_without_an_end_is_found(
+    identity: WorkerIdentity,
     engine: socket.socket,
     job: Job,
     stamps: Stamps,
@@ -123,7 +125,7 @@ def test_a_wait_for_a_dead_engine_or_without_an_end_is_found(
     ended = in_thread(job.wait_until_finished, timeout_s)
     until(lambda: stamps.look() > 0 and len(asked) > 3)
     assert stamps.look() == 1 and set(asked) == {is_there}
-    commit(job)
+    commit(identity)
     assert ended()
 
 

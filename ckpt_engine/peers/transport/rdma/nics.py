@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-import time
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +34,7 @@ from ckpt_engine.peers.transport.rdma.verbs import (
 from ckpt_engine.peers.transport.rdma.verbs_errors import unavailable
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.worker_thread import WorkerThread
+from flyball.contracts.clock import Clock, SystemClock
 
 log = structlog.get_logger()
 
@@ -43,6 +43,7 @@ _SWEEP_S: Final = 0.2  # a removed slot's memory is given back within this
 _BUFFERS_BYTES: Final = 4 << 20  # what a few connections need besides the slots
 _IMPORT_AGAIN_S: Final = 10.0  # a failed import of pyverbs looks through all of the environment
 _LOCK_AGAIN_S: Final = 300.0  # memory: a job may have ended, or somebody may have raised the limit
+_CLOCK: Final = SystemClock()
 
 
 class UnconnectedQueuePair:
@@ -77,12 +78,19 @@ class Nics:
     """Thread-safe. Opens nothing until asked."""
 
     def __init__(
-        self, settings: EngineSettings, total: ByteCounters, counters: Counters | None = None, *, sysfs: Path = SYSFS
+        self,
+        settings: EngineSettings,
+        total: ByteCounters,
+        counters: Counters | None = None,
+        *,
+        sysfs: Path = SYSFS,
+        clock: Clock = _CLOCK,
     ) -> None:
         """`total` counts the bytes of all RDMA connections. `sysfs` is where that is mounted."""
         self._settings = settings
         self._total = total
         self._sysfs = sysfs
+        self._clock = clock
         self._devices: dict[str, OpenDevice] = {}
         self._given_up: list[OpenDevice] = []  # until their last connection has ended
         self._turns = {offers: itertools.count() for offers in (True, False)}  # answers do not skip ports of offers
@@ -135,7 +143,7 @@ class Nics:
         try:
             load_pyverbs()
         except RdmaUnavailable as error:
-            self._refusal = error, time.monotonic() + _IMPORT_AGAIN_S
+            self._refusal = error, self._clock.monotonic_s() + _IMPORT_AGAIN_S
             raise
         check_memlock(_BUFFERS_BYTES)
         for is_last in (False, True):
@@ -152,15 +160,15 @@ class Nics:
     def _check_refused_locked(self) -> None:
         if self._refusal is not None:
             error, until_s = self._refusal
-            if time.monotonic() < until_s:
+            if self._clock.monotonic_s() < until_s:
                 raise RdmaUnavailable(error.reason, error.message, hint=error.hint)
             self._refusal = None
 
     def _choose_locked(self, peer: QueuePairEndpoint | None) -> RdmaPort:
         """A port may have up to a thousand addresses, each a file of its own: they are not read for each connection."""
-        if time.monotonic() - self._read_s > _PORTS_AGE_S or not any(port.is_active for port in self._ports):
+        if self._clock.monotonic_s() - self._read_s > _PORTS_AGE_S or not any(port.is_active for port in self._ports):
             self._ports, self._networks = read_ports(self._sysfs), connected_networks()
-            self._read_s = time.monotonic()
+            self._read_s = self._clock.monotonic_s()
         ports = allowed_ports(self._ports, self._settings.rdma_devices)
         active = [port for port in ports if port.is_active]
         if not active:
@@ -200,7 +208,7 @@ class Nics:
         """A slot cannot be registered. Without that RDMA is of no use: connections end after the transfer that they
         are in, and the next ones are refused for a while."""
         with self._lock:
-            self._refusal = refusal, time.monotonic() + _LOCK_AGAIN_S
+            self._refusal = refusal, self._clock.monotonic_s() + _LOCK_AGAIN_S
             devices = self._give_up_locked(*self._devices)
         for device in devices:
             device.close()
