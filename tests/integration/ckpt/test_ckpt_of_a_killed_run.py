@@ -88,4 +88,5 @@ def test_a_run_is_seen_alive_and_after_it_was_killed(run: Run) -> None:
     assert [path for path in site.shm.iterdir() if not path.name.endswith((".beacon", ".seen", ".stacks"))] == []
     rest = site.json("ls")
     assert {t["tier"] for s in rest["steps"] for t in s["tiers"]} == {"disk"}
-    assert rest["recovery_point"] % 5 == 0
+    # Mostly a multiple of 5: a later step takes the place of one for which the disk was still busy.
+    assert 0 <= rest["recovery_point"] <= point
