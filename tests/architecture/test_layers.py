@@ -80,12 +80,6 @@ def test_no_torch_outside_the_trainer(module: str) -> None:
     assert "torch" not in modules_after(f"import {module}")
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_files_have_one_subject(package: str) -> None:
-    long = [str(p) for p in (ROOT / package).rglob("*.py") if len(p.read_text().splitlines()) > 500]
-    assert long == []
-
-
 def test_mutation_testing_covers_the_files_and_tests_that_it_names() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mutmut"]
     assert [pattern for pattern in settings["only_mutate"] if not any(ROOT.glob(pattern))] == []
