@@ -1,7 +1,7 @@
 """Run everything that continuous integration runs, in order, and tell what each target took; called by .ci/run.
 
-    python3 deploy/ci.py                  all targets, within 45 minutes
-    python3 deploy/ci.py --limit-s 0      however long it takes
+    python3 deploy/ci.py                  all targets; they should take less than 45 minutes
+    python3 deploy/ci.py --limit-s 0      all of them, however long it takes
     python3 deploy/ci.py lint docs test   some of them
 
 A few failures run once more, by themselves. What passes then is flaky: it is written to tests/known_flaky.txt, to be
@@ -28,7 +28,8 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 KNOWN_FLAKY: Final = ROOT / "tests" / "known_flaky.txt"
 LAST_FAILED: Final = ROOT / ".pytest_cache" / "v" / "cache" / "lastfailed"
-LIMIT_S: Final = 45 * 60.0
+GOAL_S: Final = 45 * 60.0  # a run that takes longer says so
+LIMIT_S: Final = 80 * 60.0  # of a machine that is far too slow, or busy: what would end later is left out
 MOST_RUN_AGAIN: Final = 5
 MOST_KNOWN, OLDEST_KNOWN_DAYS = 10, 30
 RUN_AGAIN: Final = "AGAIN=-n 0 --last-failed --last-failed-no-failures none"
@@ -152,7 +153,9 @@ def main() -> int:
     print("\n=== what it took ===")
     for target, took_s in report.took_s.items():
         print(f"{target:18} {took_s:5.0f} s  {'FAILED' if target in report.failed else 'passed'}")
-    print(f"{'all':18} {sum(report.took_s.values()):5.0f} s")
+    all_s = sum(report.took_s.values())
+    late = f"  more than the {GOAL_S:.0f} s that it should take" if all_s > GOAL_S else ""
+    print(f"{'all':18} {all_s:5.0f} s{late}")
     for target, names in report.failed.items():
         print(f"FAILED: make {target}", *sorted(names), sep="\n  ")
     for target, why in report.left_out.items():
