@@ -14,7 +14,7 @@ DOCS := $(VENV)-docs
 
 # One file goes to one worker, and there is a worker for each of two cores. What takes longest begins first.
 JOBS    ?= 2
-PYTEST  := $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10 --durations-min 1
+PYTEST   = $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10 --durations-min 1
 # What pyproject.toml leaves out: pytest forgets that as soon as there is an -m.
 HERE    := not slow and not first_hour and not rdma and not frameworks and not compose and not gpu
 
@@ -38,14 +38,14 @@ test: $(DEV) ## ring 1, in process: the first answer (under 4 minutes on two cor
 RING_1 := tests/architecture tests/unit tests/property tests/simulation tests/conformance tests/corruption
 
 # Ring 2: what starts our processes, or asks MariaDB, Redis, S3, a browser.
-processes: $(DEV) ## ring 2, processes and servers, one at a time per core (PROCESSES_TIME)
+processes: $(DEV) ## ring 2, processes and servers, one at a time per core (9 minutes)
 	$(PYTEST) -m "processes and $(HERE)" tests $(AGAIN)
 
 # Ring 3: whole clusters whose processes, services and databases are killed; the command line's flows from start to end; what
 # the other rings have a part of: simulated clusters, kills, slot histories; the demo; the benchmarks at their smallest (those
 # of DCP, of resharding, of trust and of goodput under faults with -m slow).
 proofs: JOBS = 4
-proofs: $(DEV) ## ring 3, whole clusters that are killed again and again, flows, benchmarks (PROOFS_TIME)
+proofs: $(DEV) ## ring 3, whole clusters that are killed again and again, flows, benchmarks (16 minutes)
 	$(PYTEST) -m "proof and not slow" tests/integration tests/corruption tests/simulation tests/property $(AGAIN)
 
 # On a real RDMA stack: two virtual machines, each with a Soft-RoCE device, are two hosts. Without qemu or apt it says so.
