@@ -13,8 +13,7 @@ INTEGRATIONS := $(VENV)-integrations
 DOCS := $(VENV)-docs
 
 # One file goes to one worker, and there is a worker for each of two cores. What takes longest begins first.
-JOBS    ?= 2
-PYTEST   = $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10 --durations-min 1
+PYTEST   = $(BIN)/pytest -n $(or $(JOBS),2) --dist loadfile --no-loadscope-reorder --durations 10 --durations-min 1
 # What pyproject.toml leaves out: pytest forgets that as soon as there is an -m.
 HERE    := not slow and not first_hour and not rdma and not frameworks and not compose and not gpu
 
@@ -44,7 +43,7 @@ processes: $(DEV) ## ring 2, processes and servers, one at a time per core (9 mi
 # Ring 3: whole clusters whose processes, services and databases are killed; the command line's flows from start to end; what
 # the other rings have a part of: simulated clusters, kills, slot histories; the demo; the benchmarks at their smallest (those
 # of DCP, of resharding, of trust and of goodput under faults with -m slow).
-proofs: JOBS = 4
+proofs: JOBS ?= 4
 proofs: $(DEV) ## ring 3, whole clusters that are killed again and again, flows, benchmarks (16 minutes)
 	$(PYTEST) -m "proof and not slow" tests/integration tests/corruption tests/simulation tests/property $(AGAIN)
 

@@ -27,7 +27,8 @@ PYTHON = (*PRODUCT, "benchmarks", "deploy", "examples", "tests")
 def files(folder: str) -> Mapping[str, str]:
     """The text of each Python file below, by its path."""
     paths = sorted((ROOT / folder).rglob("*.py"))
-    return {str(path.relative_to(ROOT)): path.read_text() for path in paths if "versions" not in path.parts}
+    names = {str(path.relative_to(ROOT)): path for path in paths}
+    return {name: path.read_text() for name, path in names.items() if "/versions/" not in name}
 
 
 def count(text: str) -> int:

@@ -82,6 +82,9 @@ def test_nothing_else_runs_again(outcome: object) -> None:
         ("ERROR tests/unit/test_a.py - ImportError", False),
         ("!!!!!! Interrupted: 1 error during collection !!!!!!", False),
         ("INTERNALERROR> Traceback", False),
+        ("ERROR    services.main:main.py:12 cannot serve", True),  # a line of a log
+        ("TOO DEAR: tests/unit/test_a.py::test_b took 20.0 s, more than ...", False),
+        ("E   Read what changed. If it should be so, run `make goldens`.", False),
     ],
 )
 def test_what_pytest_says_tells_whether_all_tests_began(line: str, is_whole: bool) -> None:
@@ -95,7 +98,8 @@ def test_a_list_of_flaky_tests_is_short_and_young() -> None:
     assert "11 lines" in many
     (old,) = ci.too_flaky([line], date(2026, 12, 2))
     assert "flaky for 31 days" in old and "a thread starts late" in old
-    assert len(ci.too_flaky(["2026-11-01 tests/a.py::test_b"], TODAY)) == 1
+    for unreadable in ("2026-11-01 tests/a.py::test_b", "2026-13-01 | tests/a.py::test_b | a month too many"):
+        assert len(ci.too_flaky([unreadable], TODAY)) == 1
 
 
 def test_the_kept_list_can_be_read() -> None:

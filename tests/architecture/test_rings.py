@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import multiprocessing
 import re
 import socket
 import subprocess
@@ -57,6 +58,7 @@ def marked(path: str) -> Any:  # noqa: ANN401 - it stands for pytest's
         (Item("integration/test_a.py"), "processes"),
         (Item("corruption/processes/test_a.py"), "processes"),
         (Item("integration/flows/test_a.py"), "proof"),
+        (Item("corruption/processes/test_a.py", mark="proof"), "proof"),
         (Item("integration/test_a.py", mark="slow"), "slow"),
         (Item("rdma/test_a.py", mark="rdma"), "rdma"),
     ],
@@ -85,6 +87,7 @@ def test_the_first_ring_starts_no_process_and_asks_no_server() -> None:
             guard.judge()
 
     refused(lambda: subprocess.run([sys.executable, "-c", ""], check=False))
+    refused(lambda: multiprocessing.get_context("spawn").Process(target=print).start())
     refused(lambda: socket.create_connection(("127.0.0.1", 3306)))
     with guard.watching(item):  # type: ignore[arg-type]
         subprocess.run(["git", "--version"], check=True, capture_output=True)

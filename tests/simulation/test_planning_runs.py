@@ -16,6 +16,8 @@ from simulator.fleet import scenario
 from simulator.parallel import NoResult, Work, results
 from simulator.planning.pool import PlannedRun, run_all
 
+pytestmark = pytest.mark.processes
+
 HOUR = scenario.load("small", ["days=0.05", "causes.hang.count=0"])
 RUNS = [PlannedRun("small", HOUR, seed) for seed in (1, 2, 3)]
 
@@ -58,7 +60,6 @@ def _end_of_1(piece: tuple[int, None]) -> int:
     return piece[0]
 
 
-@pytest.mark.processes
 def test_processes_end_with_a_parent_that_is_killed() -> None:
     """Even if they are busy: nothing tells them."""
     program = (

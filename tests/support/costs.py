@@ -65,6 +65,9 @@ class Bill:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: TerminalReporter) -> None:
+        for name in self.too_dear:
+            limit = f"the {self._limit_s:g} s that budgets.toml allows"
+            terminalreporter.write_line(f"TOO DEAR: {name} took {self._costs[name]:.1f} s, more than {limit}", red=True)
         if len(self._costs) <= SHOWN:
             return
         dearest = sorted(self._costs.items(), key=lambda cost: -cost[1])[:SHOWN]
@@ -73,5 +76,4 @@ class Bill:
             f"processor time: {total_s:.0f} s, of which {sum(s for _, s in dearest):.0f} s in these"
         )
         for name, cost_s in dearest:
-            over = f"  more than the {self._limit_s:g} s that budgets.toml allows" if name in self.too_dear else ""
-            terminalreporter.write_line(f"{cost_s:6.2f} s  {name}{over}", red=bool(over))
+            terminalreporter.write_line(f"{cost_s:6.2f} s  {name}")

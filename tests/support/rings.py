@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import util
 from pathlib import PurePath
 from typing import Any
 
@@ -44,7 +45,9 @@ SERVERS = frozenset({"mariadb", "redis", "s3"})
 OF_SERVERS = frozenset({"own_redis", "redis_of_module", "mariadb_url", "own_mariadb", "s3_endpoint", "warm_python"})
 ELSEWHERE = ("slow", "first_hour", "frameworks", "compose", "gpu", "rdma")  # markers of targets of their own
 
-_STARTS = frozenset({"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.system", "pty.spawn"})
+_STARTS = frozenset(
+    {"multiprocessing.spawn", "subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.system", "pty.spawn"}
+)
 _OTHERS = frozenset({"git", "lint-imports"})  # programs that the first ring may ask: each takes a moment, once or twice
 _SERVER_PORTS = frozenset({3306, 6379})
 
@@ -66,7 +69,7 @@ def mark(items: list[pytest.Item]) -> None:
     for item in items:
         if place(item, PROOFS) is not None:
             item.add_marker(pytest.mark.proof)
-        elif any(item.get_closest_marker(name) for name in ELSEWHERE):
+        elif any(item.get_closest_marker(name) for name in ("proof", *ELSEWHERE)):
             continue
         elif place(item, PROCESSES) is not None or needs_a_server(item):
             item.add_marker(pytest.mark.processes)
@@ -89,10 +92,18 @@ class Guard:
         self._is_on = False
         self._refused: list[str] = []
         sys.addaudithook(self._hook)
+        spawn = util.spawnv_passfds
+
+        def refused_or_spawned(path: bytes, *arguments: Any) -> int:  # noqa: ANN401 - multiprocessing's own
+            self._hook("multiprocessing.spawn", (path,))
+            return int(spawn(path, *arguments))
+
+        util.spawnv_passfds = refused_or_spawned  # of which the interpreter tells no audit hook
 
     @contextmanager
     def watching(self, item: pytest.Item) -> Iterator[None]:
         self._is_on = is_first(item)
+        self._refused.clear()
         try:
             yield
         finally:

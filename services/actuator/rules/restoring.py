@@ -106,13 +106,18 @@ def await_engines(
     """
     known = {host.host_id: host.engine_address for host in following.hosts} | dict(progress.engine_addresses)
     without = [host_id for host_id in results if not known.get(host_id)]
+    if not without:
+        return None
     to_come = {**progress.engine_addresses, **dict.fromkeys(without, "to come")}
     listed = placement_of(msgspec.structs.replace(progress, engine_addresses=to_come), following, results).restore
-    if not without or listed is None or listed.step <= found:
+    if listed is None or listed.step <= found:
         return None
-    until = max(record.created_at for record in progress.commands) + _ENGINE_WAIT_S
+    # From the newest answer on. A host's clock may be wrong; the action's own deadline ends the wait all the same.
+    answered = (max(record.created_at, record.update.at) for record in progress.commands if record.update is not None)
+    until = min(max(progress.watched_since, *answered), now) + _ENGINE_WAIT_S
+    needed = {source.host_id for sources in listed.sources.values() for source in sources} & set(without)
     if now >= until:
-        why = f"Step {listed.step} cannot be read: no checkpoint engine has an address on {names(without)}."
+        why = f"Step {listed.step} cannot be read: no checkpoint engine has an address on {names(sorted(needed))}."
         return end(progress, ActionEvent.FAILED, why)
     wake_at = min(now + _ENGINE_LOOK_S, until)
     return PlaybookStep(progress.phase, progress.state, attempt=progress.attempt, wake_at=wake_at)

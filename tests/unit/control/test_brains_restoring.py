@@ -178,6 +178,21 @@ def test_a_step_that_nobody_can_read_ends_the_action_and_is_not_passed_over() ->
     assert (step.state, step.placement) == (ActionState.FAILED, None)
 
 
+def test_the_wait_for_an_engine_begins_with_the_answer_and_not_while_the_supervisor_is_away() -> None:
+    progress = listed_before(LATE, {"a": "a:7", "c": "c:7"})
+    late = tuple(
+        msgspec.structs.replace(record, update=msgspec.structs.replace(record.update, at=NOW + 20.0))
+        for record in progress.commands
+        if record.update is not None
+    )
+    for waits in (
+        msgspec.structs.replace(progress, commands=late),  # the stop took long
+        msgspec.structs.replace(progress, watched_since=NOW + 20.0),
+    ):
+        assert advance(waits, NOW + 49.0).wake_at > NOW + 49.0
+        assert advance(waits, NOW + 50.0).state is ActionState.FAILED
+
+
 def test_an_engine_whose_copies_are_not_needed_is_not_awaited() -> None:
     progress = listed_before(LATE, {"a": "a:7", "c": "c:7"})
     stored_too = msgspec.structs.replace(
