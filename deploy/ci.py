@@ -118,8 +118,8 @@ def too_flaky(lines: Iterable[str], today: date) -> list[str]:
 
 
 def outcome_of(exit_code: int, output: Iterable[str], failed: frozenset[str]) -> Outcome:
-    """`output`: of make; `failed`: the tests that pytest kept as failed. Only a whole run judges the words that a golden
-    file holds and nobody says, and processor time."""
+    """`output`: of make; `failed`: the tests that pytest kept as failed. Only a whole run judges processor time, and
+    the words that a golden file holds and nobody says."""
     broken = re.compile(r"^ERROR \S+\.py( |$)|INTERNALERROR|Interrupted|no tests ran|run `make goldens`|^TOO DEAR")
     return Outcome(exit_code == 0, failed, is_whole=not any(broken.search(line) for line in output))
 
