@@ -154,6 +154,7 @@ def test_a_seed_without_some_of_its_faults_keeps_its_world_and_the_others(monkey
     assert ran == [part]
 
 
+@pytest.mark.processes
 def test_a_seed_gives_the_same_run_in_any_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the order of sets differs. One of the seeds is a fleet."""
     here = {result.tried for result in try_seeds((3, 4), jobs=1)}
