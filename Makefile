@@ -32,19 +32,19 @@ demo-mnist: $(EXAMPLES) ## an ordinary script with flyball.save and flyball.load
 	@$(BIN)/python examples/mnist_killed.py
 
 # Ring 1: in process, with SQLite, memory and folders. A test that starts a process or asks a server fails here.
-test: $(DEV) ## ring 1, in process: the first answer (under 4 minutes on two cores)
+test: $(DEV) ## ring 1, in process: the first answer (3 minutes)
 	$(PYTEST) -m "not processes and not proof and $(HERE)" $(RING_1) $(AGAIN)
 RING_1 := tests/architecture tests/unit tests/property tests/simulation tests/conformance tests/corruption
 
 # Ring 2: what starts our processes, or asks MariaDB, Redis, S3, a browser.
-processes: $(DEV) ## ring 2, processes and servers, one at a time per core (9 minutes)
+processes: $(DEV) ## ring 2, processes and servers, one at a time per core (8 minutes)
 	$(PYTEST) -m "processes and $(HERE)" tests $(AGAIN)
 
 # Ring 3: whole clusters whose processes, services and databases are killed; the command line's flows from start to end; what
 # the other rings have a part of: simulated clusters, kills, slot histories; the demo; the benchmarks at their smallest (those
 # of DCP, of resharding, of trust and of goodput under faults with -m slow).
 proofs: JOBS ?= 4
-proofs: $(DEV) ## ring 3, whole clusters that are killed again and again, flows, benchmarks (16 minutes)
+proofs: $(DEV) ## ring 3, whole clusters that are killed again and again, flows, benchmarks (12 minutes)
 	$(PYTEST) -m "proof and not slow" tests/integration tests/corruption tests/simulation tests/property $(AGAIN)
 
 # On a real RDMA stack: two virtual machines, each with a Soft-RoCE device, are two hosts. Without qemu or apt it says so.

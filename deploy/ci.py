@@ -37,11 +37,11 @@ RUN_AGAIN: Final = "AGAIN=-n 0 --last-failed --last-failed-no-failures none"
 USUAL_S: Final[Mapping[str, float]] = {
     "lint": 90,
     "docs": 40,
-    "test": 170,
-    "processes": 420,
-    "first-hour": 220,
-    "proofs": 950,
-    "test-integrations": 200,
+    "test": 165,
+    "processes": 480,
+    "first-hour": 215,
+    "proofs": 720,
+    "test-integrations": 180,
     "test-rdma": 300,
     "test-compose": 180,
 }
