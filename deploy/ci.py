@@ -19,7 +19,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -117,11 +117,15 @@ def too_flaky(lines: Iterable[str], today: date) -> list[str]:
     return wrong
 
 
-def outcome_of(exit_code: int, output: Iterable[str], failed: frozenset[str]) -> Outcome:
-    """`output`: of make; `failed`: the tests that pytest kept as failed. Only a whole run judges processor time, and
+def outcome_of(exit_code: int, output: Sequence[str], kept: Iterable[str] = ()) -> Outcome:
+    """`output`: of make; `kept`: the tests that pytest keeps as failed, if it does (in a virtual machine it does not, and
+    the whole target runs again). Only a whole run judges processor time, and
     the words that a golden file holds and nobody says."""
     broken = re.compile(r"^ERROR \S+\.py( |$)|INTERNALERROR|Interrupted|no tests ran|run `make goldens`|^TOO DEAR")
-    return Outcome(exit_code == 0, failed, is_whole=not any(broken.search(line) for line in output))
+    named = (re.search(r"(?:FAILED|ERROR) (tests/\S+::.*?)(?: - |$)", line.rstrip()) for line in output)
+    failed = frozenset(kept) or frozenset(found[1] for found in named if found)
+    is_whole = not any(broken.search(line) for line in output)
+    return Outcome(exit_code == 0, failed if exit_code else frozenset(), is_whole)
 
 
 def make(target: str, again: bool) -> Outcome:
@@ -138,8 +142,7 @@ def make(target: str, again: bool) -> Outcome:
         print(line, end="", flush=True)
         lines.append(line)
     code = process.wait()
-    failed = json.loads(LAST_FAILED.read_text()) if LAST_FAILED.exists() else {}
-    return outcome_of(code, lines, frozenset(failed) if code else frozenset())
+    return outcome_of(code, lines, json.loads(LAST_FAILED.read_text()) if LAST_FAILED.exists() else ())
 
 
 def main() -> int:

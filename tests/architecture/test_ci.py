@@ -88,7 +88,15 @@ def test_nothing_else_runs_again(outcome: object) -> None:
     ],
 )
 def test_what_pytest_says_tells_whether_all_tests_began(line: str, is_whole: bool) -> None:
-    assert ci.outcome_of(1, [line], frozenset({"a::t"})) == ci.Outcome(False, frozenset({"a::t"}), is_whole)
+    assert ci.outcome_of(1, [line], ["a::t"]) == ci.Outcome(False, frozenset({"a::t"}), is_whole)
+
+
+def test_where_pytest_keeps_nothing_its_lines_name_what_failed() -> None:
+    """`make test-rdma` runs it in a virtual machine."""
+    line = "vm0| FAILED tests/rdma/test_slot_transfers.py::test_a_slot[64 MiB] - flyball.contracts.errors.Unreachable\n"
+    failed = frozenset({"tests/rdma/test_slot_transfers.py::test_a_slot[64 MiB]"})
+    assert ci.outcome_of(1, ["vm0| 46 passed\n", line]) == ci.Outcome(False, failed)
+    assert ci.outcome_of(0, ["vm0| 47 passed\n"]) == PASSED
 
 
 def test_a_list_of_flaky_tests_is_short_and_young() -> None:
