@@ -118,8 +118,9 @@ def too_flaky(lines: Iterable[str], today: date) -> list[str]:
 
 
 def outcome_of(exit_code: int, output: Sequence[str], kept: Iterable[str] = ()) -> Outcome:
-    """`output`: of make. `kept`: the tests that pytest keeps as failed; in a virtual machine it keeps none, and the whole
-    target runs again. Only a whole run judges processor time, and the words that a golden file holds and nobody says."""
+    """`output`: of make. `kept`: the tests that pytest keeps as failed; in a virtual machine it keeps none, and the
+    whole target runs again. Only a whole run judges processor time, and words that a golden file holds and nobody says.
+    """
     broken = re.compile(r"^ERROR \S+\.py( |$)|INTERNALERROR|Interrupted|no tests ran|run `make goldens`|^TOO DEAR")
     named = (re.search(r"^(?:vm\d+\| )?(?:FAILED|ERROR) (tests/\S+::.*?)(?: - |$)", line.rstrip()) for line in output)
     failed = frozenset(kept) or frozenset(found[1] for found in named if found)
