@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import tomllib
 from pathlib import Path
@@ -51,6 +52,8 @@ class Bill:
 
     @property
     def too_dear(self) -> list[str]:
+        if os.environ.get("MUTANT_UNDER_TEST"):  # mutmut counts the calls of each function: another cost
+            return []
         return [name for name in self._first if self._costs[name] > self._limit_s]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
