@@ -17,7 +17,7 @@ PYTEST   = $(BIN)/pytest -n $(or $(JOBS),2) --dist loadfile --no-loadscope-reord
 # What pyproject.toml leaves out: pytest forgets that as soon as there is an -m.
 HERE    := not slow and not first_hour and not rdma and not frameworks and not compose and not gpu
 
-.PHONY: help demo demo-mnist test processes proofs test-integrations test-rdma test-rdma-faults test-rdma-job bench-rdma test-gpu test-compose pictures goldens mutants lint hooks docs first-hour setup wheel clean
+.PHONY: help demo demo-mnist test processes proofs corpus test-integrations test-rdma test-rdma-faults test-rdma-job bench-rdma test-gpu test-compose pictures goldens mutants lint hooks docs first-hour setup wheel clean
 .DEFAULT_GOAL := demo
 
 help: ## this list
@@ -43,9 +43,13 @@ processes: $(DEV) ## ring 2, processes and servers, one at a time per core (8 mi
 # Ring 3: whole clusters whose processes, services and databases are killed; the command line's flows from start to end; what
 # the other rings have a part of: simulated clusters, kills, slot histories; the demo; the benchmarks at their smallest (those
 # of DCP, of resharding, of trust and of goodput under faults with -m slow).
-proofs: JOBS ?= 4
+proofs: JOBS ?= 3
 proofs: $(DEV) ## ring 3, whole clusters that are killed again and again, flows, benchmarks (12 minutes)
-	$(PYTEST) -m "proof and not slow" tests/integration tests/corruption tests/simulation tests/property $(AGAIN)
+	$(PYTEST) -m "proof and not slow" tests/integration tests/first_contact tests/corruption tests/simulation tests/property tests/capture_corpus $(AGAIN)
+
+# The proofs have each fourth of these, with three kills.
+corpus: $(DEV) ## loops that write behind the engine's back, each killed ten times (25 minutes)
+	FLYBALL_CORPUS=all $(PYTEST) --dist load -m proof tests/capture_corpus $(AGAIN)
 
 # On a real RDMA stack: two virtual machines, each with a Soft-RoCE device, are two hosts. Without qemu or apt it says so.
 RDMA_VM = $(BIN)/python deploy/rdma_vm.py --boot-deadline-s 300

@@ -41,6 +41,8 @@ from flyball.contracts.clock import SystemClock  # noqa: E402
 from flyball.contracts.errors import Conflict  # noqa: E402
 from services.api.app import create_app  # noqa: E402
 from services.assembly import Assembly  # noqa: E402
+from services.rules.engine_keys import EngineKeyring  # noqa: E402
+from services.rules.grant_seals import GrantSeals  # noqa: E402
 from services.runtime.claim import PARTS  # noqa: E402
 from services.runtime.health import Health  # noqa: E402
 from services.runtime.http.auth import Authenticator  # noqa: E402
@@ -137,7 +139,9 @@ def main() -> int:
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings(state_dir=Path(folder), database_url=wanted.database, max_requests_per_s=0.0)
-        assembly = Assembly(settings, frozenset(PARTS), SystemClock())
+        assembly = Assembly(
+            settings, frozenset(PARTS), SystemClock(), GrantSeals("a benchmark"), EngineKeyring("a benchmark")
+        )
         try:
             prepare(assembly.db, wanted.hosts, wanted.signals, keeps=wanted.keep)
             try:

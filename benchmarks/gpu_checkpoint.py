@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ckpt_engine.slots.rank_segments import RankSegments
-from flyball.contracts.checkpoints import CaptureMode, CheckpointSpec, LineageEntry, branch
+from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, branch
 from flyball.contracts.on_host.segments import rank_segment
 from flyball.sdk.trainer import Job
 from flyball.sdk.worker_identity import WorkerIdentity
@@ -119,22 +119,22 @@ class Measurement:
             plain_s = seconds(lambda reads=reads_loss: self.train(saves=False, reads_loss=reads))
             saving_s = seconds(lambda reads=reads_loss: self.train(saves=True, reads_loss=reads))
             self.note(f"training step{suffix}", plain_s / STEPS)
-            self.note(f"lazy save: the call{suffix}", self.called_s)
+            self.note(f"save: the call{suffix}", self.called_s)
             assert self.job.wait_until_finished(WAIT_S) and not self.handle.error, self.handle.error
-            self.note(f"lazy save: waited for later{suffix}", self.handle.waited_s)
-            self.note(f"lazy save: training lost{suffix}", saving_s - plain_s)
+            self.note(f"save: waited for later{suffix}", self.handle.waited_s)
+            self.note(f"save: training lost{suffix}", saving_s - plain_s)
         self.training.step()
         torch.cuda.synchronize()
         began_s = time.perf_counter()
         self._save()
         assert self.job.wait_captured(WAIT_S)
-        self.note("lazy save: until it is in the slot", time.perf_counter() - began_s)
+        self.note("save: until it is in the slot", time.perf_counter() - began_s)
         assert self.job.wait_until_finished(WAIT_S)
-        self.note("lazy save: until it is committed", time.perf_counter() - began_s)
-        capturer = self.job._engine._capturer
-        capturer.lazy = False
-        self.note("blocking save", seconds(self._save))
-        capturer.lazy = True
+        self.note("save: until it is committed", time.perf_counter() - began_s)
+        streams = self.job._engine._capturer._streams
+        streams.room = lambda device: 0
+        self.note("save without room for a snapshot", seconds(self._save))
+        del streams.room
         assert self.job.wait_until_finished(WAIT_S)
 
     def restore(self, repeats: int) -> None:
@@ -170,7 +170,7 @@ def remove_segments(name: str) -> None:
 
 def measure(size_bytes: int, repeats: int) -> dict[str, object]:
     prefix = f"/dev/shm/flyball-gpu-benchmark-{uuid.uuid4().hex[:12]}"
-    spec = CheckpointSpec(save_timeout_s=WAIT_S, restore_timeout_s=WAIT_S, capture=CaptureMode.LAZY)
+    spec = CheckpointSpec(save_timeout_s=WAIT_S, restore_timeout_s=WAIT_S)
     lineage = (LineageEntry(1),)
     identity = WorkerIdentity("benchmark", 1, 0, 1, 1, "", prefix, "", None, spec, lineage)
     try:

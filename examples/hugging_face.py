@@ -5,7 +5,7 @@
     flyball inject kill --job counts --rank 1                        in another shell: a second later it trains on
 
 Everything that Flyball needs is the import and the line with `FlyballTrainerCallback`. The folder OUTPUT then has the
-weights and the history of the losses, which are the same to the last bit, killed or not.
+Trainer's checkpoints, the weights and the history of the losses, which are the same to the last bit, killed or not.
 """
 
 import sys
@@ -36,7 +36,7 @@ def main(output: str = "counts") -> None:
         per_device_train_batch_size=2,
         max_steps=250,
         logging_steps=3,
-        save_strategy="no",
+        save_steps=50,
         report_to=[],
         use_cpu=True,
         ddp_find_unused_parameters=True,  # keeps the order in which gradients are added: see train_gpt.py

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO, cast
 
 _LIBRARIES = (("structlog", ("rich", "rich.console", "rich.pretty", "rich.traceback")), ("httpx", ("httpx._main",)))
 _PR_SET_PDEATHSIG = 1
+MOST_LOG_BYTES = 16 << 20
+OLD_LOGS_KEPT = 3
 
 
 def import_lean(*libraries: str) -> None:
@@ -54,8 +58,9 @@ def end_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
 
 
-def log_to_stderr() -> None:
-    """Log one JSON object per line to stderr; the parent process decides where that goes."""
+def log_to_stderr(stderr: object | None = None) -> None:
+    """Log one JSON object per line to stderr; the parent process decides where that goes. `stderr`: a text stream in
+    its place."""
     import logging
 
     import structlog
@@ -69,9 +74,59 @@ def log_to_stderr() -> None:
             structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),  # one write per line: a kill leaves no half line
+        logger_factory=structlog.WriteLoggerFactory(
+            cast("TextIO", stderr or sys.stderr)
+        ),  # one write per line: a kill leaves no half line
         cache_logger_on_first_use=True,
     )
+
+
+class RotatedStderr:
+    """The stderr of a process whose parent opened a log for it: rotates that file, as others, and strangers, have a say
+    in how much is logged. A text stream. One caller at a time, as structlog's loggers of one file take turns."""
+
+    def __init__(
+        self, path: Path, stderr: TextIO, *, most_bytes: int = MOST_LOG_BYTES, standard: tuple[int, ...] = (1, 2)
+    ) -> None:
+        """`path` is rotated once it has `most_bytes`, if `stderr` writes to it; `standard`: the descriptors that do."""
+        self._path = path
+        self._stderr = stderr
+        self._most_bytes = most_bytes
+        self._standard = standard
+
+    def write(self, text: str) -> int:
+        written = self._stderr.write(text)
+        self._stderr.flush()
+        try:
+            self._rotate_if_large()
+        except OSError:  # a full disk, or a folder that is gone: the log goes on where it is
+            return written
+        return written
+
+    def flush(self) -> None:
+        self._stderr.flush()
+
+    def _rotate_if_large(self) -> None:
+        number = self._stderr.fileno()
+        mine = os.fstat(number)
+        if mine.st_size < self._most_bytes:
+            return
+        named = self._path.stat()
+        if (named.st_dev, named.st_ino) != (mine.st_dev, mine.st_ino):
+            return
+        for age in range(OLD_LOGS_KEPT, 0, -1):
+            older = self._aged(age - 1)
+            if older.exists():
+                older.replace(self._aged(age))
+        new = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            for standard in self._standard:
+                os.dup2(new, standard)
+        finally:
+            os.close(new)
+
+    def _aged(self, age: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.{age}") if age else self._path
 
 
 @contextmanager

@@ -28,7 +28,7 @@ def set_title(label: str, words: Sequence[str]) -> None:
     try:
         from setproctitle import setproctitle
 
-        setproctitle(f"{PREFIX}{label}: {shlex.join(words)}")
+        setproctitle(f"{PREFIX}{label}: {shlex.join(words)}".encode(errors="backslashreplace").decode())
     except ImportError:  # not built for this platform: ps shows the command line
         return
     finally:

@@ -67,6 +67,8 @@ class Steps(msgspec.Struct, frozen=True):
 class GoodputReport(msgspec.Struct, frozen=True):
     """The measures of one job over [started_at, ended_at]; ratios are None when no time has passed.
 
+    elapsed_s = ended_at - started_at - not_running_s
+
     goodput = useful / elapsed
     ettr    = (useful + evaluation + checkpoint_blocked + data_wait + straggler) / elapsed
     mttr_s  = mean over incidents of (first step after it - its fault)
@@ -109,6 +111,7 @@ class GoodputReport(msgspec.Struct, frozen=True):
     mfu: float | None = None  # while the job trained
     productivity: Productivity | None = None
     recommendation: Recommendation | None = None
+    not_running_s: float = 0.0  # the job had ended, and was submitted again: in no category, and not in elapsed_s
 
 
 class Analysis(msgspec.Struct, frozen=True):
@@ -146,7 +149,7 @@ def analysis_of(history: History, options: AccountOptions | None = None) -> Anal
 
 
 def _report(history: History, line: Timeline, options: AccountOptions) -> GoodputReport:
-    elapsed_s = line.end - line.start
+    elapsed_s = line.end - line.start - line.not_running_s
     gpus = history.world_size if options.gpus is None else options.gpus
     price = Price(gpus=gpus, gpu_hour_price=options.gpu_hour_price)
     seconds = seconds_by_category(line.intervals)
@@ -204,6 +207,7 @@ def _report(history: History, line: Timeline, options: AccountOptions) -> Goodpu
         ettr_window=ettr_window,
         mfu=mfu,
         productivity=productivity(seconds, elapsed_s, program),
+        not_running_s=line.not_running_s,
         recommendation=recommendation_for(
             history,
             executed,

@@ -10,6 +10,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from flyball.batch_step import block_term, ignore_warnings, is_batch_step, lead_step, leader_of
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import FlyballError
 from flyball.process_start import import_lean, without_collector
@@ -26,10 +27,15 @@ if TYPE_CHECKING:
 
 def main() -> int:
     """Run until SIGTERM. Returns 0, or the exit code of the error that prevented it."""
+    if leader_of(os.environ):
+        block_term()
+    elif is_batch_step(os.environ):
+        lead_step(os.environ)
+        ignore_warnings()
     try:
         settings = parse_settings(sys.argv[1:])
-        state_dir = HostStateDir(settings.state_dir)
-        state_dir.open()
+        state_dir = HostStateDir(settings.state_dir, settings.worker_user)
+        state_dir.open(settings.host_id)
         check_host(settings)
         manager = ServiceManager(os.environ, SystemClock())  # before child processes inherit its variables
         _run(settings, state_dir, _start_standby(settings, state_dir), manager)
@@ -42,9 +48,11 @@ def main() -> int:
 def _start_standby(settings: DaemonSettings, state_dir: HostStateDir) -> StartedSpawner | None:
     if not settings.warm_nproc:
         return None
-    environment = expected_environment(os.environ, settings.warm_nproc)
+    user = settings.worker_user
+    environment = expected_environment(os.environ | (user.environment() if user else {}), settings.warm_nproc)
+    log_path, root = state_dir.spawner_log, state_dir.root
     try:
-        return start_spawner(environment=environment, log_path=state_dir.spawner_log, state_dir=state_dir.root)
+        return start_spawner(environment=environment, log_path=log_path, state_dir=root, user=user)
     except OSError:  # the agent tries again, and logs the cause
         return None
 

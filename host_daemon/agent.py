@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import signal
 import uuid
 from collections.abc import Callable, Coroutine
@@ -12,11 +13,13 @@ from functools import partial
 
 import structlog
 
+from flyball.batch_step import leader_of, take_term
 from flyball.contracts.clock import Clock
-from flyball.contracts.decisions import Command, CommandResult
+from flyball.contracts.decisions import Command, CommandBatch, CommandResult
 from flyball.contracts.errors import DaemonSuperseded, FlyballError, StorageFull
+from flyball.contracts.on_host.engine_wire import EngineReply
 from flyball.contracts.on_host.segments import shm_prefix
-from flyball.contracts.reports.signals import STORE_ENDED, EngineRestarted, SignalBody, WorkerExited, WorkerStartFailed
+from flyball.contracts.reports.signals import STORE_ENDED, SignalBody, WorkerExited, WorkerStartFailed
 from flyball.contracts.reports.succession import MAX_PREDECESSORS
 from host_daemon.checks.host_check import HostChecker
 from host_daemon.engine.engine_client import EngineClient
@@ -26,6 +29,7 @@ from host_daemon.kernel.free_ports import FreePorts
 from host_daemon.kernel.oom_kills import OomKills
 from host_daemon.kernel.processes import ExitStatus, become_subreaper
 from host_daemon.kernel.reaper import Reaper
+from host_daemon.kernel.worker_reads import NotReadable, WorkerReads
 from host_daemon.link.cluster_clock import ClusterClock
 from host_daemon.link.http_client import Endpoints, SupervisorClient
 from host_daemon.link.log_reading import LogReading
@@ -57,7 +61,7 @@ from host_daemon.workers.workers import Worker, WorkerTable
 BEACON_INTERVAL_S = 0.05
 ACTIVITY_INTERVAL_S = 0.5
 LAST_REPORT_TIMEOUT_S = 2.0
-ENGINE_MEET_S = 30.0
+ENDING_WITHIN_S = 10.0  # to read why a worker ended; that it did is reported in any case
 HASTY_GRACE_S = 5.0  # for workers once the time to leave is up: whoever sent SIGTERM is about to send SIGKILL
 INCARNATIONS_FACT = "incarnations"  # newest first
 
@@ -85,12 +89,18 @@ class Agent:
         self._records = WorkerRecords(self._database)
         self._outbox = SignalOutbox(self._database, clock, source=settings.host_id, incarnation=incarnation)
         self._book = ConditionBook(self._facts, self._outbox)
-        self._beacons = Beacons(shm_prefix=prefix, clock=clock)
+        user = settings.worker_user
+        self._beacons = Beacons(shm_prefix=prefix, clock=clock, user=user)
         self._reaper = Reaper()
         self._oom_kills = OomKills(clock)
         self._workers = WorkerTable(records=self._records, reaper=self._reaper, clock=clock, on_exit=self._worker_ended)
         self._standbys = Standbys(
-            state_dir=state_dir.root, log_path=state_dir.spawner_log, reaper=self._reaper, clock=clock, started=spawner
+            state_dir=state_dir.root,
+            log_path=state_dir.spawner_log,
+            reaper=self._reaper,
+            clock=clock,
+            user=user,
+            started=spawner,
         )
         self._http = SupervisorClient(
             Endpoints(settings.sensor_urls, settings.host_id, clock),
@@ -98,6 +108,7 @@ class Agent:
             lambda: read_token_file(settings.token_file, settings.host_id).token,
             settings.tls,
         )
+        self._log_reading = LogReading(settings.host_id, state_dir, self._http)
         ports = FreePorts()
         self._terminals = Terminals(state_dir, self._reaper)
         engine_client = EngineClient(state_dir.engine_socket)
@@ -106,8 +117,9 @@ class Agent:
             state_dir,
             engine_client,
             clock,
-            on_restart=self._engine_restarted,
-            on_status=lambda status: self._reporter.note_engine(status),  # noqa: PLW0108 - it is made below
+            on_restart=self._signal,
+            on_status=self._note_engine,
+            on_trouble=self._note_engine_trouble,
         )
         self._reporter = Reporter(
             settings,
@@ -143,6 +155,7 @@ class Agent:
             ports=ports,
             checker=HostChecker(settings.host_id, state_dir.root, self._reaper, ports),
             peer_key=lambda: read_token_file(settings.token_file, settings.host_id).peer_key,
+            environ=os.environ | (user.environment() if user else {}),
         )
         journal = CommandJournal(self._database)
         self._allegiance = Allegiance(
@@ -165,7 +178,7 @@ class Agent:
             allegiance=self._allegiance,
             clock=clock,
             handler=self._carry_out,
-            take_log_requests=LogReading(settings.host_id, state_dir, self._http).take,
+            take_beside=self._take_beside,
             refusals=RefusedPolls(clock, settings.report_interval_s),
         )
         self._leaving = Leaving(
@@ -194,6 +207,7 @@ class Agent:
             clock=clock,
             wake=self._reporter.wake,
         )
+        self._ending_reads = WorkerReads()
         self._incarnation = incarnation
         self._superseded: DaemonSuperseded | None = None
         self._warm_nproc = settings.warm_nproc
@@ -207,8 +221,12 @@ class Agent:
         """
         end_requested, at_once = asyncio.Event(), asyncio.Event()
 
+        leader = leader_of(os.environ)
+
         def note(number: signal.Signals) -> None:
-            if number is signal.SIGINT or end_requested.is_set():
+            # A batch system repeats SIGTERM, and ends nothing the sooner for it.
+            is_repeated = end_requested.is_set() and not (leader and number is signal.SIGTERM)
+            if number is signal.SIGINT or is_repeated:
                 at_once.set()
             end_requested.set()
 
@@ -220,8 +238,11 @@ class Agent:
                 at_once.set()
                 end_requested.set()
 
+        loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, note, number)
+            loop.add_signal_handler(number, note, number)
+        if leader and leader != os.getpid():
+            take_term(leader.__eq__, lambda: loop.call_soon_threadsafe(note, signal.SIGTERM))
         become_subreaper()
         self._reaper.start()
         await self._take_over()
@@ -240,7 +261,6 @@ class Agent:
                     self._watch_activity(),
                     self._notices.run(),
                     self._watch_conditions(),
-                    self._meet_engine(),
                     self._control.complete_ends(),
                 )
             ]
@@ -320,6 +340,11 @@ class Agent:
         finally:
             self._reporter.wake()  # ranks, copies and the free port have changed
 
+    def _take_beside(self, batch: CommandBatch) -> None:
+        self._log_reading.take(batch.log_requests)
+        if batch.keys.answer:
+            self._engine.keys = batch.keys
+
     async def _signal(self, body: SignalBody) -> None:
         await self._outbox.put(body)
         self._reporter.wake()
@@ -356,7 +381,12 @@ class Agent:
             await self._terminals.drained(job, generation)  # the end of its output may show the cause
             was_killed = status.signal_number == signal.SIGKILL
             kernel = await self._oom_kills.line_about(record.pid) if was_killed else ""
-            ending = read_ending(worker.error_file, worker.log_path, status, kernel)
+            # In a thread: both files are the script's, and searching them takes as long as it likes.
+            read = partial(read_ending, worker.error_file, worker.log_path, status, kernel)
+            try:
+                ending = await self._ending_reads.read((job, generation, rank), read, timeout_s=ENDING_WITHIN_S)
+            except NotReadable as error:
+                _log.warning("worker_ending_not_readable", job=job, rank=rank, error=str(error))
         exited = WorkerExited(
             job=job,
             generation=generation,
@@ -376,14 +406,13 @@ class Agent:
         await self._outbox.put(exited, also=ended)
         self._reporter.wake()
 
-    async def _meet_engine(self) -> None:
-        """Configure an engine that an earlier daemon left: it may have missed the last change. Harmless if repeated."""
-        if await self._engine.wait_alive(ENGINE_MEET_S):
-            await self._control.configure_engine()
+    async def _note_engine(self, status: EngineReply) -> None:
+        await self._reporter.note_engine(status)
+        await self._control.supply_engine(status)
 
-    async def _engine_restarted(self, body: EngineRestarted) -> None:
-        await self._signal(body)
-        await self._control.configure_engine()
+    async def _note_engine_trouble(self, trouble: str) -> None:
+        if await self._book.note("engine", "engine-unreadable", trouble, self._clock.wall_s()):
+            self._reporter.wake()
 
     async def _watch_beacons(self) -> None:
         """Take new steps, and record how late the event loop was."""
@@ -404,4 +433,5 @@ class Agent:
             if self._beacons.see(seen):
                 self._reporter.wake()
             await self._oom_kills.look()
+            await self._reporter.look_at_saves(self._control.specs())
             await asyncio.sleep(ACTIVITY_INTERVAL_S)

@@ -17,6 +17,7 @@ from flyball.contracts.credentials import HostCredential, read_credential
 from flyball.contracts.errors import ConfigurationError, UsageError
 from flyball.contracts.identity import check_name
 from flyball.contracts.on_host.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE
+from flyball.worker_user import WorkerUser, find_worker_user
 
 MAX_LABEL_LENGTH = 128  # the limit of a report
 CONDITIONS_FOLDER = "conditions"  # in the state folder
@@ -46,6 +47,7 @@ class DaemonSettings(msgspec.Struct, frozen=True):
     metadata_url: str = ""  # of that service, if it is not at the usual address
     node_name: str = ""  # of the Kubernetes node that this pod runs on; '': not known
     kubernetes_url: str = ""  # of the API server; '': not in a pod
+    worker_user: WorkerUser | None = None  # whose the workers are; None: the daemon's user's
     warm_nproc: int = 0  # keep a standby ready for jobs of this many workers per host, before one comes; 0: none
 
     def __repr__(self) -> str:
@@ -69,6 +71,7 @@ VALUE_FLAGS = (
     ("conditions-dir", "folder in which others report conditions of this host (default: conditions, in --state-dir)"),
     ("cloud-notices", "watch the metadata service of aws, gce or azure for the end of this host"),
     ("metadata-url", "that service's address, if it is not the usual one"),
+    ("worker-user", "user that workers run as; needs a daemon that runs as root"),
     ("warm-nproc", "keep a warm standby for jobs of this many workers per host, before one comes; 0: none"),
 )
 URL_FLAGS = (
@@ -124,6 +127,7 @@ def parse_settings(arguments: Sequence[str], environ: Mapping[str, str] = os.env
         node_name=environ.get("NODE_NAME", ""),
         kubernetes_url=_kubernetes(environ),
         shm_dir=environ.get(SHM_DIR_VARIABLE) or DEFAULT_SHM_DIR,
+        worker_user=find_worker_user(given.worker_user or ""),
         warm_nproc=_count(given.warm_nproc or "0"),
     )
 

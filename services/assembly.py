@@ -26,6 +26,8 @@ from services.bus.messaging import Messaging
 from services.controller.loop import ControllerLoop
 from services.controller.round.diagnosis import CAUSES
 from services.rehearsing import Rehearsals, stores_of
+from services.rules.engine_keys import EngineKeyring
+from services.rules.grant_seals import GrantSeals
 from services.runtime.claim import PARTS
 from services.runtime.event_metrics import EventMetrics
 from services.runtime.health import Check, Health
@@ -47,7 +49,7 @@ from services.store.decisions.decision_store import SqlDecisionStore
 from services.store.decisions.standing_store import SqlStandings
 from services.store.read.closed_incidents import SqlClosedIncidents
 from services.store.read.escalations import SqlEscalations
-from services.store.reports.placements import SqlPlacements
+from services.store.reports.placements import SqlPlacements, engine_addresses
 from services.store.reports.stands import SqlStands
 from services.store.reports.status_store import SqlStatusStore
 from services.store.retention.sweep import Sweeper
@@ -67,12 +69,16 @@ MAX_STREAMS = 64  # each holds a connection and polls the event log
 class Assembly:
     """The objects of one supervisor, wired together."""
 
-    def __init__(self, settings: Settings, parts: frozenset[str], clock: Clock) -> None:
+    def __init__(
+        self, settings: Settings, parts: frozenset[str], clock: Clock, seals: GrantSeals, keyring: EngineKeyring
+    ) -> None:
         self.db = Database(settings.resolved_database_url)
         self.loops: list[LoopThread] = []
         self.checks: dict[str, Check] = {}
         self._settings = settings
         self._parts = parts
+        self._seals = seals
+        self._keyring = keyring
         self._clock = SharedClock(clock, self.db)
         self._metrics = Metrics()
         self.messaging = Messaging(
@@ -185,8 +191,9 @@ class Assembly:
             metrics=self._metrics,
         )
         self._add_loop("report-writer", writer.run)
-        self._background["expectations"] = lambda _: ingest.run_expectations(status.hosts_with_placement)
+        self._background["expectations"] = lambda _: ingest.run_expectations(status.expected_hosts)
         self._background["placements"] = lambda _: ingest.run_placements(SqlPlacements(self.db).read)
+        self._background["peer-addresses"] = lambda _: ingest.peer_addresses.run(partial(engine_addresses, self.db))
         self._background["learned"] = lambda _: ingest.run_learned(status.learn)
         self._background["vouches"] = lambda _: ingest.run_vouches(status.vouch)
         sensor = f"{self._instance}.{self._incarnation}"
@@ -199,7 +206,7 @@ class Assembly:
         self.checks["leader"] = self._leader_problem
         holder = f"{self._instance}#{self._incarnation}"
         loop = ControllerLoop(
-            store=SqlDecisionStore(self.db, self._clock),
+            store=SqlDecisionStore(self.db, self._clock, self._seals),
             bus=self.messaging.bus,
             wakeup=self._wakeup,
             clock=self._clock,
@@ -227,11 +234,12 @@ class Assembly:
         self._add_loop("sweeper", Sweeper(self.db, self._settings.retention_settings, self._clock, holder).run)
 
     def _build_actuator(self) -> HostDaemons:
-        store = SqlActionStore(self.db, self._clock)
+        store = SqlActionStore(self.db, self._clock, self._seals)
         self._add_loop("executor", Executor(store=store, wakeup=self._wakeup, clock=self._clock).run)
         daemons = HostDaemons(
             store=store,
             standings=SqlStandings(self.db, self._clock),
+            keyring=self._keyring,
             wakeup=self._wakeup,
             clock=self._clock,
             metrics=self._metrics,
@@ -252,7 +260,7 @@ class Assembly:
         )
         return ApiPart(
             stores=stores,
-            rehearsals=Rehearsals(self.db, self._settings.policy_settings, self._clock),
+            rehearsals=Rehearsals(self.db, self._settings.policy_settings, self._clock, self._seals),
             audit=SqlAuditLog(self.db, self._clock),
             events=self._events,
             streams=EventStreams(
@@ -279,7 +287,7 @@ class Assembly:
 
     def _database_problem(self) -> str:
         self._events.last()
-        return ""
+        return str(self.db.write_problem or "")
 
     def _leader_problem(self) -> str:
         with self.db.read() as connection:

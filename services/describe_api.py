@@ -19,6 +19,8 @@ from flyball.contracts.clock import SystemClock
 from services.api.app import create_app
 from services.api.description.reference import markdown, reference
 from services.assembly import Assembly
+from services.rules.engine_keys import EngineKeyring
+from services.rules.grant_seals import GrantSeals
 from services.runtime.claim import PARTS
 from services.runtime.health import Health
 from services.runtime.http.auth import Authenticator
@@ -32,7 +34,8 @@ def document() -> Json:
     """Return the OpenAPI document of a supervisor with all parts."""
     with tempfile.TemporaryDirectory() as folder:
         clock = SystemClock()
-        assembly = Assembly(Settings(state_dir=Path(folder)), frozenset(PARTS), clock)
+        settings, secret = Settings(state_dir=Path(folder)), "only described"
+        assembly = Assembly(settings, frozenset(PARTS), clock, GrantSeals(secret), EngineKeyring(secret))
         try:
             migrate(assembly.db)
             assembly.build()

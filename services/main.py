@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import ssl
 import sys
 import threading
@@ -20,14 +21,18 @@ import structlog
 from fastapi import FastAPI
 
 from flyball.contracts.clock import Clock, SystemClock
+from flyball.contracts.credentials import OPERATORS_FILE
 from flyball.contracts.errors import ConfigurationError, FlyballError, Unreachable
 from flyball.service_manager import ServiceManager
 from services.api.app import create_app
 from services.assembly import Assembly
+from services.rules.engine_keys import EngineKeyring
+from services.rules.grant_seals import GrantSeals
 from services.runtime.claim import PARTS, Claim, is_loopback, url_of
 from services.runtime.health import Health
 from services.runtime.http.auth import Authenticator
 from services.runtime.http.http_server import HttpServer
+from services.runtime.http.operators import Operators
 from services.runtime.loops import LoopThread
 from services.runtime.process import (
     allow_many_connections,
@@ -80,6 +85,11 @@ class Supervisor:
         return not is_whole or (self._server is not None and self._server.ended)
 
     @property
+    def write_problem(self) -> FlyballError | None:
+        """Why nothing can be stored, and so no fault answered; None if it can."""
+        return self._assembly.db.write_problem if self._assembly else None
+
+    @property
     def responds(self) -> bool:
         """Whether no part has failed, and the HTTP server's event loop has taken a turn since the last look."""
         return not self.failed and self._server is not None and self._server.turns()
@@ -112,7 +122,9 @@ class Supervisor:
         _set_up_logging(settings)
         self.token = settings.token.get_secret_value() or state_dir.token()
         former = settings.former_token.get_secret_value() or state_dir.former_token()
-        authenticator = Authenticator(self.token, [former] if former else [], settings.host_token_epochs)
+        formers = [former] if former else []
+        operators = Operators(settings.state_dir / OPERATORS_FILE)
+        authenticator = Authenticator(self.token, formers, settings.host_token_epochs, operators, self._clock)
         _check_tls(settings)
         self.url = url_of(listener, tls=settings.tls_cert_file is not None)
         if settings.tls_cert_file is None and not is_loopback(listener):
@@ -122,7 +134,8 @@ class Supervisor:
             )
 
         state_dir.make_private("flyball.sqlite")  # jobs may carry secrets in their environment
-        assembly = self._assembly = Assembly(settings, self._parts, self._clock)
+        seals, keyring = GrantSeals(self.token, formers), EngineKeyring(self.token)
+        assembly = self._assembly = Assembly(settings, self._parts, self._clock, seals, keyring)
         stack.callback(assembly.close)
         assembly.messaging.open()
         migrate(assembly.db)
@@ -131,6 +144,8 @@ class Supervisor:
         stack.callback(self._stop_loops)
         health = self._health = Health(loops=self._loops, checks=assembly.checks, clock=self._clock)
         self.app = create_app(assembly.dependencies(authenticator, health))
+        if "api" in self._parts:
+            self.app.state.ended_sessions.recall()
         self._server = HttpServer(
             self.app,
             listener,
@@ -147,9 +162,14 @@ class Supervisor:
         self._wait_until_ready(self._server, health)
 
         record = "supervisor" if "api" in self._parts else "-".join(sorted(self._parts))
-        state_dir.write_record(record, SupervisorRecord(url=self.url, pid=os.getpid()))
+        state_dir.write_record(record, self._record_of(listener))
         stack.callback(state_dir.remove_record, record)
         log.info("serving", url=self.url, parts=sorted(self._parts), database=assembly.db.name)
+
+    def _record_of(self, listener: socket.socket) -> SupervisorRecord:
+        tls = self._settings.tls_cert_file is not None
+        elsewhere = "" if is_loopback(listener) else url_of(listener, tls=tls, everywhere=socket.getfqdn())
+        return SupervisorRecord(self.url, os.getpid(), socket.gethostname(), elsewhere)
 
     def _wait_until_ready(self, server: HttpServer, health: Health) -> None:
         deadline_s = self._clock.monotonic_s() + self._settings.start_timeout_s

@@ -11,6 +11,7 @@ from services.api.acts import ApiStores
 from services.controller.policy import decide
 from services.controller.round.view import PolicySettings
 from services.record.codec import plain
+from services.rules.grant_seals import GrantSeals
 from services.store.decisions.condition_store import SqlConditionStore
 from services.store.decisions.decision_store import SqlDecisionStore
 from services.store.decisions.drain_store import SqlDrainStore
@@ -40,8 +41,9 @@ def stores_of(db: Database) -> ApiStores:
 class Rehearsals:
     """Thread-safe."""
 
-    def __init__(self, db: Database, settings: PolicySettings, clock: Clock) -> None:
+    def __init__(self, db: Database, settings: PolicySettings, clock: Clock, seals: GrantSeals) -> None:
         self._db = db
+        self._seals = seals
         self._settings = settings
         self._clock = clock
 
@@ -49,7 +51,7 @@ class Rehearsals:
         """Return what `work` returns, and what the controller would decide next. Changes nothing."""
         with rehearsal(self._db) as db:
             result = work(stores_of(db))
-            view = SqlDecisionStore(db, self._clock).load_view()
+            view = SqlDecisionStore(db, self._clock, self._seals).load_view()
         outcome = decide(view, (), self._settings, self._clock.wall_s())
         return result, [_planned(decision) for decision in outcome.decisions]
 

@@ -1,4 +1,4 @@
-"""Measures the cost of saves: lost training time (lazy), stall (blocking), steps beside a save, and memory."""
+"""Measures the cost of saves: the call, lost training time, steps beside a save, and memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from checkpoint_bench.measure import (
     STEP_TO_COPY,
     Options,
     PeakSampler,
-    forget_peak,
     interleaved,
-    peak_bytes,
     percentile,
+    private_bytes,
     progress,
     ratios,
     resident_bytes,
@@ -29,7 +28,7 @@ from checkpoint_bench.measure import (
 )
 from checkpoint_bench.state import MatmulTraining, Training
 from ckpt_engine.rules.slot_rules import slot_count
-from flyball.contracts.checkpoints import CaptureMode, CheckpointSpec
+from flyball.contracts.checkpoints import CheckpointSpec
 
 _MIN_ROWS, _MAX_ROWS = 64, 8192
 # A difference of two steps is noisier than a copy, so take as many pairs as these times allow.
@@ -41,10 +40,10 @@ _MAX_PAIRS = 300
 
 
 def measure_blocking(options: Options) -> dict[str, Any]:
-    """Measure how long `save` blocks the training thread in blocking mode, beside both copies of the same state."""
+    """Measure how long `save` blocks the training thread, beside both copies of the same state."""
     training = Training(options.state_bytes)
     buffer = SharedBuffer(training.tensors())
-    with cluster(1, CheckpointSpec(capture=CaptureMode.BLOCKING)) as engines:
+    with cluster(1, CheckpointSpec()) as engines:
         saver = Saver(engines.begin()[0], training.state)
         saver.warm_up(3)
 
@@ -68,7 +67,7 @@ def measure_blocking(options: Options) -> dict[str, Any]:
 
 
 def measure_lost(options: Options) -> dict[str, Any]:
-    """Measure the training time lost per save in lazy mode: save and step against a step alone, as neighbours.
+    """Measure the training time lost per save, with what the engine does after it: save and step against a step.
 
     The figure is for matrix products on one thread, which leave the second core free. Two more are reported: products
     of so few rows that memory limits them, which any memory copy slows down; and GPT on both cores. The machine's own
@@ -93,8 +92,7 @@ def _lost(
     torch.set_num_threads(threads)
     buffer = SharedBuffer(training.tensors())
     memcpy_s = statistics.median(buffer.memcpy_s() for _ in range(5))
-    lazy = CheckpointSpec(capture=CaptureMode.LAZY)
-    with ThreadPoolExecutor(1) as beside, cluster(1, lazy) as engines:
+    with ThreadPoolExecutor(1) as beside, cluster(1, CheckpointSpec()) as engines:
         saver = Saver(engines.begin()[0], training.state)
         saver.warm_up(3)
         rows = max(at_least_rows, rows_for(training, STEP_TO_COPY * memcpy_s))
@@ -120,13 +118,11 @@ def _lost(
             copy.result()
             return took_s
 
-        with_save()  # the first save finds the optimizer unwatched
-        calls_s.clear()
         pairs = max(options.repeats, min(_MAX_PAIRS, int(budget_s / (4 * _step_s(training, rows)))))
         found = interleaved(
             {"memcpy": buffer.memcpy_s, "step": alone, "step and save": with_save, "step and memcpy": with_memcpy},
             pairs,
-            what=f"lazy, {threads} thread(s)",
+            what=f"lost, {threads} thread(s)",
             between=gc.collect,
         )
         saver.job.close()
@@ -157,7 +153,7 @@ def measure_interference(options: Options) -> dict[str, Any]:
     memcpy_s = statistics.median(buffer.memcpy_s() for _ in range(5))
     del buffer
     disk = options.folder / "interference"
-    spec = CheckpointSpec(capture=CaptureMode.LAZY, disk_dir=str(disk), disk_every_steps=1)
+    spec = CheckpointSpec(disk_dir=str(disk), disk_every_steps=1)
     with cluster(1, spec) as engines:
         saver = Saver(engines.begin()[0], training.state)
         saver.warm_up(4, durable=True)
@@ -210,25 +206,25 @@ def rows_for(training: Training, wanted_s: float) -> int:
 
 
 def measure_extra(options: Options) -> dict[str, Any]:
-    """Measure peak memory of both processes with every local tier on: lazy saves to slot, peer and disk beside
+    """Measure peak memory of both processes with every local tier on: saves to slot, peer and disk beside
     training, then a restore.
 
-    The trainer's figure is the excess over its peak without saves, once its slots are resident. The engine's is all its
-    memory except the slots, interpreter included, for its one rank here. Page cache of the disk tier does not count.
+    The trainer's figure is the excess of its private memory: over its peak without saves, and, in the restore, over
+    what it had before. The engine's is all its memory
+    except the slots, interpreter included, for its one rank here. Page cache of the disk tier does not count.
     """
     torch.set_num_threads(1)
     training = Training(options.state_bytes)
     tier = options.folder / "disk-tier"
-    spec = CheckpointSpec(capture=CaptureMode.LAZY, disk_dir=str(tier), disk_every_steps=1)
+    spec = CheckpointSpec(disk_dir=str(tier), disk_every_steps=1)
     with cluster(2, spec) as engines:
         host = engines.hosts[0]
         slots = [f"{each.prefix}." for each in engines.hosts] + [str(tier)]
         steps = max(4, options.repeats)
         training.step(_TOKENS)
-        forget_peak()
-        for _ in range(steps):
-            training.step(_TOKENS)
-        before = peak_bytes(slots)
+        with PeakSampler(private_bytes) as before:
+            for _ in range(steps):
+                training.step(_TOKENS)
         jobs = engines.begin()
         saver, other = Saver(jobs[0], training.state), Saver(jobs[1], {"step": 0})
 
@@ -241,28 +237,27 @@ def measure_extra(options: Options) -> dict[str, Any]:
         with PeakSampler(lambda: resident_bytes(host.pid, slots)) as engine:
             for _ in range(slot_count(spec)):
                 save_beside_a_step()
-            forget_peak()
-            for _ in range(steps):
-                save_beside_a_step()
-            saving = peak_bytes(slots)
+            with PeakSampler(private_bytes) as saving:
+                for _ in range(steps):
+                    save_beside_a_step()
             restored = saver.next_step - 1
             for job in jobs:
                 job.close()
-            forget_peak()
-            jobs = engines.begin(restored, written_by=engines.generation)
-            jobs[0].restore(training.state)
-            restoring = peak_bytes(slots)
+            at_rest = private_bytes()
+            with PeakSampler(private_bytes) as restoring:
+                jobs = engines.begin(restored, written_by=engines.generation)
+                jobs[0].restore(training.state)
             jobs[1].restore(other.state)
         for job in jobs:
             job.close()
         receiver_peak = resident_bytes(engines.hosts[1].pid, slots)
-    trainer_mib = max(0, saving - before, restoring - before) / _MIB
+    trainer_mib = max(0, saving.peak - before.peak, restoring.peak - at_rest) / _MIB
     engine_mib = engine.peak / _MIB
     return {
         "extra_mib": trainer_mib + engine_mib,
         "trainer_mib": round(trainer_mib, 1),
-        "trainer_saving_mib": round((saving - before) / _MIB, 1),
-        "trainer_restoring_mib": round((restoring - before) / _MIB, 1),
+        "trainer_saving_mib": round((saving.peak - before.peak) / _MIB, 1),
+        "trainer_restoring_mib": round((restoring.peak - at_rest) / _MIB, 1),
         "engine_mib": round(engine_mib, 1),
         "receiving_engine_after_mib": round(receiver_peak / _MIB, 1),
     }

@@ -15,12 +15,13 @@ from checkpoint_bench.floors import DiskWrite, LoopbackTransfer, SharedBuffer
 from checkpoint_bench.measure import Options, interleaved, ratios, spread, wait_until
 from checkpoint_bench.state import Training
 from ckpt_engine.slots.rank_segments import RankSegments
-from flyball.contracts.checkpoints import CaptureMode, CheckpointSpec, Tier
+from flyball.contracts.checkpoints import CheckpointSpec, Tier
 from flyball.contracts.on_host.engine_wire import GetStatus
 from flyball.contracts.on_host.segments import rank_segment
 
 _READ_BYTES = 8 << 20
 _TIMEOUT_S = 120.0
+_MODEL_S = 0.5  # a worker imports torch and builds its model for longer
 
 
 def measure_durable(options: Options) -> dict[str, Any]:
@@ -29,7 +30,7 @@ def measure_durable(options: Options) -> dict[str, Any]:
     buffer = SharedBuffer(training.tensors())
     disk = DiskWrite(options.folder, buffer)
     tier = options.folder / "disk-tier"
-    spec = CheckpointSpec(capture=CaptureMode.BLOCKING, disk_dir=str(tier), disk_every_steps=1)
+    spec = CheckpointSpec(disk_dir=str(tier), disk_every_steps=1)
     with cluster(1, spec) as engines:
         saver = Saver(engines.begin()[0], training.state)
         saver.warm_up(4, durable=True)
@@ -75,7 +76,7 @@ def measure_peer(options: Options) -> dict[str, Any]:
     plain = LoopbackTransfer(buffer)
     plain.transfer_s()
     try:
-        with cluster(2, CheckpointSpec(capture=CaptureMode.BLOCKING)) as engines:
+        with cluster(2, CheckpointSpec()) as engines:
             return _peer(options, training, buffer, plain, engines)
     finally:
         plain.close()
@@ -131,16 +132,18 @@ def _peer(
 
 def measure_restore_memory(options: Options) -> dict[str, Any]:
     """Measure `job.restore` from a slot that survived. Each restore is a new generation with new mappings. The engine
-    has checked its slots before, as it has when a worker starts."""
+    has checked its slots before, as it has when a worker starts, and the slots are mapped while the model is built. A
+    second figure is of a worker that restores at once."""
     training = Training(options.state_bytes)
     buffer = SharedBuffer(training.tensors())
-    with cluster(1, CheckpointSpec(capture=CaptureMode.BLOCKING)) as engines:
+    with cluster(1, CheckpointSpec()) as engines:
         step, written_by, digest = _save_one(engines, training, durable=False)
 
-        def restore_s() -> float:
+        def restore_s(model_s: float = _MODEL_S) -> float:
             _spoil(training)
             (job,) = engines.begin(step, written_by=written_by)
             wait_until(lambda: _engine_is_ready(engines), "the engine's check of its slots")
+            time.sleep(model_s)
             began_s = time.perf_counter()
             _restore(job.restore(training.state), step)
             took_s = time.perf_counter() - began_s
@@ -148,9 +151,11 @@ def measure_restore_memory(options: Options) -> dict[str, Any]:
             _check(training, digest)
             return took_s
 
-        found = interleaved({"memcpy": buffer.memcpy_s, "restore": restore_s}, options.repeats, what="restore, memory")
+        timed = {"memcpy": buffer.memcpy_s, "restore": restore_s, "at once": lambda: restore_s(0.0)}
+        found = interleaved(timed, options.repeats, what="restore, memory")
     return {
         "restore_memory_ratio": spread(ratios(found["restore"], found["memcpy"])),
+        "at_once_ratio": spread(ratios(found["at once"], found["memcpy"])),
         "restore_s": spread(found["restore"]),
         "memcpy_s": spread(found["memcpy"]),
     }
@@ -165,7 +170,7 @@ def measure_restore_disk(options: Options) -> dict[str, Any]:
     training = Training(options.state_bytes)
     buffer = SharedBuffer(training.tensors())
     tier = options.folder / "disk-tier"
-    spec = CheckpointSpec(capture=CaptureMode.BLOCKING, disk_dir=str(tier), disk_every_steps=1)
+    spec = CheckpointSpec(disk_dir=str(tier), disk_every_steps=1)
     from_orders_s: list[float] = []
     with cluster(1, spec) as engines:
         step, written_by, digest = _save_one(engines, training, durable=True)

@@ -52,6 +52,24 @@ class AbandonedSteps:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptStep:
+    """What stays beside the step that a generation restored, until its first own step is complete: `step`, the newest
+    one that an earlier generation knew to be on all ranks and their peers. -1: there is none, or an own step is
+    complete.
+
+    The restored step may be newer, and its replicas may be on their way: a host that is lost in that moment takes it
+    with it. Until `is_sure`, when the coordinator has said which step, all older ones from there on stay: this host may
+    have missed the news of a newer one. With two slots a rank could save nothing then, so nothing stays.
+    """
+
+    step: int = -1
+    is_sure: bool = False
+
+
+NOTHING_KEPT = KeptStep()
+
+
+@dataclass(frozen=True, slots=True)
 class WorldWords:
     """The state of the world, written by the engine. Steps belong to `generation`; -1 means none."""
 
@@ -61,6 +79,7 @@ class WorldWords:
     step: int  # newest step committed, and replicated where configured, on all ranks
     abandoned: AbandonedSteps
     held: frozenset[int] = frozenset()  # being written by slow tiers, from their slots
+    kept: KeptStep = NOTHING_KEPT
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,14 @@ class HostGeneration:
         most = max((entry.world_size for entry in self.lineage), default=0)
         return (*self.local_ranks, *range(self.placement.world_size, most))
 
+    def host_of(self, rank: int) -> str:
+        """The host of a rank; '' if this host was not told."""
+        return self._hosts.get(rank, "")
+
+    @cached_property
+    def _hosts(self) -> dict[int, str]:
+        return {rank: host.host_id for host in self.placement.hosts for rank in host.ranks}
+
     @cached_property
     def replica_hosts(self) -> tuple[str, ...]:
         return peers.replica_hosts(self.placement, self.host_id) if self.configure.spec.replicas > 0 else ()
@@ -113,7 +121,7 @@ class WorldView:
         return self._present
 
     def learn(self, world: WorldStep) -> bool:
-        """Merge a message of the coordinator, first or second hand. Returns whether anything changed; nothing ever goes
+        """Merge a message of the coordinator. Returns whether anything changed; nothing ever goes
         back."""
         with self._lock:
             present = self._present
@@ -129,8 +137,20 @@ class WorldView:
             tiers = _newest(*present.tiers, *world.tiers)
             next_save = max(world.next_save, present.next_save)
             pace = max(world.pace, present.pace)
-            self._present = WorldStep(world.job, world.generation, world_step, abandoned, tiers, next_save, upto, pace)
+            is_sure = world.kept_is_sure or present.kept_is_sure
+            self._present = WorldStep(
+                *(world.job, world.generation, world_step, abandoned, tiers, next_save, upto, pace),
+                *(_kept(present, world), is_sure),
+            )
             return self._present != present
+
+
+def _kept(present: WorldStep, world: WorldStep) -> int:
+    """The step that stays beside the restored one: the coordinator's word counts, unless it does not know one. Nothing
+    stays once a newer step is complete."""
+    if world.world_step < present.world_step:
+        return present.kept
+    return world.kept if world.kept >= 0 or world.world_step > present.world_step else present.kept
 
 
 def _newest(*namings: TierNaming) -> tuple[TierNaming, ...]:

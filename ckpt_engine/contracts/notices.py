@@ -4,15 +4,17 @@ A notice is a hint that saves the engine from waiting. If a `Captured` is lost, 
 scan. If a `SaveAborted` is lost, the engine finds out when the rank has saved a newer step. A lost `SaveWaited` is not
 counted. If a `RestoreMoved` is lost, the engine finds out at its next scan. A `ReplayEqual` is followed by others; a
 `ReplayDiffered` that nobody takes is sent again.
+
+A script may send anything. Its types keep out of the engine's replies what their receivers would refuse as a whole.
 """
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from flyball.contracts.identity import JobName, Rank
+from flyball.contracts.identity import Duration, Generation, JobName, Rank, Step
 from flyball.contracts.reports.training_health import ReplayDiffers
 
 MAX_NOTICE_BYTES = 4096
@@ -22,13 +24,14 @@ MAX_MESSAGE_CHARS = 600  # in JSON a character takes up to six bytes
 
 
 class Captured(msgspec.Struct, frozen=True, tag="captured"):
-    """A slot holds a whole shard, ready to be hashed, committed and replicated."""
+    """A slot holds a whole shard, ready to be hashed, committed and replicated. Training stood for `copied_s`."""
 
     job: JobName
     rank: Rank
-    generation: int
-    step: int
-    slot: int
+    generation: Generation
+    step: Step
+    slot: Annotated[int, msgspec.Meta(ge=0, le=63)]
+    copied_s: Duration = 0.0
 
 
 class SaveAborted(msgspec.Struct, frozen=True, tag="save_aborted"):
@@ -36,19 +39,19 @@ class SaveAborted(msgspec.Struct, frozen=True, tag="save_aborted"):
 
     job: JobName
     rank: Rank
-    generation: int
-    step: int
+    generation: Generation
+    step: Step
     message: str
 
 
 class SaveWaited(msgspec.Struct, frozen=True, tag="save_waited"):
-    """Training waited for the save of `step`, for a slot or for the copy. Sent again once that exceeds LATE_S."""
+    """Training waited for the save of `step`, for a slot or for the transfer before it."""
 
     job: JobName
     rank: Rank
-    generation: int
-    step: int
-    waited_s: float
+    generation: Generation
+    step: Step
+    waited_s: Duration
 
 
 class RestoreMoved(msgspec.Struct, frozen=True, tag="restore_moved"):
@@ -56,7 +59,7 @@ class RestoreMoved(msgspec.Struct, frozen=True, tag="restore_moved"):
 
     job: JobName
     rank: Rank
-    generation: int
+    generation: Generation
 
 
 class ReplayEqual(msgspec.Struct, frozen=True, tag="replay_equal"):
@@ -64,8 +67,8 @@ class ReplayEqual(msgspec.Struct, frozen=True, tag="replay_equal"):
 
     job: JobName
     rank: Rank
-    generation: int
-    step: int
+    generation: Generation
+    step: Step
 
 
 class ReplayDiffered(msgspec.Struct, frozen=True, tag="replay_differed"):
@@ -73,7 +76,7 @@ class ReplayDiffered(msgspec.Struct, frozen=True, tag="replay_differed"):
 
     job: JobName
     rank: Rank
-    generation: int
+    generation: Generation
     found: ReplayDiffers
 
 

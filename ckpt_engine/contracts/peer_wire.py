@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from ckpt_engine.contracts.control_views import AbandonedSteps
+from ckpt_engine.contracts.control_views import AbandonedSteps, KeptStep
 from ckpt_engine.contracts.wanted_chunks import WantedShard
 from ckpt_engine.format.changed_chunks import MAX_BITMAP_BYTES
 from ckpt_engine.format.chunk_runs import MAX_RUNS, ChunkRun
@@ -22,7 +22,7 @@ from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.identity import HostId, JobName, Rank, Step
 from flyball.contracts.reports.testimony import Age
 
-PEER_PROTOCOL = "flyball-engine/5"
+PEER_PROTOCOL = "flyball-engine/6"
 MAX_FRAME_BYTES = 64 << 10
 MAX_PROBE_BYTES = 8 << 20
 MAX_REPORTED_STEPS = 2048  # of one disk tier
@@ -43,17 +43,19 @@ class Challenge(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """The connecting engine, and the proof that it has the token."""
+    """The connecting engine, the job for which it calls ('': by the key that all engines share), and the proof that it
+    has the key."""
 
     host_id: HostId
     address: Address  # where it accepts connections
     incarnation: Annotated[str, msgspec.Meta(max_length=64)]
     nonce: Nonce
     proof: Proof
+    job: Annotated[str, msgspec.Meta(max_length=63)] = ""
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """The accepting engine, and the proof that it has the token too."""
+    """The accepting engine, and the proof that it has the key too."""
 
     host_id: HostId
     incarnation: Annotated[str, msgspec.Meta(max_length=64)]
@@ -165,7 +167,8 @@ class TierReport(msgspec.Struct, frozen=True):
 class WorldStep(msgspec.Struct, frozen=True, tag="world"):
     """From the coordinator: the newest step that all ranks have; newer ones that they never will (the newest by name,
     and all up to `abandoned_upto`); what to write to the disk tiers; the next step to save for an interval in seconds;
-    and the word that widens intervals in steps (`save_pace`; it only grows)."""
+    and the word that widens intervals in steps (`save_pace`; it only grows). `kept`: see `KeptStep`; a
+    message says it for sure, the words of an engine that has received none do not."""
 
     job: JobName
     generation: int
@@ -175,6 +178,12 @@ class WorldStep(msgspec.Struct, frozen=True, tag="world"):
     next_save: int = -1
     abandoned_upto: int = -1
     pace: int = 0
+    kept: int = -1
+    kept_is_sure: bool = True
+
+    @property
+    def kept_step(self) -> KeptStep:
+        return KeptStep(self.kept, self.kept_is_sure)
 
     @property
     def abandoned_steps(self) -> AbandonedSteps:
@@ -196,8 +205,8 @@ class SavedSteps(msgspec.Struct, frozen=True, tag="rank_steps"):
 
 
 class PutShard(msgspec.Struct, frozen=True, tag="put"):
-    """Take a replica of a rank's shard. `running_generation` fences off senders of a superseded generation. `world` is
-    the sender's view of the world step, so that a receiver with an older one need not answer FULL."""
+    """Take a replica of a rank's shard, from the host of that rank. `running_generation` fences off senders of a
+    superseded generation."""
 
     job: JobName
     running_generation: int
@@ -206,7 +215,6 @@ class PutShard(msgspec.Struct, frozen=True, tag="put"):
     rank: Rank
     manifest_bytes: ManifestSize
     shard_bytes: ShardSize
-    world: WorldStep
 
 
 class GetShard(msgspec.Struct, frozen=True, tag="get"):
@@ -267,6 +275,7 @@ class ShardVerdict(StrEnum):
     BUSY = "busy"  # not ready; try again
     FULL = "full"  # both replica slots hold steps that the world may need; try again when it has advanced
     STALE = "stale"  # from a superseded generation
+    FOREIGN = "foreign"  # the sender was not given what it speaks for; it is not believed
     CORRUPT = "corrupt"  # the bytes did not match the manifest
     MISSING = "missing"  # no such shard here
     ERROR = "error"

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt_engine.dcp.module_versions import ModuleVersions
 from ckpt_engine.dcp.shard_writing import is_in_memory
 from ckpt_engine.format.shard_names import manifest_name, rank_of_manifest, shard_name
 from ckpt_engine.tiers import durable_files
@@ -49,13 +50,15 @@ class InFolder:
 
 @dataclass(frozen=True, slots=True)
 class WrittenShard:
-    """A shard and its manifest, written aside under these names. `digest` is the manifest's."""
+    """A shard and its manifest, written aside under these names. `digest` is the manifest's, `versions` those of the
+    modules in the rank's state."""
 
     rank: int
     world_size: int
     shard: str
     manifest: str
     digest: str
+    versions: tuple[ModuleVersions, ...] = ()
 
 
 def metadata_name(rank: int | None = None) -> str:

@@ -23,12 +23,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckpt_engine.dcp.module_versions import ModuleVersions
 from ckpt_engine.format import manifest as manifests
-from ckpt_engine.trainer.state import state_tree
+from ckpt_engine.format.versions import refuse_newer
+from ckpt_engine.trainer.state import state_tree, tree_building
 from flyball.contracts.errors import CorruptShard, UnsupportedState
 from flyball.contracts.wire import MALFORMED, decoder_of
 
-DCP_FORMAT_VERSION = 1
+DCP_FORMAT_VERSION = 2  # with the versions of modules
 MAX_METADATA_BYTES = 1 << 30
 _DCP_VERSION = "1.0.0"  # of DCP's Metadata, as its own file system writer says
 _MEMORY_FORMATS = {
@@ -81,7 +83,8 @@ class SavedObject(msgspec.Struct, frozen=True, tag="bytes"):
 
 class SavedCheckpoint(msgspec.Struct, frozen=True, omit_defaults=True):
     """`manifests`: the digest of each rank's manifest; of only one rank if the ranks saved without collectives.
-    `paths`: of each entry in the nested state. `planner_data` has what another planner keeps there, as a state tree."""
+    `paths`: of each entry in the nested state. `versions`: of the modules whose state dicts are in it. `planner_data`
+    has what another planner keeps there, as a state tree."""
 
     version: int
     world_size: Annotated[int, msgspec.Meta(ge=1)]
@@ -91,6 +94,7 @@ class SavedCheckpoint(msgspec.Struct, frozen=True, omit_defaults=True):
     planner_data: Any = None
     checkpoint_id: str = ""
     save_id: str = ""
+    versions: tuple[ModuleVersions, ...] = ()
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -103,7 +107,11 @@ _decoder = decoder_of(SavedCheckpoint)
 
 
 def encode(
-    metadata: Metadata, stored: Mapping[MetadataIndex, StoredItem], digests: Mapping[int, str], world_size: int
+    metadata: Metadata,
+    stored: Mapping[MetadataIndex, StoredItem],
+    digests: Mapping[int, str],
+    world_size: int,
+    versions: tuple[ModuleVersions, ...] = (),
 ) -> bytes:
     """The file's content. Raises UnsupportedState if the planner's data cannot be expressed without pickling, and
     CorruptShard for a chunk that nobody has written."""
@@ -120,6 +128,7 @@ def encode(
                 planner_data=None if paths is not None else _tree_of(metadata.planner_data),
                 checkpoint_id=str(meta.checkpoint_id or ""),
                 save_id=meta.save_id or "",
+                versions=versions,
             )
         )
     )
@@ -174,11 +183,9 @@ def decode(lines: bytes, name: str) -> SavedCheckpoint:
     data = manifests.content_of_file(lines, name)
     try:
         version = _head_decoder.decode(data).version
-        if version != DCP_FORMAT_VERSION:
-            raise CorruptShard(
-                f"{name} has format version {version}, this release reads {DCP_FORMAT_VERSION}.",
-                hint=f"load it with a release of Flyball that reads version {version}",
-            )
+        refuse_newer(name, version, DCP_FORMAT_VERSION)
+        if version < 1:
+            raise CorruptShard(f"{name} has format version {version}, which no release wrote.")
         return _decoder.decode(data)
     except MALFORMED as error:
         raise CorruptShard(f"{name} does not parse: {error}.", hint="load another checkpoint") from error
@@ -220,7 +227,7 @@ def _planner_data(tree: Any) -> Any:  # noqa: ANN401 - whatever the planner keep
     def no_tensor(tag: str, content: object) -> object:
         raise ValueError(f"{tag} {content!r} in the planner's data")
 
-    return state_tree.build(json.loads(json.dumps(tree)), no_tensor)
+    return tree_building.build(json.loads(json.dumps(tree)), no_tensor)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -251,4 +258,5 @@ def merged(own: SavedCheckpoint, others: Sequence[SavedCheckpoint]) -> SavedChec
     paths = own.paths
     if paths is not None:
         paths = {fqn: path for other in reversed((own, *others)) for fqn, path in (other.paths or {}).items()}
-    return msgspec.structs.replace(own, entries=entries, manifests=digests, paths=paths)
+    versions = tuple({one.place: one for other in reversed((own, *others)) for one in other.versions}.values())
+    return msgspec.structs.replace(own, entries=entries, manifests=digests, paths=paths, versions=versions)

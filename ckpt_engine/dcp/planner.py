@@ -13,10 +13,16 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+)
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from ckpt_engine.dcp import plan_cache
+from ckpt_engine.dcp.module_versions import ModuleVersions, versions_in
 from ckpt_engine.dcp.plan_cache import RankPlans, WorldPlans
 from ckpt_engine.rules.balance import assign, cuts
 from ckpt_engine.trainer.state.state_tree import PLAIN_TENSORS
@@ -40,6 +46,7 @@ class FlyballSavePlanner(DefaultSavePlanner):
     """
 
     used_cache = False
+    module_versions: tuple[ModuleVersions, ...] = ()
 
     def __init__(
         self,
@@ -55,6 +62,12 @@ class FlyballSavePlanner(DefaultSavePlanner):
         self._known: RankPlans | None = None
 
     # --- every rank ---
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.module_versions = versions_in(state_dict)
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
         self.used_cache = False

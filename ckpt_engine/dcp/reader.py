@@ -20,6 +20,7 @@ from ckpt_engine.dcp import checkpoint_folder as folders
 from ckpt_engine.dcp import metadata_file
 from ckpt_engine.dcp.load_coverage import check_targets, stored_item
 from ckpt_engine.dcp.metadata_file import SavedCheckpoint, StoredItem
+from ckpt_engine.dcp.module_versions import ModuleVersions, give_versions
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format.coverage import Box, range_of
 from ckpt_engine.format.shard_names import shard_name
@@ -42,6 +43,7 @@ class FlyballReader(folders.InFolder, StorageReader):
         self._folder = Path(path)
         self._load_id = str(uuid4())
         self._digests: dict[str, str] = {}
+        self._versions: tuple[ModuleVersions, ...] = ()
         self._metadata: Metadata | None = None
 
     # --- what DCP calls, in this order ---
@@ -57,7 +59,7 @@ class FlyballReader(folders.InFolder, StorageReader):
         collectives: the tensors of all of them, and the other values of this rank."""
         rank = kwargs.get("rank")
         saved = self._described(None) if rank is None else self._described_by_ranks(rank)
-        self._digests = saved.manifests
+        self._digests, self._versions = saved.manifests, saved.versions
         metadata = metadata_file.metadata_of(saved)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self._load_id
@@ -74,6 +76,7 @@ class FlyballReader(folders.InFolder, StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         self._read(plan, planner)
+        give_versions(getattr(planner, "original_state_dict", {}), self._versions)
         future: Future[None] = Future()
         future.set_result(None)
         return future

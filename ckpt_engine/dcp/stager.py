@@ -12,15 +12,14 @@ import logging
 import os
 import weakref
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from ckpt_engine.trainer.capture.device_copies import pin_memory, unpin_memory
-from ckpt_engine.trainer.capture.state_copy import is_plain
+from ckpt_engine.trainer.capture.copy_threads import Extent, is_plain, process_threads
+from ckpt_engine.trainer.capture.device_copies import CudaStreams, pin_memory, unpin_memory
 from ckpt_engine.trainer.state import sharded_tensors
 from ckpt_engine.trainer.state.state_tree import PLAIN_TENSORS
 from flyball.contracts.errors import Conflict
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("flyball.engine")
 
 _KEPT = 2  # buffers, in use or not
-_THREADS = 2
-_PIECE_BYTES = 16 << 20
 _ALIGNMENT = 64
 _HEAD_BYTES = 4096  # before the tensors: a mark, and whether a save still reads them
 _MARK = b"flyball-staged-1"
@@ -216,24 +213,19 @@ def _key(local: torch.Tensor) -> tuple[object, ...]:
 
 
 def _copy_all(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy each first tensor into the second: plain memory in pieces by several threads, the rest by torch."""
-    pieces: list[tuple[int, int, int]] = []
-    on_devices = set()
-    with torch.no_grad():
-        for source, target in copies:
-            if not source.nbytes:
-                continue
-            if is_plain(source) and not source.is_conj():
-                for begin in range(0, source.nbytes, _PIECE_BYTES):
-                    size_bytes = min(_PIECE_BYTES, source.nbytes - begin)
-                    pieces.append((target.data_ptr() + begin, source.data_ptr() + begin, size_bytes))
-            elif source.is_cuda:  # torch would change the sign on the host, before the bytes are there
-                target.copy_(source.resolve_neg().resolve_conj(), non_blocking=True)
-                on_devices.add(source.device)
-            else:
-                target.copy_(source)
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="flyball-stage") as pool:
-        for copied in [pool.submit(ctypes.memmove, *piece) for piece in pieces]:
-            copied.result()
-    for device in on_devices:  # training waits for this stream alone
-        torch.cuda.current_stream(device).synchronize()
+    """Copy each first tensor into the second. When this returns, no first tensor is read any more."""
+    plain: list[Extent] = []
+    by_torch = []
+    for source, target in copies:
+        if source.nbytes and is_plain(source) and not source.is_conj():
+            plain.append((target.data_ptr(), source.data_ptr(), source.nbytes))
+        elif source.nbytes:
+            by_torch.append((source, target))
+    streams = CudaStreams()
+    streams.settle()
+    with process_threads().copying(plain), torch.no_grad():
+        for source, target in by_torch:
+            # On a device: torch would change the sign on the host, before the bytes are there.
+            target.copy_(source.resolve_neg().resolve_conj(), non_blocking=source.is_cuda)
+    if any(source.is_cuda for source, _ in by_torch):
+        streams.settle()

@@ -6,22 +6,29 @@ be said without pickling (numbers, strings, lists); else it is left out, and onl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from ckpt_engine.dcp.file_layout import tensor_name
+from ckpt_engine.dcp.module_versions import ModuleVersions
 from ckpt_engine.trainer.capture.capture_plan import DTYPE_NAMES
 from ckpt_engine.trainer.state import sharded_tensors, state_tree
 from ckpt_engine.trainer.state.state_tree import Json, TreeWalk
 from flyball.contracts.errors import UnsupportedState
 
 _Node = dict[Any, Any]  # of a path's parts: a further _Node, or (node,)
+_VERSIONS = object()  # the key of what a state dict says about its modules
 
 
-def outline(entries: Mapping[str, object], paths: Mapping[str, tuple[str | int, ...]]) -> str:
-    """The tree of flattened `entries`, as JSON. An entry without a path lies at the top."""
+def outline(
+    entries: Mapping[str, object],
+    paths: Mapping[str, tuple[str | int, ...]],
+    versions: Iterable[ModuleVersions] = (),
+) -> str:
+    """The tree of flattened `entries`, as JSON. An entry without a path lies at the top. `versions`: of the modules
+    whose state dicts are among them."""
     root: _Node = {}
     for fqn, value in entries.items():
         node = _leaf(fqn, value)
@@ -35,8 +42,18 @@ def outline(entries: Mapping[str, object], paths: Mapping[str, tuple[str | int, 
                 break
         else:
             folder[last] = (node[0],)
+    for one in versions:
+        _note_versions(root, one)
     children = ((key, _joined(child)) for key, child in root.items() if type(key) is str)
     return state_tree.encode({key: node[0] for key, node in children if node is not None})
+
+
+def _note_versions(root: _Node, versions: ModuleVersions) -> None:
+    node: Any = root
+    for part in versions.place:
+        node = node.get(part) if type(node) is dict else None
+    if type(node) is dict and versions.place:
+        node[_VERSIONS] = versions.metadata
 
 
 def _leaf(fqn: str, value: object) -> tuple[Json] | None:
@@ -67,6 +84,10 @@ def _leaf(fqn: str, value: object) -> tuple[Json] | None:
 def _joined(node: Any) -> tuple[Json] | None:  # noqa: ANN401 - a _Node or a leaf
     if type(node) is tuple:
         return node
+    if _VERSIONS in node:
+        metadata = node.pop(_VERSIONS)
+        pairs: list[Json] = [[key, joined[0]] for key, child in node.items() if (joined := _joined(child)) is not None]
+        return ({"$ordered": pairs, "$metadata": metadata},)
     children = {key: joined[0] for key, child in node.items() if (joined := _joined(child)) is not None}
     if all(type(key) is int for key in children):
         if len(children) < len(node) or children.keys() != set(range(len(node))):

@@ -111,7 +111,7 @@ class FlyballWriter(folders.InFolder, StorageWriter):
         metadata.storage_data = stored
         metadata.storage_meta = self.storage_meta()
         content = metadata_file.encode(
-            metadata, stored, {shard.rank: shard.digest for shard in shards}, shards[0].world_size
+            metadata, stored, {shard.rank: shard.digest for shard in shards}, shards[0].world_size, shards[0].versions
         )
         rank = None if self._is_coordinated else self._rank
         folders.publish(self._folder, shards, content, rank=rank)
@@ -126,7 +126,8 @@ class FlyballWriter(folders.InFolder, StorageWriter):
         """Write the shard and its manifest aside. The first result is about the shard, the others about its items."""
         told: _RankPlan = plan.storage_data
         objects = {item.index.fqn: _object_bytes(planner, item) for item in plan.items if item.tensor_data is None}
-        tree = outline(getattr(planner, "state_dict", {}), getattr(planner, "mappings", {}))
+        versions = getattr(planner, "module_versions", ())
+        tree = outline(getattr(planner, "state_dict", {}), getattr(planner, "mappings", {}), versions)
         layout = lay_out(plan.items, {fqn: data.nbytes for fqn, data in objects.items()}, tree)
 
         def content_of(place: ItemPlace) -> torch.Tensor:
@@ -161,7 +162,8 @@ class FlyballWriter(folders.InFolder, StorageWriter):
         data = manifests.encode(manifest)
         aside = unfinished_path(self._folder / manifest_name(told.rank))
         write_durably(aside, (manifests.as_file(data),))
-        written = WrittenShard(told.rank, told.world_size, shard.name, aside.name, manifests.digest(data))
+        digest = manifests.digest(data)
+        written = WrittenShard(told.rank, told.world_size, shard.name, aside.name, digest, versions)
         return [
             WriteResult(MetadataIndex(""), layout.payload_bytes, written),
             *(WriteResult(place.item.index, place.size_bytes, _stored(told.rank, place)) for place in layout.places),

@@ -6,24 +6,28 @@ from collections.abc import Sequence
 
 import xxhash
 
+from ckpt_engine.format.payload import Payload, windows
 from flyball.contracts.errors import CorruptShard
 
 DIGEST_BYTES = 16
 DEFAULT_CHUNK_BYTES = 1 << 20
-_NO_DIGEST = bytes(DIGEST_BYTES)
 
 
 def chunk_count(payload_bytes: int, chunk_bytes: int) -> int:
     return -(-payload_bytes // chunk_bytes)
 
 
-def chunk_digests(payload: memoryview, chunk_bytes: int = DEFAULT_CHUNK_BYTES, known: bytes = b"") -> bytes:
-    """The digests of all chunks, concatenated. Digests in `known`, in the same order, are taken as they are; zeros
-    stand for unknown ones."""
-    return b"".join(
-        _known(known, index) or xxhash.xxh3_128_digest(payload[start : start + chunk_bytes])
-        for index, start in enumerate(range(0, len(payload), chunk_bytes))
-    )
+def chunk_digests(payload: Payload, chunk_bytes: int = DEFAULT_CHUNK_BYTES, *, end: int | None = None) -> bytes:
+    """The digests of all chunks, concatenated; `end`: of the bytes before it."""
+    return b"".join(xxhash.xxh3_128_digest(chunk) for chunk in windows(payload, chunk_bytes, end=end))
+
+
+def range_digest(payload: Payload, begin: int, end: int) -> bytes:
+    """The digest of some of the bytes."""
+    hasher = xxhash.xxh3_128()
+    for window in windows(payload, DEFAULT_CHUNK_BYTES, begin=begin, end=end):
+        hasher.update(window)
+    return hasher.digest()
 
 
 class ChunkHasher:
@@ -57,11 +61,6 @@ class ChunkHasher:
         self._hashed_bytes = 0
 
 
-def _known(known: bytes, index: int) -> bytes:
-    digest = known[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
-    return b"" if digest == _NO_DIGEST else digest
-
-
 def check_chunk(chunk: memoryview | bytes, index: int, digests: bytes) -> None:
     """Raise CorruptShard unless `chunk` is chunk `index` of the shard with these digests."""
     _check(xxhash.xxh3_128_digest(chunk), len(chunk), index, digests)
@@ -86,11 +85,11 @@ def _check(digest: bytes, size_bytes: int, index: int, digests: bytes) -> None:
         )
 
 
-def verify(payload: memoryview, digests: bytes, chunk_bytes: int) -> None:
+def verify(payload: Payload, digests: bytes, chunk_bytes: int) -> None:
     """Raise CorruptShard, naming the first bad chunk, unless every chunk matches."""
     _check_count(len(payload), digests, chunk_bytes)
-    for index, start in enumerate(range(0, len(payload), chunk_bytes)):
-        check_chunk(payload[start : start + chunk_bytes], index, digests)
+    for index, chunk in enumerate(windows(payload, chunk_bytes)):
+        check_chunk(chunk, index, digests)
 
 
 def _check_count(payload_bytes: int, digests: bytes, chunk_bytes: int) -> None:

@@ -1,7 +1,8 @@
 """The manifest of a shard: its identity, size and checksums. Written last, in every tier. Pure.
 
 It does not repeat the tensors of the shard's own header: the digests cover those, and they can be many times larger
-than the rest. Version 2 did repeat them, and is still read.
+than the rest. Version 2 did repeat them; since version 4 the shard may have more in its description of the state. Both
+older versions are read.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import msgspec
 import xxhash
 
 from ckpt_engine.format import integrity, shard_format
+from ckpt_engine.format.payload import Payload
 from ckpt_engine.format.versions import refuse_newer
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.errors import CorruptShard
-from flyball.contracts.identity import JobName, Rank, RunId, Step
+from flyball.contracts.identity import MAX_GENERATIONS, JobName, Rank, RunId, Step
 from flyball.contracts.wire import MALFORMED, decoder_of
 
-MANIFEST_VERSION = 3
+MANIFEST_VERSION = 4
+_READ_VERSIONS = (2, 3, MANIFEST_VERSION)
 _VERSION_WITH_TENSORS = 2
 MAX_MANIFEST_BYTES = 8 << 20
 MAX_MANIFEST_FILE_BYTES = MAX_MANIFEST_BYTES + 64  # with the checksum line
@@ -53,7 +56,7 @@ class Manifest(msgspec.Struct, frozen=True):
     version: int
     code_version: str
     job: JobName
-    generation: _Size
+    generation: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GENERATIONS)]
     step: Step
     rank: Rank
     world_size: Annotated[int, msgspec.Meta(ge=1)]
@@ -74,7 +77,7 @@ class _Heading(msgspec.Struct, frozen=True):
 
 
 def describe(
-    payload: memoryview,
+    payload: Payload,
     *,
     job: str,
     generation: int,
@@ -85,14 +88,12 @@ def describe(
     run: str = "",
     chunk_bytes: int = integrity.DEFAULT_CHUNK_BYTES,
     committed_at: float = 0.0,
-    known_digests: bytes = b"",
     seal_bytes: int = 0,
 ) -> Manifest:
-    """Describe a captured shard, hashing it except for `known_digests` (see `integrity.chunk_digests`). The last
-    `seal_bytes` of `payload` are room for this very manifest (see `sealed_file`), and no part of the shard. Raises
-    CorruptShard if it is not a safetensors file."""
+    """Describe a captured shard, hashing its bytes. The last `seal_bytes` of `payload` are room for this very manifest
+    (see `sealed_file`), and no part of the shard. Raises CorruptShard if it is not a safetensors file."""
     tensor_count = _structures.count_tensors(payload) - (seal_bytes > 0)
-    payload = payload[: len(payload) - seal_bytes]
+    payload_bytes = len(payload) - seal_bytes
     return Manifest(
         version=MANIFEST_VERSION,
         code_version=code_version,
@@ -101,9 +102,9 @@ def describe(
         step=step,
         rank=rank,
         world_size=world_size,
-        payload_bytes=len(payload),
+        payload_bytes=payload_bytes,
         chunk_bytes=chunk_bytes,
-        chunk_digests=integrity.chunk_digests(payload, chunk_bytes, known_digests),
+        chunk_digests=integrity.chunk_digests(payload, chunk_bytes, end=payload_bytes),
         run=run,
         committed_at=committed_at,
         tensor_count=tensor_count,
@@ -157,10 +158,9 @@ def decode(data: bytes | memoryview) -> Manifest:
         _refuse_newer(data)
         raise CorruptShard(f"A manifest does not parse: {error}.") from error
     refuse_newer("A manifest", manifest.version, MANIFEST_VERSION, manifest.code_version)
-    if manifest.version not in (_VERSION_WITH_TENSORS, MANIFEST_VERSION):
+    if manifest.version not in _READ_VERSIONS:
         raise CorruptShard(
-            f"A manifest has version {manifest.version}, this release reads {_VERSION_WITH_TENSORS} and "
-            f"{MANIFEST_VERSION}.",
+            f"A manifest has version {manifest.version}, this release reads {', '.join(map(str, _READ_VERSIONS))}.",
             hint="restore with the release that wrote it",
         )
     chunks = integrity.chunk_count(manifest.payload_bytes, manifest.chunk_bytes)

@@ -19,6 +19,7 @@ from typing import Annotated, Final
 import msgspec
 import xxhash
 
+from ckpt_engine.format.payload import Payload, read_into
 from flyball.contracts.errors import CorruptShard
 from flyball.contracts.wire import MALFORMED, decoder_of
 
@@ -118,13 +119,23 @@ def header_bytes(payload: memoryview, payload_bytes: int) -> int:
     return LENGTH_BYTES + capacity
 
 
-def read_header(payload: memoryview, payload_bytes: int | None = None) -> ShardHeader:
+def _header_of(payload: Payload, payload_bytes: int) -> bytes:
+    """The header, without its length: a copy, as a slot may change. Raises CorruptShard."""
+    head = memoryview(bytearray(min(LENGTH_BYTES, len(payload))))
+    read_into(payload, head, 0)
+    header = memoryview(bytearray(header_bytes(head, payload_bytes) - LENGTH_BYTES))
+    read_into(payload, header[: max(0, len(payload) - LENGTH_BYTES)], LENGTH_BYTES)
+    return bytes(header)
+
+
+def read_header(payload: Payload, payload_bytes: int | None = None) -> ShardHeader:
     """Parse and check the header. Tensors must have the size of their shape and follow each other without gaps; blocks
     must lie inside their global tensors. If the whole shard's `payload_bytes` is given, `payload` may end with the
     header. Raises CorruptShard."""
     payload_bytes = len(payload) if payload_bytes is None else payload_bytes
-    data_start = header_bytes(payload, payload_bytes)
-    metadata, tensors_json = _split(bytes(payload[LENGTH_BYTES:data_start]))  # a copy: a slot may change
+    header = _header_of(payload, payload_bytes)
+    data_start = LENGTH_BYTES + len(header)
+    metadata, tensors_json = _split(header)
     tensors, blocks = _parse(tensors_json, metadata)
     _check_layout(tensors, payload_bytes - data_start)
     _check_blocks(tensors, blocks)
@@ -139,10 +150,11 @@ class KnownStructures:
         self._counts: OrderedDict[bytes, int] = OrderedDict()
         self._lock = threading.Lock()
 
-    def count_tensors(self, payload: memoryview) -> int:
+    def count_tensors(self, payload: Payload) -> int:
         """The number of tensors. Raises CorruptShard if `read_header` would."""
-        data_start = header_bytes(payload, len(payload))
-        metadata, tensors_json = _split(bytes(payload[LENGTH_BYTES:data_start]))
+        header = _header_of(payload, len(payload))
+        data_start = LENGTH_BYTES + len(header)
+        metadata, tensors_json = _split(header)
         hasher = xxhash.xxh3_128(tensors_json)
         hasher.update(f"{len(payload) - data_start} {metadata.get(SHARDING_KEY, '')}".encode())
         structure = hasher.digest()

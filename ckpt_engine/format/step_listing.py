@@ -13,13 +13,15 @@ StepKey = tuple[int, int]  # (generation, step)
 
 
 class TierShare(msgspec.Struct, frozen=True):
-    """One tier's copies of a step. `counts` is false for a persistent step without a world manifest."""
+    """One tier's copies of a step. `counts` is false for a persistent step without a world manifest. `bad_ranks` have
+    copies that are known not to verify."""
 
     tier: Tier
     hosts: tuple[str, ...]
     ranks: tuple[int, ...]
     size_bytes: int
     counts: bool
+    bad_ranks: tuple[int, ...] = ()
 
 
 class StepListing(msgspec.Struct, frozen=True):
@@ -47,12 +49,17 @@ def list_steps(
     unsealed: Collection[StepKey] = (),
     pinned: Collection[StepKey] = (),
     committed_at: Mapping[StepKey, float] | None = None,
+    bad: Collection[ShardCopy] = (),
 ) -> tuple[StepListing, ...]:
-    """The steps of these copies, the newest history first. Persistent copies of `unsealed` steps do not count."""
+    """The steps of these copies, the newest history first. Persistent copies of `unsealed` steps do not count, nor does
+    what is known to be `bad`."""
     by_step: dict[StepKey, list[ShardCopy]] = defaultdict(list)
     for copy in copies:
         by_step[copy.generation, copy.step].append(copy)
-    found = [_step(key, held, lineage, world_sizes[key], key in unsealed) for key, held in by_step.items()]
+    found = [
+        _step(key, held, lineage, world_sizes[key], is_unsealed=key in unsealed, bad=bad)
+        for key, held in by_step.items()
+    ]
     whole = [(listing.step, listing.generation) for listing in found if listing.complete and listing.alive]
     newest = max(whole, default=None)
     marked = [
@@ -81,11 +88,19 @@ def infer_lineage(keys: Iterable[StepKey]) -> Lineage:
     return tuple(reversed(lineage))
 
 
-def _step(key: StepKey, copies: list[ShardCopy], lineage: Lineage, world_size: int, is_unsealed: bool) -> StepListing:
+def _step(
+    key: StepKey,
+    copies: list[ShardCopy],
+    lineage: Lineage,
+    world_size: int,
+    *,
+    is_unsealed: bool,
+    bad: Collection[ShardCopy],
+) -> StepListing:
     generation, step = key
     sizes: dict[int, int] = {}
     for copy in copies:
-        if copy.rank < world_size and not (is_unsealed and copy.tier is Tier.PERSISTENT):
+        if copy.rank < world_size and not (is_unsealed and copy.tier is Tier.PERSISTENT) and copy not in bad:
             sizes.setdefault(copy.rank, copy.size_bytes)
     missing = tuple(rank for rank in range(world_size) if rank not in sizes)
     return StepListing(
@@ -99,18 +114,19 @@ def _step(key: StepKey, copies: list[ShardCopy], lineage: Lineage, world_size: i
         missing_ranks=missing,
         size_bytes=sum(sizes.values()),
         tiers=tuple(
-            _share(tier, held, counts=not (is_unsealed and tier is Tier.PERSISTENT))
+            _share(tier, held, counts=not (is_unsealed and tier is Tier.PERSISTENT), bad=bad)
             for tier in Tier
             if (held := [copy for copy in copies if copy.tier is tier])
         ),
     )
 
 
-def _share(tier: Tier, copies: list[ShardCopy], *, counts: bool) -> TierShare:
+def _share(tier: Tier, copies: list[ShardCopy], *, counts: bool, bad: Collection[ShardCopy]) -> TierShare:
     return TierShare(
         tier=tier,
         hosts=tuple(sorted({copy.host_id for copy in copies if copy.host_id})),
         ranks=tuple(sorted({copy.rank for copy in copies})),
         size_bytes=sum(copy.size_bytes for copy in copies),
         counts=counts,
+        bad_ranks=tuple(sorted({copy.rank for copy in copies if copy in bad})),
     )

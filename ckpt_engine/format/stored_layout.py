@@ -6,7 +6,8 @@ the tier. Then each of these ranks' manifest
 files has a second pair of lines, the layout: which bytes of the logical shard are where in which rank's file.
 
 The file of such a rank is a valid safetensors file with the tensors that the rank owns, and one more, HEADER_TENSOR:
-the beginning of the logical shard, byte for byte. A tensor that another rank owns is not in it at all.
+the beginning of the logical shard, byte for byte. A tensor that another rank owns is not in it at all. The checksums of
+the manifest cover all of it but the file's own header, which the layout has a checksum of.
 
 The ranks that share bytes are the members of one plan. It counts as a whole: with the manifests of all of its members.
 """
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Final, NamedTuple
 
 import msgspec
+import xxhash
 
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format.manifest import MAX_MANIFEST_FILE_BYTES, Manifest
@@ -28,12 +30,12 @@ from flyball.contracts.errors import CorruptShard
 from flyball.contracts.identity import Rank
 from flyball.contracts.wire import MALFORMED, decoder_of
 
-LAYOUT_VERSION: Final = 1
+LAYOUT_VERSION: Final = 2  # version 1, which has no checksum of the file's header, is read too
 HEADER_TENSOR: Final = "flyball.header"
 MAX_EXTENTS: Final = 1 << 18
 MAX_LAYOUT_BYTES: Final = 16 << 20
 MAX_DESCRIPTION_BYTES: Final = MAX_MANIFEST_FILE_BYTES + MAX_LAYOUT_BYTES + 64  # of a manifest file with a layout
-_PLAN = re.compile("[0-9a-f]{32}")
+_DIGEST = re.compile("[0-9a-f]{32}")  # also of a plan
 
 _Size = Annotated[int, msgspec.Meta(ge=0)]
 _SomeBytes = Annotated[int, msgspec.Meta(ge=1)]
@@ -54,12 +56,20 @@ class StoredTogether(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     files: tuple[tuple[Rank, _SomeBytes], ...]
 
 
+class FileHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The beginning of the rank's own file, up to its tensors: its size, and its xxh3-128 in hex."""
+
+    size_bytes: _SomeBytes
+    digest: str
+
+
 class StoredLayout(msgspec.Struct, frozen=True):
     """Where the bytes of one logical shard are. The extents cover it in order, without gap or overlap."""
 
     version: int
     together: StoredTogether
     extents: tuple[Extent, ...]
+    header: FileHeader | None = None  # None: version 1
 
     @property
     def file_bytes(self) -> dict[int, int]:
@@ -99,10 +109,10 @@ def decode(data: bytes, manifest: Manifest) -> StoredLayout:
     except MALFORMED as error:
         raise CorruptShard(f"A layout does not parse: {error}.") from error
     refuse_newer("A layout", layout.version, LAYOUT_VERSION, manifest.code_version)
-    if layout.version != LAYOUT_VERSION:
+    if layout.version != (1 if layout.header is None else LAYOUT_VERSION):
         raise CorruptShard(
-            f"A layout has version {layout.version}, this release reads {LAYOUT_VERSION}.",
-            hint="restore with the release that wrote it",
+            f"A layout of version {layout.version} has {'no' if layout.header is None else 'a'} header checksum.",
+            hint="another copy is tried",
         )
     _check(layout, manifest)
     return layout
@@ -110,7 +120,7 @@ def decode(data: bytes, manifest: Manifest) -> StoredLayout:
 
 def _check(layout: StoredLayout, manifest: Manifest) -> None:
     plan, ranks = layout.together.plan, [rank for rank, _ in layout.together.files]
-    if not _PLAN.fullmatch(plan) or manifest.rank not in ranks or ranks != sorted(set(ranks)):
+    if not _DIGEST.fullmatch(plan) or manifest.rank not in ranks or ranks != sorted(set(ranks)):
         raise CorruptShard(f"A layout of rank {manifest.rank} is of a plan {plan[:40]!r} of ranks {ranks[:16]}.")
     if ranks[-1] >= manifest.world_size or len(layout.extents) > MAX_EXTENTS:
         raise CorruptShard(
@@ -118,6 +128,11 @@ def _check(layout: StoredLayout, manifest: Manifest) -> None:
             f"{manifest.world_size} ranks."
         )
     sizes = dict(layout.together.files)
+    header = layout.header
+    if header is not None and (header.size_bytes > sizes[manifest.rank] or not _DIGEST.fullmatch(header.digest)):
+        raise CorruptShard(f"A layout has a header of {header.size_bytes} bytes and checksum {header.digest[:40]!r}.")
+    if header is not None and manifest.rank not in layout.file_bytes:
+        raise CorruptShard(f"A layout of rank {manifest.rank} has no bytes in its own file.")
     for extent in layout.extents:
         if extent.offset + extent.size_bytes > sizes.get(extent.rank, 0):
             raise CorruptShard(f"A layout places bytes outside the file of rank {extent.rank}.")
@@ -150,6 +165,21 @@ def shared_bytes_gone(rank: int, owner: int) -> CorruptShard:
 
 
 ReadInto = Callable[[memoryview, int], None]
+
+
+def file_header(header: bytes) -> FileHeader:
+    return FileHeader(len(header), xxhash.xxh3_128_hexdigest(header))
+
+
+def check_file_header(layout: StoredLayout, read: ReadInto) -> None:
+    """Raise CorruptShard if the header of the rank's own file, which `read` reads, does not match its checksum."""
+    assert layout.header is not None, "version 1 has none"
+    found = bytearray(layout.header.size_bytes)
+    read(memoryview(found), 0)
+    if file_header(bytes(found)) != layout.header:
+        raise CorruptShard(
+            f"The header of the file ({len(found)} bytes) does not match its checksum.", hint="another copy is tried"
+        )
 
 
 class Composition:

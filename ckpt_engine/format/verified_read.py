@@ -75,21 +75,29 @@ class Sink(Protocol):
         """Take a chunk, which is valid during the call only."""
 
 
-class MemorySink:
-    """Memory for a whole shard, for example a slot."""
+class ShardRoom(Protocol):
+    """Room for a shard that is written by system calls: a slot."""
 
-    def __init__(self, target: memoryview, *, before: Callable[[], None]) -> None:
+    def __len__(self) -> int: ...
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Raises OSError."""
+
+
+class TargetSink:
+    """Takes a whole shard."""
+
+    def __init__(self, target: ShardRoom, *, before: Callable[[], None]) -> None:
         """`before` is called before each chunk; if it raises, the read ends."""
         self._target = target
         self._before = before
 
-    def pieces(self, offset: int, size_bytes: int) -> Sequence[memoryview]:
+    def pieces(self, _offset: int, _size_bytes: int) -> None:
         self._before()
-        return (self._target[offset : offset + size_bytes],)
 
     def write(self, offset: int, chunk: memoryview) -> None:
         self._before()
-        copy_bytes(self._target[offset : offset + len(chunk)], chunk)
+        self._target.write(chunk, offset)
 
 
 _READS_ANY_PIECE = (MemorySource, FileSource)  # at no cost per read that matters

@@ -13,7 +13,7 @@ import msgspec
 from ckpt_engine.format.versions import refuse_newer
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.errors import CorruptShard
-from flyball.contracts.identity import JobName, RunId, Step
+from flyball.contracts.identity import MAX_GENERATIONS, JobName, RunId, SizeBytes, Step
 from flyball.contracts.wire import MALFORMED, decoder_of
 
 WORLD_MANIFEST = "world.manifest"
@@ -26,10 +26,10 @@ class WorldManifest(msgspec.Struct, frozen=True):
 
     version: int
     job: JobName
-    generation: Annotated[int, msgspec.Meta(ge=0)]
+    generation: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GENERATIONS)]
     step: Step
-    digests: tuple[str, ...]
-    sizes: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()  # version 1 had none
+    digests: tuple[Annotated[str, msgspec.Meta(max_length=64)], ...]
+    sizes: tuple[SizeBytes, ...] = ()  # version 1 had none
     run: RunId = ""
 
     def names(self, rank: int, digest: str) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from ckpt_engine.trainer.state.state_tree import with_metadata
 from flyball.contracts.errors import CorruptShard, UnsupportedState
 
 CLASS, FIELDS = "flyball.class", "flyball.fields"
@@ -89,5 +90,6 @@ def _mapped(value: Any, change: Callable[[Any, object], Any]) -> Any:  # noqa: A
     if type(value) not in _CONTAINERS:
         return value
     if isinstance(value, dict):
-        return type(value)((key, change(item, key)) for key, item in value.items())
+        changed = type(value)((key, change(item, key)) for key, item in value.items())
+        return with_metadata(changed, value)
     return type(value)(change(item, index) for index, item in enumerate(value))

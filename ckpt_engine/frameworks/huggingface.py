@@ -93,6 +93,7 @@ class FlyballTrainerCallback(TrainerCallback):  # type: ignore[misc]  # untyped,
             "train_batch_size": arguments.train_batch_size,
             **{name: getattr(arguments, name) for name in ("logging_steps", "eval_steps", "save_steps")},
         }
+        start = {name: value for name, value in start.items() if value is not None}  # the Trainer's own defaults
         (self._folder / STATE_FILE).write_text(json.dumps(start))
         load_files = self._trainer._load_from_checkpoint
 
@@ -115,6 +116,12 @@ class FlyballTrainerCallback(TrainerCallback):  # type: ignore[misc]  # untyped,
         if self._folder is None:
             return
         expected = state.global_step
+        # The file that was read has none, and the Trainer's own saves update what is there. They come only here, or the
+        # Trainer would put new callbacks in place of these (`restore_callback_states_from_checkpoint`).
+        state.stateful_callbacks = TrainerState(
+            stateful_callbacks=[*self._exporting_callbacks(), control]
+        ).stateful_callbacks
+        state.compute_steps(args, state.max_steps)  # fractions of the whole, which were in the file as they are
         start = self.job.restore(self._parts(more))
         args.eval_on_start = False  # that was done before the first step
         shutil.rmtree(self._folder)
@@ -190,6 +197,11 @@ class FlyballTrainerCallback(TrainerCallback):  # type: ignore[misc]  # untyped,
         fields["log_history"] = self._log.read(fields["log_history"])
         return {
             "state": fields,
+            # Of several callbacks of a class, the Trainer keeps the states of all its saves.
+            "listed": json.dumps(
+                {name: kept for name, kept in trainer.state.stateful_callbacks.items() if isinstance(kept, list)},
+                default=repr,
+            ),
             "progress": {name: getattr(trainer, name) for name in PROGRESS if hasattr(trainer, name)},
         }
 
@@ -198,6 +210,7 @@ class FlyballTrainerCallback(TrainerCallback):  # type: ignore[misc]  # untyped,
         fields["log_history"] = self._log.write(fields["log_history"])
         for name, value in fields.items():
             setattr(trainer.state, name, value)
+        trainer.state.stateful_callbacks |= json.loads(saved.get("listed", "{}"))
         for name, value in saved["progress"].items():
             setattr(trainer, name, value.to(trainer.args.device) if isinstance(value, torch.Tensor) else value)
 

@@ -33,14 +33,17 @@ import flyball
 from ckpt_engine.frameworks.foreign_objects import ForeignObjects, NamedFields
 from ckpt_engine.frameworks.state_parts import StatePart, not_installed, random_states, set_random_states
 from ckpt_engine.trainer.path_saves.load_path import MapLocation
+from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import UsageError
 from flyball.sdk.trainer import Job, attach
 
 try:
     from lightning import pytorch as pl
     from lightning.fabric.plugins import CheckpointIO
+    from lightning.fabric.utilities import move_data_to_device
     from lightning.fabric.utilities.data import _set_sampler_epoch
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
     from lightning.pytorch.trainer import call
     from lightning.pytorch.trainer.states import TrainerFn
@@ -49,6 +52,11 @@ except ImportError as error:
 
 STRATEGIES = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)  # a rank's state is its own module's
 OF_THE_MODULE = ("state_dict", "optimizer_states")  # entries of Lightning's checkpoints that are saved otherwise
+# Of a ModelCheckpoint, which does not restore them: without them it saves a step twice, or not at all.
+OF_A_CHECKPOINT = (
+    *("current_score", "_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation"),
+)
+METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")  # that callbacks decide by
 NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"  # the data is resumed: see above
 
 
@@ -69,8 +77,13 @@ class FlyballCallback(Callback):  # type: ignore[misc]  # untyped, where it is n
         self._epoch_generators: list[torch.Tensor] = []  # when the current epoch began: they order its data
         self._has_begun = False
         self._evaluation = contextlib.ExitStack()
+        self._without_folder: list[ModelCheckpoint] = []  # they save beside the logs of each start, unless told where
 
     # --- restore, in the order in which Lightning calls ---
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Called before each ModelCheckpoint chooses its folder."""
+        self._without_folder = [one for one in _model_checkpoints(trainer) if one.dirpath is None]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not isinstance(trainer.strategy, STRATEGIES):
@@ -84,6 +97,8 @@ class FlyballCallback(Callback):  # type: ignore[misc]  # untyped, where it is n
             warnings.filterwarnings("ignore", message=NOT_RESUMABLE)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for name, metrics in self._restored.pop("metrics", {}).items():
+            setattr(trainer._logger_connector, name, move_data_to_device(metrics, trainer.strategy.root_device))
         if "generators" not in self._restored:
             return
         fit_loop, generators = trainer.fit_loop, _data_generators(trainer)
@@ -148,6 +163,7 @@ class FlyballCallback(Callback):  # type: ignore[misc]  # untyped, where it is n
         return {"random": random_states(), "generators": self._epoch_generators}
 
     def _write_trainer(self, trainer: Trainer, saved: dict[str, Any]) -> None:
+        self._write_beside(trainer, saved.pop("beside", {}))
         checkpoint = saved | {"state_dict": trainer.lightning_module.state_dict()}
         call._call_lightning_module_hook(trainer, "on_load_checkpoint", checkpoint)
         connector = trainer._checkpoint_connector
@@ -159,6 +175,56 @@ class FlyballCallback(Callback):  # type: ignore[misc]  # untyped, where it is n
         connector.restore_lr_schedulers()
         connector._loaded_checkpoint = {}
         self._restored["batches_that_stepped"] = trainer.fit_loop.epoch_loop._batches_that_stepped
+
+    def _write_beside(self, trainer: Trainer, saved: dict[str, Any]) -> None:
+        """A ModelCheckpoint takes its state only if it saves where it saved. The metrics would be reset until training
+        begins."""
+        self._restored["metrics"] = saved.get("metrics", {})
+        for checkpoint, fields in zip(_model_checkpoints(trainer), saved.get("checkpoints", ()), strict=False):
+            folder = fields.pop("dirpath")
+            if checkpoint in self._without_folder:
+                checkpoint.dirpath = folder
+            for name, value in fields.items():
+                setattr(checkpoint, name, value)
+            if checkpoint.dirpath and trainer.is_global_zero:
+                _overwrite(checkpoint, _written_since(Path(checkpoint.dirpath), saved["read_at_s"]))
+
+
+def _model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
+    return [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+
+
+def _written_since(folder: Path, at_s: float) -> frozenset[str]:
+    """The files that the steps after the recovery point have written, which come again."""
+    if not folder.is_dir():  # or it is no folder of this host
+        return frozenset()
+    return frozenset(str(file) for file in folder.iterdir() if file.stat().st_mtime > at_s)
+
+
+def _overwrite(checkpoint: ModelCheckpoint, files: frozenset[str]) -> None:
+    """Have it write these files again: it would write others beside them, and keep more than it is told to."""
+    exists = checkpoint._fs.exists
+
+    class Without:
+        def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the file system's own
+            return getattr(files_of_all, name)
+
+        def exists(self, path: str | os.PathLike[str], **named: Any) -> bool:  # noqa: ANN401
+            return str(path) not in files and bool(exists(path, **named))
+
+    files_of_all, checkpoint._fs = checkpoint._fs, Without()
+
+
+def _read_beside(trainer: Trainer) -> dict[str, Any]:
+    """What Lightning keeps in memory alone, and what it does next depends on."""
+    names = ("dirpath", *OF_A_CHECKPOINT)
+    return {
+        "read_at_s": SystemClock().wall_s(),
+        "metrics": {name: dict(getattr(trainer._logger_connector, name)) for name in METRICS},
+        "checkpoints": [
+            {name: getattr(one, name) for name in names if hasattr(one, name)} for one in _model_checkpoints(trainer)
+        ],
+    }
 
 
 def _read_trainer(trainer: Trainer) -> dict[str, Any]:
@@ -179,7 +245,8 @@ def _read_trainer(trainer: Trainer) -> dict[str, Any]:
     precision.on_save_checkpoint(checkpoint)
     call._call_callbacks_on_save_checkpoint(trainer, checkpoint)
     call._call_lightning_module_hook(trainer, "on_save_checkpoint", checkpoint)
-    return {name: value for name, value in checkpoint.items() if name not in OF_THE_MODULE}
+    kept = {name: value for name, value in checkpoint.items() if name not in OF_THE_MODULE}
+    return kept | {"beside": _read_beside(trainer)}
 
 
 def _between_batches(loops: dict[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from ckpt_engine.peers.broadcast.bandwidths import MeasuredBandwidths
 from ckpt_engine.peers.peer_access import PeerAccess
 from ckpt_engine.peers.peer_server import PeerServer
 from ckpt_engine.peers.shard_transports import ShardTransports
+from ckpt_engine.peers.transport.peer_keys import PeerKeys
 from ckpt_engine.peers.transport.port import ByteCounters, Identity
 from ckpt_engine.peers.transport.rdma.nics import Nics
 from ckpt_engine.peers.transport.tcp import TcpListener
@@ -97,9 +98,10 @@ class Engine:
             queue_pairs=self._nics,
             on_change=transports_file.store,
         )
+        self._keys = PeerKeys(token, *state.answer_keys())
         self._peers = PeerAccess(
             identity,
-            token=token,
+            keys=self._keys,
             settings=settings,
             counters=self._counters,
             total=self._tcp_bytes,
@@ -129,10 +131,16 @@ class Engine:
         self._peer_server = PeerServer(
             listener,
             identity=identity,
-            token=token,
+            keys_of=self._keys.to_answer,
             settings=settings,
             counters=self._counters,
-            handle=PeerRequests(self._jobs.get, host=self._host, contact=self._contact, counters=self._counters).answer,
+            handle=PeerRequests(
+                self._jobs.get,
+                host=self._host,
+                contact=self._contact,
+                counters=self._counters,
+                may_share=self._keys.may_share,
+            ).answer,
             on_hello=self._peers.learn_caller,
             answer_offer=self._transports.answer,
         )
@@ -147,6 +155,7 @@ class Engine:
         """Resume the jobs of a killed predecessor, then accept connections."""
         for configure in self._job_files.load():
             try:
+                self._keys.learn(configure.placement.job, configure.keys, resumed=True)
                 self._begin(configure, resumed=True)
             except (FlyballError, OSError) as error:  # the other jobs are served all the same
                 log.error("job_not_resumed", job=configure.placement.job, reason=str(error))
@@ -213,8 +222,9 @@ class Engine:
             )
         with self._lock:
             self._fences.obey(request.placement.job, request.fence)
-            if request.placement.job in self._jobs:
-                self._jobs[request.placement.job].check(request)
+            job = self._jobs.get(request.placement.job)
+            is_again = job is not None and job.check(request)
+            self._keys.learn(request.placement.job, request.keys, resumed=is_again)
             self._job_files.store(request)
         self._begin(request)
         return self._reply()
@@ -307,12 +317,15 @@ class Engine:
             shutil.rmtree(self._host.state_dir / STATE_DIR_DISK / self._host_id / request.job, ignore_errors=True)
         self._late_of_ended.extend(job.late_saves.newest())
         self._peers.links.forget(request.job)
+        self._keys.forget(request.job)
         self._set_links()
         log.info("job_released", job=request.job, memory_kept=request.keep_memory)
         return self._reply()
 
     def _status(self, request: GetStatus) -> EngineReply:
         self._contact.receive(request)
+        self._peers.learn_addresses(request.addresses)
+        self._keys.learn_answer(request.keys.answer)
         if self._late_reported is not None:  # the daemon has received that answer, or it would not ask again
             self._late_saves_file.remove()
         self._late_reported = self._late()
@@ -334,6 +347,7 @@ class Engine:
             ),
             testimonies=self._peers.links.testimonies(request.about),
             transports=self._peers.transports(),
+            generations={job.name: job.generation.number for job in jobs if job.generation is not None},
         )
 
     def _late(self) -> tuple[LateSaves, ...]:
@@ -382,6 +396,6 @@ class Engine:
     def _set_links(self) -> None:
         with self._lock:
             generations = [job.generation for job in self._jobs.values() if job.generation is not None]
-            linked = frozenset[str]().union(*(generation.linked_hosts for generation in generations))
-            self._peer_server.expect(len(linked))
+            linked = frozenset[str]().union(*(each.linked_hosts for each in generations))
+            self._peer_server.expect(len(linked), len(generations))
             self._peers.links.set_targets(linked)

@@ -81,8 +81,9 @@ class EngineJob:
 
     # --- generations ---
 
-    def check(self, configure: Configure) -> None:
-        """Raise StaleCommand for an older generation, Conflict for the running one with another placement."""
+    def check(self, configure: Configure) -> bool:
+        """Whether this generation has begun already. Raises StaleCommand for an older one, Conflict for the running one
+        with another placement."""
         running, requested = self.generation, configure.placement
         if running is not None and requested.generation < running.number:
             raise StaleCommand(f"Generation {running.number} of {self.name} runs, {requested.generation} is over.")
@@ -91,13 +92,13 @@ class EngineJob:
                 f"Generation {running.number} of {self.name} runs with another placement.",
                 hint="a placement never changes within a generation; grant a new one",
             )
+        return running is not None and requested.generation == running.number
 
     def begin(self, configure: Configure, *, resumed: bool = False) -> None:
         """Begin a generation or, `resumed`, take it up again after an engine restart. Idempotent. Shards are fetched in
         the background."""
         with self._lock:
-            self.check(configure)
-            if self.generation is not None and self.generation.number == configure.placement.generation:
+            if self.check(configure):
                 return
             self._end_running()
             generation = HostGeneration(configure, self._host.host_id)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from math import inf
 
 import structlog
 
@@ -34,16 +36,18 @@ from ckpt_engine.peers.broadcast.broadcast_load import BroadcastLoad
 from ckpt_engine.peers.replication import receive_replica
 from ckpt_engine.peers.shard_transfer import send_manifest, send_ranges, send_stored
 from ckpt_engine.peers.step_gathering import StepGathering
-from ckpt_engine.peers.transport.port import Connection, Ranges, Transport
+from ckpt_engine.peers.transport.port import Connection, Identity, Ranges, Transport
 from ckpt_engine.slots.rank_segments import SegmentOptions
 from ckpt_engine.tiers.memory import JobSlots, SlotTier
 from ckpt_engine.tiers.shard_store import ShardStore
 from flyball.contracts.checkpoints import Tier
-from flyball.contracts.errors import CorruptShard, FlyballError, NotFound
+from flyball.contracts.errors import CorruptShard, FlyballError, InvalidMessage, NotFound
 from flyball.contracts.fault_points import reach
 
 log = structlog.get_logger()
 
+_FOREIGN_LOG_INTERVAL_S = 10.0  # for each host
+_FOREIGN_REMEMBERED = 1000
 _RDMA_PIECE_BYTES = 64 << 20  # of a slot that is given out: each has a key, and NICs make keys slowly
 
 
@@ -57,14 +61,18 @@ class PeerRequests:
         host: EngineHost,
         contact: DaemonContact,
         counters: Counters,
+        may_share: Callable[[str], bool],
     ) -> None:
-        """`find_job` returns a job of this engine by name, None if it does not run here."""
+        """`find_job` returns a job of this engine by name, None if it does not run here. `may_share(job)`: whether a
+        caller with the key that all engines share may speak about it."""
         self._find_job = find_job
+        self._may_share = may_share
         self._host = host
         self._contact = contact
         self._counters = counters
         self._io_timeout_s = host.settings.io_timeout_s
         self._requires_rdma = host.settings.transport == "rdma"
+        self._foreign_logged_s: dict[str, float] = {}  # by host
 
     def answer(self, connection: Connection, request: PeerRequest) -> None:
         """Answer one request on its connection. Raises what ends the connection."""
@@ -73,12 +81,18 @@ class PeerRequests:
             case Ping():
                 reply = Reply(ShardVerdict.OK, daemon_s=self._contact.age_s)
             case WorldStep() | SavedSteps():
-                reply = Reply(self._receive_steps(request), daemon_s=self._contact.age_s)
+                verdict = self._receive_steps(request, connection.peer)
+                reply = Reply(verdict, daemon_s=self._contact.age_s)
             case PutShard() | GetShard() | GetChunks() | ProbeBandwidth() if (
                 self._requires_rdma and connection.transport is not Transport.RDMA
             ):
                 message = f"{self._host.host_id} requires RDMA for shards (transport = rdma); this came over TCP."
                 reply = Reply(ShardVerdict.ERROR, message)
+            case PutShard() | GetShard() | GetChunks() | ListShards() | ListWanted() if (
+                not self._is_for(connection.peer, request.job)  # the supervisor connected the hosts for another job
+            ):
+                self._note_foreign(request.job, connection.peer.host_id, type(request).__name__)
+                raise InvalidMessage(f"This connection is for {connection.peer.job!r}, not for {request.job}.")
             case PutShard():
                 reply = self._receive_replica(connection, request)
             case ListShards():
@@ -94,21 +108,40 @@ class PeerRequests:
                 return
         connection.send(reply, timeout_s=self._io_timeout_s)
 
-    def _receive_steps(self, message: WorldStep | SavedSteps) -> ShardVerdict:
+    def _is_for(self, peer: Identity, job: str) -> bool:
+        return peer.job == job or (not peer.job and self._may_share(job))
+
+    def _receive_steps(self, message: WorldStep | SavedSteps, peer: Identity) -> ShardVerdict:
+        sender = peer.host_id
         job = self._find_job(message.job)
         coordination = job.coordination if job is not None else None
         if coordination is None:
             return ShardVerdict.BUSY  # its daemon is about to configure it, or to release it on the sender's side too
-        if isinstance(message, WorldStep):
-            return coordination.receive_world(message)
-        return coordination.receive_steps(message)
+        if not peer.job and not self._may_share(message.job):
+            verdict = ShardVerdict.FOREIGN  # it has no key of its own
+        elif isinstance(message, WorldStep):
+            verdict = coordination.receive_world(message, sender)
+        else:
+            verdict = coordination.receive_steps(message, sender)
+        if verdict is ShardVerdict.FOREIGN:
+            self._note_foreign(message.job, sender, type(message).__name__)
+        return verdict
+
+    def _note_foreign(self, job: str, sender: str, what: str) -> None:
+        """A host spoke for a rank or job that it was not given. Counted, and logged now and then: it may go on."""
+        self._counters.add("frames_of_foreign_hosts")
+        now_s = time.monotonic()
+        if now_s - self._foreign_logged_s.get(sender, -inf) >= _FOREIGN_LOG_INTERVAL_S:
+            if len(self._foreign_logged_s) >= _FOREIGN_REMEMBERED:
+                self._foreign_logged_s.clear()
+            self._foreign_logged_s[sender] = now_s
+            log.warning("foreign_frame_refused", job=job, peer=sender, frame=what)
 
     def _receive_replica(self, connection: Connection, put: PutShard) -> Reply:
         job = self._find_job(put.job)
         if job is None or job.running is None:
             return Reply(ShardVerdict.BUSY, f"{put.job} is not configured here yet.")
         running = job.running
-        running.coordination.receive_world(put.world)
         reply = receive_replica(
             connection,
             put,
@@ -122,6 +155,8 @@ class PeerRequests:
         elif reply.verdict is ShardVerdict.CORRUPT:
             self._counters.add("replicas_corrupt")
             log.warning("replica_refused", job=put.job, rank=put.rank, step=put.step, reason=reply.message)
+        elif reply.verdict is ShardVerdict.FOREIGN:
+            self._note_foreign(put.job, connection.peer.host_id, "PutShard")
         return reply
 
     # --- shards given out: their bytes are verified by the receiver, so a slot overwritten meanwhile does no harm ---

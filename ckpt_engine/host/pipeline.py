@@ -229,20 +229,20 @@ class RankPipeline:
         began_s = time.monotonic()
         try:
             reach("engine.commit")
-            manifest = manifests.describe(
-                entry.segments.payload(view.index),
-                job=self._generation.job,
-                generation=view.generation,
-                step=view.step,
-                rank=self.rank,
-                world_size=self._generation.placement.world_size,
-                code_version=__version__,
-                run=self._generation.run,
-                committed_at=self._clock.wall_s(),
-                known_digests=entry.segments.handed_digests(view),
-            )
+            with entry.segments.bytes_of(view.index) as payload:
+                manifest = manifests.describe(
+                    payload,
+                    job=self._generation.job,
+                    generation=view.generation,
+                    step=view.step,
+                    rank=self.rank,
+                    world_size=self._generation.placement.world_size,
+                    code_version=__version__,
+                    run=self._generation.run,
+                    committed_at=self._clock.wall_s(),
+                )
             committed = entry.segments.commit(view, manifests.encode(manifest))
-        except FlyballError as error:  # the capture is not a shard, or the manifest found no room
+        except (FlyballError, OSError) as error:  # it is not a shard, was tampered with, or the manifest found no room
             if entry.segments.unchanged(view):
                 entry.segments.discard(view)
                 self.fail(view.step, str(error))

@@ -3,8 +3,6 @@ what the daemon reports. See `ckpt_engine.contracts.wanted_chunks`."""
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +25,7 @@ from ckpt_engine.tiers.memory import OpenSegments
 from flyball.contracts.checkpoints import RestoreReport, Tier
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError, InvalidMessage, RestoreFailed, StaleCommand
+from flyball.worker_files import NotRegularFile, read_worker_file
 
 log = structlog.get_logger()
 
@@ -171,14 +170,11 @@ class Resharding:
 def _read_if_there(path: Path) -> bytes | None:
     """The content of a trainer's file; None if there is none. Raises InvalidMessage for anything but a small file."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        data = read_worker_file(path, MAX_WANTED_BYTES + 1)
     except FileNotFoundError:
         return None
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_WANTED_BYTES:
-            raise InvalidMessage(f"{path} is no file of at most {MAX_WANTED_BYTES} bytes.")
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read(MAX_WANTED_BYTES + 1)
-    finally:
-        os.close(descriptor)
+    except NotRegularFile:
+        data = None
+    if data is None or len(data) > MAX_WANTED_BYTES:
+        raise InvalidMessage(f"{path} is no file of at most {MAX_WANTED_BYTES} bytes.")
+    return data

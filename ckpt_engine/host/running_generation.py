@@ -78,7 +78,7 @@ class RunningGeneration:
         self.generation = generation
         self._slots = slots
         self._host = host
-        self._peers = peers
+        self._peers, self._dial = peers, peers.dials_for(generation.job)
         self._clock = clock
         self._counters = counters
         self._late_saves = late_saves
@@ -107,7 +107,7 @@ class RunningGeneration:
             on_progress=self._report_rank,
             on_sealed=self._receive_seals,
             # At their newest addresses: engines may have restarted since the placement was made.
-            cohort=CohortShards(generation, dial=peers.dial_shards, settings=host.settings),
+            cohort=CohortShards(generation, dial=peers.dials_for(generation.job), settings=host.settings),
             coordinator_down_s=lambda: peers.links.down_s(generation.coordinator_host),
         )
         self.coordination = Coordination(
@@ -195,8 +195,8 @@ class RunningGeneration:
             refill = Refill(
                 generation,
                 # Not at the placement's address: a restarted peer has called from a newer one.
-                make_fetcher=partial(make_fetcher, disks={}, dial=lambda host, _: self._peers.dial_shards(host, "")),
-                dial=self._peers.dial_newest,
+                make_fetcher=partial(make_fetcher, disks={}, dial=lambda host, _: self._dial(host, "")),
+                dial=lambda host: self._peers.dial(host, "", generation.job),
                 settings=self._host.settings,
                 clock=self._clock,
                 counters=self._counters,
@@ -207,9 +207,7 @@ class RunningGeneration:
                 generation,
                 plan,
                 memory=self._slots.memory,
-                fetcher=make_fetcher(
-                    plan, disks=self.durable.disks, dial=self._peers.dial_shards, broadcast=self.broadcast
-                ),
+                fetcher=make_fetcher(plan, disks=self.durable.disks, dial=self._dial, broadcast=self.broadcast),
                 clock=self._clock,
                 counters=self._counters,
                 on_report=self._on_restored,
@@ -227,7 +225,7 @@ class RunningGeneration:
             generation,
             generation.restore,
             store=store,
-            dial=self._peers.dial_shards,
+            dial=self._dial,
             bandwidths=self._host.bandwidths,
             settings=self._host.settings,
         )
@@ -242,7 +240,7 @@ class RunningGeneration:
             prefix=self._host.shm_prefix,
             slots=self._slots,
             disks=self.durable.disks,
-            dial=self._peers.dial_shards,
+            dial=self._dial,
             settings=self._host.settings,
             counters=self._counters,
             bandwidths=self._host.bandwidths,
@@ -324,7 +322,9 @@ class RunningGeneration:
             self._replays.equal(notice.generation, notice.step)
             return
         if isinstance(notice, ReplayDiffered):
-            self._note_replay(notice.found)
+            found = notice.found
+            if (found.job, found.generation, found.rank) == (notice.job, notice.generation, notice.rank):
+                self._note_replay(found)
             return
         self.coordination.receive_notice(notice)
         if isinstance(notice, SaveAborted):

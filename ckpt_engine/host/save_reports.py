@@ -13,6 +13,7 @@ from ckpt_engine.contracts.notices import SaveWaited
 from ckpt_engine.rules.storage_plan import EqualBytes, OddReplicas, StoragePlan
 from flyball.contracts.on_host.engine_wire import DifferingReplicas, FailingSaves, LateSaves, SaveFailure
 from flyball.contracts.reports.training_health import ReplayDiffers
+from flyball.contracts.wire import sendable
 
 REPORT_EVERY_S: Final = 60.0  # per rank: with a store that is too slow, every save is late
 REMEMBERED_LATE: Final = 64
@@ -21,6 +22,8 @@ FAILING_AFTER_S: Final = 60.0  # since the first of two or more failures in a ro
 REPEAT_S: Final = 300.0
 _REMEMBERED_FAILURES: Final = 64
 _NAMED_TENSORS: Final = 8  # of those that differ
+_NAME_CHARS: Final = 400
+_MESSAGE_CHARS: Final = 1_000
 _REMEMBERED_TENSORS: Final = 1 << 17
 
 
@@ -151,7 +154,8 @@ class DifferingLog:
         replicas = self._replicas(odd)
         tensors = replicas or odd.tensors
         equal_step = min((self._seen[name].step for name in replicas), default=-1)
-        ranks, named = (odd.agree, odd.differ), tensors[:_NAMED_TENSORS]
+        ranks = (odd.agree, odd.differ)
+        named = tuple(sendable(name, _NAME_CHARS) for name in tensors[:_NAMED_TENSORS])
         return DifferingReplicas(self._job, self._generation, step, named, len(tensors), *ranks, now, equal_step)
 
     def _replicas(self, odd: OddReplicas) -> tuple[str, ...]:
@@ -215,7 +219,7 @@ class SaveFailures:
 
     def remember(self, failure: SaveFailure) -> None:
         """A failure in any tier, for `newest`."""
-        self._remembered.append(failure)
+        self._remembered.append(self._as_shown(failure))
 
     def newest(self) -> list[SaveFailure]:
         """Oldest first."""
@@ -223,12 +227,17 @@ class SaveFailures:
 
     def failed(self, failure: SaveFailure) -> None:
         """The rank will never have this step in memory."""
-        self.remember(failure)
+        failure = self._as_shown(failure)
+        self._remembered.append(failure)
         with self._lock:
             if failure.generation == self._generation:
                 row = self._rows.setdefault(failure.rank, _RankFailures(failure.at))
                 row.count += 1
                 row.step, row.message = max(row.step, failure.step), failure.message
+
+    @staticmethod
+    def _as_shown(failure: SaveFailure) -> SaveFailure:
+        return msgspec.structs.replace(failure, message=sendable(failure.message, _MESSAGE_CHARS))
 
     def kept(self, rank: int, newest_step: int, now: float) -> None:
         """The rank has this step committed and replicated."""

@@ -26,10 +26,14 @@ import structlog  # noqa: E402
 from ckpt_engine.host.host_engine import Engine  # noqa: E402
 from ckpt_engine.host.state_dir import EngineStateDir  # noqa: E402
 from ckpt_engine.settings import load_settings  # noqa: E402
+from ckpt_engine.slots import segment_owner  # noqa: E402
+from flyball.batch_step import leader_of  # noqa: E402
 from flyball.contracts.errors import ConfigurationError, FlyballError  # noqa: E402
 from flyball.contracts.identity import check_name  # noqa: E402
-from flyball.process_start import log_to_stderr  # noqa: E402
+from flyball.contracts.on_host.engine_wire import DAEMON_PID_FILE, ENGINE_LOG  # noqa: E402
+from flyball.process_start import RotatedStderr, log_to_stderr  # noqa: E402
 from flyball.process_title import set_title  # noqa: E402
+from flyball.worker_user import find_worker_user  # noqa: E402
 
 log = structlog.get_logger()
 
@@ -56,6 +60,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--host-id", required=True)
     parser.add_argument("--address", required=True, help="this host's IP address, as other hosts reach it")
     parser.add_argument("--port", type=int, default=0, help="0: the port of the last run, or any free one")
+    parser.add_argument("--worker-user", default="", help="user that this host's trainers run as, if it is another one")
     parser.add_argument("--token-file", type=Path, help="file with the token that all hosts of the cluster share")
     return parser.parse_args(arguments)
 
@@ -66,16 +71,32 @@ def _raise_descriptor_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+def _await_end(ends: set[signal.Signals], state_dir: Path) -> None:
+    """In a step of a batch system, only the daemon of this folder may end its engine by SIGTERM."""
+    while True:
+        sent = signal.sigwaitinfo(ends)
+        if sent.si_signo != signal.SIGTERM or not leader_of(os.environ) or sent.si_pid == _daemon_pid(state_dir):
+            return
+
+
+def _daemon_pid(state_dir: Path) -> int:
+    try:
+        return int((state_dir / DAEMON_PID_FILE).read_text())
+    except (OSError, ValueError):
+        return -1
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT. Returns an exit code of `flyball.contracts.errors`."""
     options = _parse(arguments)
-    log_to_stderr()
+    log_to_stderr(RotatedStderr(options.state_dir / ENGINE_LOG, sys.stderr))
     if arguments is None:
         set_title(f"checkpoint engine {options.host_id}", ["ckpt_engine.host.server", *sys.argv[1:]])
     _raise_descriptor_limit()
     ends = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before any thread starts, so that all inherit it
     try:
+        segment_owner.serve_workers_of(find_worker_user(options.worker_user))
         engine = Engine(
             EngineStateDir(options.state_dir),
             host_id=check_name("host", options.host_id),
@@ -88,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FlyballError as error:
         log.error("engine_not_started", code=error.code, reason=error.message, hint=error.hint)
         return error.exit_code
-    signal.sigwait(ends)
+    _await_end(ends, options.state_dir)
     engine.stop()
     return 0
 

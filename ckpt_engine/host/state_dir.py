@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
@@ -61,6 +61,24 @@ class EngineStateDir:
         """Record this engine's pid and port: "pid port"."""
         self._folder.write_lock(ENGINE_PID_FILE, f"{os.getpid()} {port}")
 
+    def answer_keys(self) -> tuple[tuple[str, ...], Callable[[Sequence[str]], None]]:
+        """The keys with which other hosts' engines may call, newest first, and what stores them. They outlive the jobs
+        that brought them: memory of an ended job is still given out. Raises StateVersionMismatch, OSError."""
+        path = self.path / "engine-keys.json"
+
+        def store(keys: Sequence[str]) -> None:
+            write_durably(path, [wire.encode(keys)])
+
+        try:
+            return wire.decode(path.read_bytes(), tuple[str, ...]), store
+        except FileNotFoundError:
+            return (), store
+        except InvalidMessage as error:
+            raise StateVersionMismatch(
+                f"{path} is not readable: {error.message}",
+                hint="remove the file: the next generation of each job brings the keys again",
+            ) from error
+
     def _read_port(self) -> int:
         try:
             _, port = (self.path / ENGINE_PID_FILE).read_text().split()
@@ -115,16 +133,18 @@ class JobFiles:
         make_folder(folder)
 
     def store(self, configure: Configure) -> None:
-        write_durably(self._path(configure.placement.job), [wire.encode(configure)])
+        path, content = self._path(configure.placement.job), wire.encode(configure)
+        if not path.exists() or path.read_bytes() != content:  # a file's time is that of its generation
+            write_durably(path, [content])
 
     def names(self) -> list[str]:
         """The jobs that have a file."""
         return [path.stem for path in self._folder.glob("*.json")]
 
     def load(self) -> list[Configure]:
-        """All that can be read. The others are logged, and their segments stay."""
+        """All that can be read, the newest last. The others are logged, and their segments stay."""
         found: list[Configure] = []
-        for path in sorted(self._folder.glob("*.json")):
+        for path in sorted(self._folder.glob("*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name)):
             try:
                 found.append(wire.decode(path.read_bytes(), Configure))
             except (InvalidMessage, OSError) as error:

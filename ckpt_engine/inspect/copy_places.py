@@ -27,6 +27,7 @@ from ckpt_engine.tiers.storage import Storage
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.errors import CorruptShard, FlyballError
 from flyball.contracts.on_host.segments import SLOT_SUFFIXES, parse_segment, rank_segment, replica_segment
+from flyball.worker_files import open_worker_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,17 @@ class Place(ABC):
     def path(self, copy: ShardCopy) -> str:
         """Where its bytes are, for messages."""
 
+    @abstractmethod
+    def version(self, copy: ShardCopy) -> str:
+        """Changes when the copy's bytes are written again; '' if it is gone. Raises OSError or FlyballError."""
+
     def sealed(self) -> set[StepKey]:
         """The steps with a world manifest, in a persistent tier."""
         return set()
+
+    def damaged(self) -> dict[StepKey, str]:
+        """The steps that were whole once and of which the last `copies` found something damaged, each with what."""
+        return {}
 
     def pinned(self) -> set[StepKey]:
         """The steps that are kept whatever the retention rules."""
@@ -80,17 +89,23 @@ class SlotPlace(Place):
         self._job = job
         self._run = run
         self._ignored: list[Ignored] = []
+        self._damaged: dict[StepKey, str] = {}
         self.tier = tier
         self.host_id = host_id
         self.where = f"{prefix}.{job}.{'p' if tier is Tier.PEER else 'r'}*"
 
     def copies(self) -> list[ShardCopy]:
         found: list[ShardCopy] = []
-        self._ignored = []
+        self._ignored, self._damaged = [], {}
         for rank in self._ranks():
             try:
                 with closing(RankSegments.open(self._base(rank))) as segments:
-                    found += [copy for view in segments.slots() if (copy := self._copy(segments, rank, view))]
+                    for view in segments.slots():
+                        if (copy := self._copy(segments, rank, view)) is not None:
+                            found.append(copy)
+                        elif self._is_damaged(segments, view):
+                            where = self._base(rank) + SLOT_SUFFIXES[view.index]
+                            self._damaged[view.generation, view.step] = f"{where}: its manifest is damaged"
             except FileNotFoundError:  # removed since it was listed
                 continue
             except (FlyballError, OSError) as error:
@@ -121,6 +136,14 @@ class SlotPlace(Place):
             return self.where
         return self._base(copy.rank) + SLOT_SUFFIXES[view.index] if view else self.where
 
+    def version(self, copy: ShardCopy) -> str:
+        with closing(RankSegments.open(self._base(copy.rank))) as segments:
+            view = segments.find(copy.generation, copy.step)
+            return str(view.sequence) if view is not None else ""
+
+    def damaged(self) -> dict[StepKey, str]:
+        return self._damaged
+
     def ignored(self) -> list[Ignored]:
         return self._ignored
 
@@ -131,7 +154,7 @@ class SlotPlace(Place):
         if view is None or described is None:
             raise _gone()
         path = self._base(copy.rank) + SLOT_SUFFIXES[view.index]
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = open_worker_file(path)
         try:
             yield view, *described, descriptor
         finally:
@@ -142,6 +165,12 @@ class SlotPlace(Place):
         if described is None or not segments.unchanged(view):
             return None
         return manifests.copy_in(self.tier, self.host_id, *described)
+
+    @staticmethod
+    def _is_damaged(segments: RankSegments, view: SlotView) -> bool:
+        """Whether the slot was committed, and its manifest cannot be read any more."""
+        is_lost = view.state is SlotState.COMMITTED and segments.committed(view.index) is None
+        return is_lost and segments.unchanged(view)
 
     def _described(self, segments: RankSegments, rank: int, view: SlotView) -> tuple[Manifest, bytes] | None:
         """A slot's manifest and its bytes, if they are of the view's step."""
@@ -185,6 +214,7 @@ class StoragePlace(Place):
         self.store = ShardStore(storage, tier=tier, job=job, run=run, host_id=host_id)
         self._storage = storage
         self._ignored: list[Ignored] = []
+        self._damaged: dict[StepKey, str] = {}
         self._sealed: set[StepKey] = set()
         self.tier = tier
         self.host_id = host_id
@@ -202,12 +232,16 @@ class StoragePlace(Place):
         ]
         parted = self.store.parted
         self._ignored += [Ignored(self.file_path(key.manifest), why, self, key) for key, why in parted.items()]
+        self._damaged = self.store.damaged_worlds()
         for key in filter(None, (parse_rank_manifest(entry.name) for entry in self._storage.entries())):
             if key not in known and key not in unread and key not in parted:
                 try:
                     found.append(self._unlisted(key))
                 except (FlyballError, OSError) as error:
                     self._ignored.append(Ignored(self.file_path(key.manifest), reason(error), self, key))
+                    if isinstance(error, CorruptShard | FileNotFoundError):  # a manifest is written last
+                        why = f"{self.file_path(key.manifest)}: {reason(error)}"
+                        self._damaged.setdefault((key.generation, key.step), why)
         return found
 
     def _unlisted(self, key: ShardKey) -> ShardCopy:
@@ -232,8 +266,15 @@ class StoragePlace(Place):
         in_folder = self._storage.inside(name) if isinstance(self._storage, StepFolder) else name
         return f"{self.where}/{in_folder}"
 
+    def version(self, copy: ShardCopy) -> str:
+        entry = self._storage.stat(ShardKey(copy.generation, copy.step, copy.rank).shard)
+        return entry.version if entry is not None else ""
+
     def sealed(self) -> set[StepKey]:
         return self._sealed
+
+    def damaged(self) -> dict[StepKey, str]:
+        return self._damaged
 
     def pinned(self) -> set[StepKey]:
         return self.store.pinned()

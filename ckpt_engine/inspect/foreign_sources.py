@@ -59,7 +59,7 @@ def find_sources(given: Sequence[Path], step: int | None = None) -> Sources:
 
 def _of_folder(folder: Path, step: int | None) -> Sources:
     if (folder / DCP_METADATA).exists():
-        files = [path for path in folder.iterdir() if path.is_file()]
+        files = [_regular(path) for path in folder.iterdir() if not path.is_dir()]
         return Sources(ForeignFormat.DCP, (str(folder.resolve()),), _size_of(files), _number_in(folder.name))
     if (folder / DLROVER_TRACKER).exists():
         return _of_step(folder, DLROVER_TRACKER, step, ("{}", "iter_{:07d}"))
@@ -75,7 +75,7 @@ def _of_folder(folder: Path, step: int | None) -> Sources:
 
 def _of_step(folder: Path, tracker: str, step: int | None, names: Iterable[str]) -> Sources:
     """The step that the tracker file names, or the given one."""
-    with (folder / tracker).open("rb") as file:
+    with _regular(folder / tracker).open("rb") as file:
         content = file.read(_MAX_TRACKER_BYTES).decode(errors="replace").strip()
     number = _number_in(content) if step is None else step
     if number is None:
@@ -149,8 +149,9 @@ def _of_megatron(folder: Path) -> Sources:
                 hint="the checkpoint is not complete",
             )
     ordered = [places[place] for place in sorted(places, key=lambda place: place[::-1])]
-    files = [path for place in ordered for path in place.iterdir() if path.is_file()]
-    return Sources(ForeignFormat.MEGATRON, _names(ordered), _size_of(files), _number_in(folder.name))
+    files = [_regular(path) for place in ordered for path in place.iterdir() if not path.is_dir()]
+    names = tuple(str(place.resolve()) for place in ordered)
+    return Sources(ForeignFormat.MEGATRON, names, _size_of(files), _number_in(folder.name))
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
@@ -187,7 +188,7 @@ def _safetensors_in(folder: Path) -> list[Path]:
     index = folder / HF_INDEX
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = sorted(set(json.loads(_regular(index).read_text())["weight_map"].values()))
             files = [folder / name for name in names]
         except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
             raise CorruptShard(f"{index} does not parse: {error!r}.", hint="name the safetensors files") from error
@@ -205,7 +206,7 @@ def _safetensors_in(folder: Path) -> list[Path]:
 
 
 def _kind_of(path: Path) -> ForeignFormat:
-    with path.open("rb") as file:
+    with _regular(path).open("rb") as file:
         head = file.read(16)
     if head.startswith(_TORCH_HEADS):
         return ForeignFormat.TORCH
@@ -215,7 +216,15 @@ def _kind_of(path: Path) -> ForeignFormat:
 
 
 def _names(paths: Iterable[Path]) -> tuple[str, ...]:
-    return tuple(str(path.resolve()) for path in paths)
+    return tuple(str(_regular(path).resolve()) for path in paths)
+
+
+def _regular(path: Path) -> Path:
+    """The path, whatever links lead to it. Raises UsageError if a FIFO or a device has its name: to open one may wait
+    for ever, and it is read without an end."""
+    if not path.is_file():
+        raise UsageError(f"{path} is not a regular file.", hint="name the files of one checkpoint")
+    return path
 
 
 def _size_of(files: Iterable[Path]) -> int:

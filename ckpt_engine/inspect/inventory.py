@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckpt_engine.format.manifest import Manifest, TensorEntry
@@ -41,6 +41,7 @@ class CopyInventory:
         self.held: list[HeldCopy] = []
         self.ignored: list[Ignored] = []
         self.sealed: set[StepKey] = set()
+        self.damaged: dict[StepKey, str] = {}  # steps that were whole once -> what is damaged
         self.pinned: set[StepKey] = set()
         for place in places:
             try:
@@ -50,19 +51,36 @@ class CopyInventory:
                 self.ignored.append(Ignored(place.where, reason(error)))
             self.ignored += place.ignored()
             self.sealed |= place.sealed()
+            self.damaged = place.damaged() | self.damaged
         self.held.sort(key=lambda held: (held.copy.step, held.copy.generation, held.copy.rank, _ORDER[held.copy.tier]))
         manifests = self._first_manifests()
         world_sizes = {key: manifest.world_size for key, manifest in manifests.items()}
         self.held = [held for held in self.held if held.key in world_sizes]  # of other steps all copies are gone by now
         self.lineage = lineage or infer_lineage(held.key for held in self.held)
         self.unsealed = {held.key for held in self.held if held.copy.tier is Tier.PERSISTENT} - self.sealed
-        self.steps = list_steps(
+        self._world_sizes = world_sizes
+        self._committed_at = {key: manifest.committed_at for key, manifest in manifests.items()}
+        self.bad: set[ShardCopy] = set()  # as far as is known
+        self.steps = self._list()
+
+    def leave_out(self, is_bad: Callable[[HeldCopy], bool]) -> None:
+        """These copies are known to be bad: no step counts because of them."""
+        good: set[ShardCopy] = set()
+        bad: set[ShardCopy] = set()
+        for held in self.held:
+            (bad if is_bad(held) else good).add(held.copy)
+        self.bad = bad - good  # the same copy may be in two places
+        self.steps = self._list()
+
+    def _list(self) -> tuple[StepListing, ...]:
+        return list_steps(
             (held.copy for held in self.held),
             lineage=self.lineage,
-            world_sizes=world_sizes,
+            world_sizes=self._world_sizes,
             unsealed=self.unsealed,
             pinned=self.pinned,
-            committed_at={key: manifest.committed_at for key, manifest in manifests.items()},
+            committed_at=self._committed_at,
+            bad=self.bad,
         )
 
     @property

@@ -78,6 +78,7 @@ def durable_point(inventory: CopyInventory) -> StepListing | None:
         lineage=inventory.lineage,
         world_sizes={(step.generation, step.step): step.world_size for step in inventory.steps},
         unsealed=inventory.unsealed,
+        bad=inventory.bad,
     )
     key = next(((step.generation, step.step) for step in durable if step.recovery_point), None)
     return next((step for step in inventory.steps if (step.generation, step.step) == key), None)

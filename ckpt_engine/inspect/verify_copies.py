@@ -18,7 +18,7 @@ from ckpt_engine.inspect.copy_places import reason
 from ckpt_engine.inspect.inventory import HeldCopy
 from ckpt_engine.inspect.shard_reading import CopyGone
 from flyball.contracts.checkpoints import ShardCopy
-from flyball.contracts.errors import CheckpointError, FlyballError
+from flyball.contracts.errors import CheckpointError, CorruptShard, FlyballError
 
 THREADS = 2  # each reads and hashes one copy
 
@@ -26,6 +26,7 @@ THREADS = 2  # each reads and hashes one copy
 class CopyVerdict(StrEnum):
     GOOD = "good"
     BAD = "bad"
+    UNREAD = "unread"  # it cannot be read at the moment: it may be good
     GONE = "gone"  # overwritten or removed meanwhile by a running job
 
 
@@ -119,8 +120,10 @@ def _verify(held: HeldCopy, on_bytes: Callable[[int], None]) -> tuple[Verified, 
                 shard = ReadShard(reading.manifest, reading.tensors())
     except CopyGone as error:
         verdict, problem = CopyVerdict.GONE, error.message
-    except (FlyballError, OSError) as error:
+    except CorruptShard as error:
         verdict, problem = CopyVerdict.BAD, reason(error)
+    except (FlyballError, OSError) as error:
+        verdict, problem = CopyVerdict.UNREAD, reason(error)
     chunk_bytes = shard.manifest.chunk_bytes if shard else 0
     chunks = integrity.chunk_count(shard.manifest.payload_bytes, chunk_bytes) if shard else 0
     return Verified(held.copy, path, verdict, problem, chunks, chunk_bytes, tuple(bad)), shard

@@ -6,6 +6,7 @@ meanwhile has the last word: the save is given up.
 
 from __future__ import annotations
 
+import mmap
 import os
 import stat
 from collections.abc import Iterator
@@ -17,11 +18,13 @@ from ckpt_engine.format import sealed_file
 from ckpt_engine.format.integrity import ChunkHasher
 from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.path_saves.path_memory import PathMemory, memories
+from ckpt_engine.path_saves.pending_mark import remove_left_mark, remove_mark
 from ckpt_engine.path_saves.save_notes import FileIdentity, SaveNote, WrittenNote, identity_of
 from ckpt_engine.path_saves.sealed_reading import manifest_in
 from ckpt_engine.rules.slot_rules import SlotView
 from ckpt_engine.slots import segment_files
-from ckpt_engine.tiers.durable_files import finished_name, write_durably, writer_pid
+from ckpt_engine.slots.slot_bytes import SlotBytes
+from ckpt_engine.tiers.durable_files import finished_name, unfinished_head, write_durably, writer_pid
 from ckpt_engine.tiers.verified_pieces import PIECE_BYTES
 from flyball.contracts.errors import CheckpointError, Conflict, CorruptShard, FlyballError
 
@@ -45,6 +48,7 @@ def finish(memory: PathMemory) -> bool:
             view, written = memory.newest(), memory.written
             note = None if view is None else memory.notes.of(view.step)
             if view is None or note is None or view.step <= written.settled_step:
+                remove_mark(memory.path, memory.folder.parent, written.settled_step)
                 return False
             with memory.held(view.step):
                 manifest = memory.commit(view)
@@ -54,8 +58,10 @@ def finish(memory: PathMemory) -> bool:
                     file = _write(memory, view, note, manifest, written)
                 except PathChanged as error:
                     memory.note(_given_up(written, note, error.message))
+                    remove_mark(memory.path, memory.folder.parent, note.step)
                     raise
                 memory.note(WrittenNote(written.version, note.step, file, written.given_up_step))
+                remove_mark(memory.path, memory.folder.parent, note.step)
                 return True
     raise Conflict(f"Saves of {memory.path} come faster than they can be hashed.", hint="save less often")
 
@@ -81,16 +87,16 @@ def _write(
         return there
     check()
     _remove_unfinished(path)
-    payload = memory.segments.payload(view.index)
-    if not memory.segments.unchanged(view):
-        raise CorruptShard(f"The save of {path} was overwritten in memory.", hint="nothing to do: a newer one is there")
-    status = write_durably(
-        path,
-        _parts(payload, manifest),
-        size_bytes=len(payload),
-        mode=stat.S_IMODE(path.stat().st_mode),
-        before_rename=check,
-    )
+    with memory.segments.bytes_of(view.index) as payload:
+        if not memory.segments.unchanged(view):
+            raise CorruptShard(f"The save of {path} was overwritten in memory.", hint="nothing to do: it is newer")
+        status = write_durably(
+            path,
+            _parts(payload, manifest),
+            size_bytes=len(payload),
+            mode=stat.S_IMODE(path.stat().st_mode),
+            before_rename=check,
+        )
     return FileIdentity.of(status)
 
 
@@ -103,18 +109,20 @@ def _holding(path: Path, manifest: Manifest) -> FileIdentity | None:
 def _remove_unfinished(path: Path) -> None:
     """Remove what killed processes left beside the path."""
     for name in os.listdir(path.parent):  # noqa: PTH208 - names, not paths
-        if finished_name(name) == path.name and not segment_files.is_running(writer_pid(name)):
+        if finished_name(name) == unfinished_head(path.name) and not segment_files.is_running(writer_pid(name)):
             (path.parent / name).unlink(missing_ok=True)
 
 
-def _parts(payload: memoryview, manifest: Manifest) -> Iterator[bytes | memoryview]:
-    """Each piece is hashed after it was written: bytes that are right then were right before, see `verified_pieces`.
-    Not by its pool of threads, as there are none while the interpreter ends."""
+def _parts(payload: SlotBytes, manifest: Manifest) -> Iterator[bytes | memoryview]:
+    """Each piece is a copy that is hashed and written, as in `verified_pieces`. Without its pool of threads: there are
+    none while the interpreter ends."""
     hasher = ChunkHasher(manifest.chunk_bytes)
+    buffer = memoryview(mmap.mmap(-1, PIECE_BYTES))  # page-aligned, so that a disk can take it directly
     for begin in range(0, manifest.payload_bytes, PIECE_BYTES):
-        piece = payload[begin : min(begin + PIECE_BYTES, manifest.payload_bytes)]
-        yield piece
+        piece = buffer[: min(PIECE_BYTES, manifest.payload_bytes - begin)]
+        payload.read_into(piece, begin)
         hasher.update(piece)
+        yield piece
     if hasher.digests() != manifest.chunk_digests:
         raise CorruptShard("A save changed in memory while it was written.", hint="nothing to do: it is written again")
     yield sealed_file.encode_seal(manifest)
@@ -167,6 +175,7 @@ def _tidy(memory: PathMemory, ttl_s: float) -> str:
         state = "written" if finish(memory) else "on disk"
     elif memory.written.given_up_step > memory.written.step:
         state = "given up"
+    remove_left_mark(memory.path, memory.folder.parent)
     if memory.unused_s >= ttl_s:
         with memory.removing() as may_remove:
             if may_remove:

@@ -43,6 +43,7 @@ from flyball import __version__
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.errors import ConfigurationError, Conflict, CorruptShard, FlyballError
 from flyball.contracts.on_host.segments import CONTROL_SUFFIX, DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, SLOT_SUFFIXES
+from flyball.worker_files import open_worker_file
 
 LOCK_TIMEOUT_S = 600.0  # for another process's save, or its write to the disk
 _POLL_S = 0.005
@@ -202,18 +203,19 @@ class PathMemory:
             if (manifest.step, manifest.payload_bytes + note.seal_bytes) == (view.step, view.payload_bytes):
                 return manifest
         try:
-            manifest = manifests.describe(
-                self.segments.payload(view.index),
-                job=note.job,
-                generation=0,
-                step=view.step,
-                rank=0,
-                world_size=1,
-                code_version=__version__,
-                run=note.run,
-                committed_at=note.saved_at,
-                seal_bytes=note.seal_bytes,
-            )
+            with self.segments.bytes_of(view.index) as payload:
+                manifest = manifests.describe(
+                    payload,
+                    job=note.job,
+                    generation=0,
+                    step=view.step,
+                    rank=0,
+                    world_size=1,
+                    code_version=__version__,
+                    run=note.run,
+                    committed_at=note.saved_at,
+                    seal_bytes=note.seal_bytes,
+                )
         except CorruptShard:
             if self.segments.unchanged(view):
                 raise
@@ -271,7 +273,7 @@ class PathMemory:
         deadline_s = time.monotonic() + timeout_s
         while True:
             try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                descriptor = open_worker_file(path, os.O_RDWR | os.O_CREAT)
             except FileNotFoundError:
                 if wanted:
                     raise Conflict(f"The memory of {self.path} was removed.", hint="save again") from None

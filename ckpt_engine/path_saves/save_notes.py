@@ -17,6 +17,7 @@ from flyball.contracts import wire
 from flyball.contracts.errors import InvalidMessage, StateVersionMismatch
 from flyball.contracts.identity import JobName, RunId, Step
 from flyball.state_folder import write_private
+from flyball.worker_files import read_worker_file
 
 NOTES_VERSION = 1
 SAVES_FILE, WRITTEN_FILE = "saves.json", "written.json"
@@ -107,7 +108,7 @@ def write_written(folder: Path, note: WrittenNote) -> None:
 
 def _read(path: Path, kind: type[_T]) -> _T | None:
     try:
-        note = wire.decode(path.read_bytes(), kind)
+        note = wire.decode(read_worker_file(path, wire.MAX_MESSAGE_BYTES + 1), kind)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except InvalidMessage as error:

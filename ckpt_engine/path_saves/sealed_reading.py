@@ -12,6 +12,7 @@ from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.format.sealed_file import FOOTER_BYTES, MAX_PLACEHOLDER_BYTES, PlaceholderContent
 from ckpt_engine.format.verified_read import ByteSource, FileSource
 from flyball.contracts.errors import CorruptShard, FlyballError, UsageError
+from flyball.worker_files import open_worker_file
 
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _HEAD_BYTES = 16
@@ -30,7 +31,7 @@ class SealedSource:
 def opened_sealed(path: str) -> Iterator[SealedSource | PlaceholderContent]:
     """A sealed file, or what a placeholder stands for. Raises UsageError for another library's file, CorruptShard,
     OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_worker_file(path)
     try:
         file_bytes = os.fstat(descriptor).st_size
         source = FileSource(descriptor)

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from ckpt_engine.contracts.control_views import KeptStep
 from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_wire import GetShard, Reply, ShardVerdict
 from ckpt_engine.counters import Counters
 from ckpt_engine.format import integrity
 from ckpt_engine.format.manifest import Manifest
-from ckpt_engine.format.verified_read import ByteSource, MemorySink, MemorySource, read_verified
+from ckpt_engine.format.verified_read import ByteSource, TargetSink, read_verified
 from ckpt_engine.peers.broadcast.bandwidths import Way
 from ckpt_engine.peers.broadcast.broadcast_fill import BroadcastFill, ReceivedParts
 from ckpt_engine.peers.broadcast.broadcast_load import BroadcastLoad
@@ -20,8 +21,9 @@ from ckpt_engine.peers.source_trials import SourceTrials
 from ckpt_engine.peers.transport.pool import Dial
 from ckpt_engine.rules.fetch_order import FetchStep, fetch_order, source_generation
 from ckpt_engine.rules.memory_plan import MemoryPlan
-from ckpt_engine.rules.slot_rules import SlotView, choose_slot
+from ckpt_engine.rules.slot_rules import SlotView, choose_slot, kept_steps
 from ckpt_engine.settings import EngineSettings
+from ckpt_engine.slots.slot_bytes import SlotBytes
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments, PeerTier
 from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.tiers.storage import StoredBytes
@@ -91,8 +93,9 @@ class Fetcher:
             return None
         view, manifest, _ = found
         try:
-            integrity.verify(entry.segments.payload(view.index), manifest.chunk_digests, manifest.chunk_bytes)
-        except CorruptShard as error:
+            with entry.segments.bytes_of(view.index) as payload:
+                integrity.verify(payload, manifest.chunk_digests, manifest.chunk_bytes)
+        except (CorruptShard, OSError) as error:
             if entry.segments.unchanged(view):
                 self._trials.demote(entry.rank, "local slot", error, reasons)
                 entry.segments.discard(view)
@@ -138,11 +141,11 @@ class Fetcher:
             if replica is None or found is None:
                 raise RestoreFailed("it does not have this step.")
             view, manifest, manifest_bytes = found
-            source = MemorySource(replica.segments.payload(view.index))
 
-            def copy(target: memoryview, _slot: int) -> None:
+            def copy(target: SlotBytes, _slot: int) -> None:
                 try:
-                    self._copy(source, manifest, target)
+                    with replica.segments.bytes_of(view.index) as source:
+                        self._copy(source, manifest, target)
                 except CorruptShard:
                     replica.segments.discard(view)  # unless it holds something newer by now
                     raise
@@ -157,7 +160,7 @@ class Fetcher:
         with tier.reading(step.source.generation, self._plan.step, rank) as (manifest, manifest_bytes, stored):
             received: list[ReceivedParts] = []
 
-            def copy(target: memoryview, slot: int) -> None:
+            def copy(target: SlotBytes, slot: int) -> None:
                 try:
                     if self._broadcast is not None and self._shares(rank, step, stored):
                         if self._broadcast.manifest(rank) != manifest:  # the chunks are verified by that one
@@ -186,7 +189,7 @@ class Fetcher:
         return self._broadcast.choice(rank, stored).shares
 
     def _fill(
-        self, broadcast: BroadcastLoad, rank: int, slot: int, stored: StoredBytes, target: memoryview
+        self, broadcast: BroadcastLoad, rank: int, slot: int, stored: StoredBytes, target: SlotBytes
     ) -> ReceivedParts:
         fill = BroadcastFill(
             broadcast,
@@ -231,8 +234,8 @@ class Fetcher:
                 shard_bytes=reply.shard_bytes,
             )
 
-            def copy(target: memoryview, slot: int) -> None:
-                with entry.segments.open_written(slot) as descriptor, connection.land_in(descriptor):
+            def copy(target: SlotBytes, _slot: int) -> None:
+                with connection.land_in(target.descriptor):
                     receive_payload(connection, manifest, target, superseded=self._generation.ended.is_set)
 
             fetched = self._commit(entry, step, manifest, manifest_bytes, copy)
@@ -241,9 +244,9 @@ class Fetcher:
                 fetched, tier=tier, socket_bytes=connection.bytes_received, transport=str(connection.transport)
             )
 
-    def _copy(self, source: ByteSource, manifest: Manifest, target: memoryview) -> None:
+    def _copy(self, source: ByteSource, manifest: Manifest, target: SlotBytes) -> None:
         """Fill `target` with verified bytes. Raises CorruptShard, OSError, StaleCommand."""
-        read_verified(source, manifest, MemorySink(target, before=self._trials.check_wanted))
+        read_verified(source, manifest, TargetSink(target, before=self._trials.check_wanted))
 
     def _commit(
         self,
@@ -251,22 +254,23 @@ class Fetcher:
         step: FetchStep,
         manifest: Manifest,
         manifest_bytes: bytes,
-        copy: Callable[[memoryview, int], None],
+        copy: Callable[[SlotBytes, int], None],
     ) -> Fetched:
-        """Commit a free slot that `copy(its memory, its index)` has filled with verified bytes."""
+        """Commit a free slot that `copy(its bytes, its index)` has filled with verified bytes."""
         self._trials.check_wanted()
         segments = entry.segments
         with entry.writing:
-            slot = self._free_slot(segments.slots())
+            slot = self._free_slot(segments.slots(), segments.read_world().kept)
             plan = MemoryPlan(
                 manifest.payload_bytes,
                 local_ranks=len(self._generation.local_ranks),
                 replicas=len(self._generation.replica_hosts),
             )
-            target = segments.begin_write(slot.index, manifest.generation, manifest.step, manifest.payload_bytes, plan)
+            target = segments.begin_fill(slot.index, manifest.generation, manifest.step, manifest.payload_bytes, plan)
             began = segments.control.slot(slot.index)
             try:
-                copy(target, slot.index)
+                with target:
+                    copy(target, slot.index)
                 if not segments.unchanged(began):
                     raise CorruptShard("the slot was overwritten while it was being filled.")
                 segments.mark_captured(slot.index)
@@ -277,8 +281,9 @@ class Fetcher:
                 raise
         return Fetched(slot.index, manifest.payload_bytes, step.origin.tier, step.source.host_id, 0)
 
-    def _free_slot(self, slots: list[SlotView]) -> SlotView:
-        slot = choose_slot(slots, self._plan.step, self._generation.lineage, ())
+    def _free_slot(self, slots: list[SlotView], kept: KeptStep) -> SlotView:
+        slot = choose_slot(slots, self._plan.step, self._generation.lineage, (), kept_steps(slots, kept))
+        slot = slot or choose_slot(slots, self._plan.step, self._generation.lineage, ())
         if slot is None:
             raise StorageFull("both local slots hold newer steps of this generation.")
         return slot

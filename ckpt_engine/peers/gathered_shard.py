@@ -14,8 +14,10 @@ from ckpt_engine.format.chunk_runs import chunk_range
 from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.format.shard_names import manifest_name, shard_name
 from ckpt_engine.format.verified_read import FileSource
+from ckpt_engine.slots.segment_owner import give_file
 from flyball.contracts.checkpoints import ShardSource, Tier
 from flyball.contracts.errors import CorruptShard
+from flyball.worker_files import open_worker_file
 
 _NEW = ".new"
 
@@ -33,7 +35,13 @@ class GatheredShard:
         ] = {}  # of the chunks in the sparse file: the tier and host they are from
         self._path = folder / shard_name(manifest.rank)
         self._header_chunks = range(-(-header_bytes // manifest.chunk_bytes))
-        (folder / manifest_name(manifest.rank)).write_bytes(manifests.as_file(manifest_bytes))
+        described = folder / manifest_name(manifest.rank)
+        descriptor = _create(described)  # the folder may be another user's, who may have put a link there
+        try:
+            _write_all(descriptor, memoryview(manifests.as_file(manifest_bytes)), 0)
+            give_file(descriptor, str(described))
+        finally:
+            os.close(descriptor)
 
     def link(self, path: str, source: ShardSource) -> None:
         """Refer to a whole copy, whose header was verified."""
@@ -45,10 +53,11 @@ class GatheredShard:
     def begin(self, header: memoryview, source: ShardSource, tier: Tier) -> None:
         """Make a sparse file that begins with these verified chunks."""
         new = self._new()
-        descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        descriptor = _create(new)
         try:
             os.ftruncate(descriptor, self.manifest.payload_bytes)
             _write_all(descriptor, header, 0)
+            give_file(descriptor, str(new))
         finally:
             os.close(descriptor)
         new.rename(self._path)
@@ -68,7 +77,7 @@ class GatheredShard:
     @contextmanager
     def opened(self) -> Iterator[int]:
         """The sparse file, for `write`, and for the chunks that are here."""
-        descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = open_worker_file(self._path, os.O_RDWR)
         try:
             yield descriptor
         finally:
@@ -121,6 +130,12 @@ class GatheredShard:
         """These chunks of the sparse file are bad: they have to be brought again."""
         for chunk in chunks:
             self._tiers.pop(chunk, None)
+
+
+def _create(path: Path) -> int:
+    """Open a new file, in place of an old one. Raises OSError."""
+    path.unlink(missing_ok=True)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
 
 def header_chunks(first: memoryview, manifest: Manifest) -> range:

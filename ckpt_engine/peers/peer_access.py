@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
+import msgspec
 import structlog
 
 from ckpt_engine.contracts.generation import HostGeneration
@@ -15,7 +17,8 @@ from ckpt_engine.peers.links import PeerLinks
 from ckpt_engine.peers.replication import Offer, send_replica
 from ckpt_engine.peers.shard_transports import ShardTransports
 from ckpt_engine.peers.transport.handshake import introduce
-from ckpt_engine.peers.transport.pool import ConnectionPool
+from ckpt_engine.peers.transport.peer_keys import PeerKeys
+from ckpt_engine.peers.transport.pool import ConnectionPool, Dial
 from ckpt_engine.peers.transport.port import ByteCounters, Connection, Identity
 from ckpt_engine.peers.transport.tcp import connect_tcp, split_address
 from ckpt_engine.rules.rate_limit import RateLimit
@@ -33,7 +36,7 @@ class PeerAccess:
         self,
         identity: Identity,
         *,
-        token: bytes,
+        keys: PeerKeys,
         settings: EngineSettings,
         counters: Counters,
         total: ByteCounters,
@@ -42,7 +45,7 @@ class PeerAccess:
     ) -> None:
         """`on_up(host_id)` is called when a link to that host is made. `total` counts the bytes of TCP connections."""
         self._identity = identity
-        self._token = token
+        self._keys = keys
         self._settings = settings
         self._total = total
         self._on_up = on_up
@@ -51,7 +54,7 @@ class PeerAccess:
         self._lock = threading.Lock()
         self._limit = RateLimit(settings.peer_bytes_per_s, monotonic_s=time.monotonic)
         self._pool = ConnectionPool(
-            self.dial_shards,
+            lambda host_id, job: self.dial_shards(host_id, "", job),
             connections_per_peer=settings.pool_connections_per_peer,
             is_outdated=transports.is_outdated,
         )
@@ -64,7 +67,7 @@ class PeerAccess:
         self._pool.close()
 
     def learn_addresses(self, addresses: Mapping[str, str]) -> None:
-        """Where a placement says that engines are, by host."""
+        """Where a placement, or later the supervisor, says that engines are, by host."""
         with self._lock:
             self._addresses |= {host: addresses[host] for host in addresses if host != self._identity.host_id}
 
@@ -75,27 +78,27 @@ class PeerAccess:
         with self._lock:
             self._addresses[peer.host_id] = peer.address
 
-    def dial(self, host_id: str, address: str) -> Connection:
-        """A new TCP connection, handshake done. With `address` '' the newest known one is called. Raises Unreachable,
-        Unauthorized, InvalidMessage."""
-        return self._open(host_id, address)[0]
+    def dial(self, host_id: str, address: str, job: str = "") -> Connection:
+        """A new TCP connection, handshake done; for the shards of a job if one is named. With `address` '' the newest
+        known one is called. Raises Unreachable, Unauthorized, InvalidMessage."""
+        return self._open(host_id, address, job)[0]
 
-    def dial_shards(self, host_id: str, address: str) -> Connection:
+    def dial_shards(self, host_id: str, address: str, job: str) -> Connection:
         """`dial`, for shards: over the transport that both hosts can use. Raises RdmaRequired as well."""
-        connection = self._transports.choose(*self._open(host_id, address))
-        return connection if connection is not None else self._open(host_id, address)[0]
+        connection = self._transports.choose(*self._open(host_id, address, job))
+        return connection if connection is not None else self._open(host_id, address, job)[0]
 
-    def _open(self, host_id: str, address: str) -> tuple[Connection, bytes]:
+    def _open(self, host_id: str, address: str, job: str) -> tuple[Connection, bytes]:
         """A new TCP connection, and its key."""
         with self._lock:
             known = address or self._addresses.get(host_id, "")
         if not known:
             raise Unreachable(f"The address of {host_id}'s engine is not known.", hint="check that its engine runs")
+        job, token = self._keys.to_call(host_id, job)
+        identity = msgspec.structs.replace(self._identity, job=job)
         connection = connect_tcp(known, settings=self._settings, total=self._total)
         try:
-            key = introduce(
-                connection, identity=self._identity, token=self._token, timeout_s=self._settings.handshake_timeout_s
-            )
+            key = introduce(connection, identity=identity, token=token, timeout_s=self._settings.handshake_timeout_s)
         except FlyballError:
             connection.close()
             raise
@@ -107,9 +110,9 @@ class PeerAccess:
             )
         return connection, key
 
-    def dial_newest(self, host_id: str) -> Connection:
-        """`dial` at the newest address, whatever a placement said."""
-        return self.dial(host_id, "")
+    def dials_for(self, job: str) -> Dial:
+        """`dial_shards`, for one job."""
+        return partial(self.dial_shards, job=job)
 
     def transports(self) -> tuple[PeerTransport, ...]:
         """What carries the shards to and from the linked hosts."""
@@ -123,7 +126,7 @@ class PeerAccess:
             if generation.ended.is_set():
                 raise StaleCommand("The copy to a peer was given up: a newer generation began.")
 
-        with self._pool.connection(host_id) as connection:
+        with self._pool.connection(host_id, generation.job) as connection:
             return send_replica(connection, offer, settings=self._settings, pace=pace)
 
     def _link_is_up(self, host_id: str, incarnation: str) -> None:

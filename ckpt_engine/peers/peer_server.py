@@ -10,7 +10,7 @@ import structlog
 
 from ckpt_engine.contracts.peer_wire import OfferQueuePair, PeerRequest
 from ckpt_engine.counters import Counters
-from ckpt_engine.peers.transport.handshake import admit, refuse
+from ckpt_engine.peers.transport.handshake import KeysOf, admit, refuse
 from ckpt_engine.peers.transport.port import Connection, Identity, Listener
 from ckpt_engine.peers.transport.upgrade import check_offer, refuse_offer
 from ckpt_engine.settings import EngineSettings
@@ -23,14 +23,14 @@ Handler = Callable[[Connection, PeerRequest], None]
 AnswerOffer = Callable[[Connection, OfferQueuePair, bytes], Connection]  # the connection to go on with
 _Request = PeerRequest | OfferQueuePair
 
-_PER_LINKED_HOST = 2  # its link, and a connection for shards that is being opened or closed
+_OPENING = 1  # a connection for shards of a job that is being opened or closed, beside those in the pool
 _REFUSAL_TIMEOUT_S = 0.05  # the frame fits into the socket's empty buffer
 
 
 class PeerServer:
     """Accepts connections until it is closed.
 
-    At most `max_connections` are open, more if the job has more hosts (`expect`). Beyond that, the oldest connection
+    At most `max_connections` are open, more if the jobs have more hosts (`expect`). Beyond that, the oldest connection
     that has not shown the token is closed. If all have shown it, the new one is refused with a reason.
     """
 
@@ -39,7 +39,7 @@ class PeerServer:
         listener: Listener,
         *,
         identity: Identity,
-        token: bytes,
+        keys_of: KeysOf,
         settings: EngineSettings,
         counters: Counters,
         handle: Handler,
@@ -50,7 +50,7 @@ class PeerServer:
         `answer_offer` gets an offered queue pair, and the connection's key; None: all are refused."""
         self._listener = listener
         self._identity = identity
-        self._token = token
+        self._keys_of = keys_of
         self._settings = settings
         self._counters = counters
         self._handle = handle
@@ -67,10 +67,11 @@ class PeerServer:
     def start(self) -> None:
         self._thread.start()
 
-    def expect(self, linked_hosts: int) -> None:
-        """Make room for the links of so many hosts: every host of a job calls rank 0's engine."""
-        pooled = self._settings.pool_connections_per_peer
-        self._capacity = max(self._settings.max_connections, linked_hosts * (_PER_LINKED_HOST + pooled))
+    def expect(self, linked_hosts: int, jobs: int) -> None:
+        """Make room for so many hosts, each with a link, and with connections for the shards of each of these jobs:
+        every host of a job calls rank 0's engine."""
+        of_a_job = self._settings.pool_connections_per_peer + _OPENING
+        self._capacity = max(self._settings.max_connections, linked_hosts * (1 + jobs * of_a_job))
 
     def close(self) -> None:
         """Stop listening and break all connections."""
@@ -169,7 +170,7 @@ class PeerServer:
             key = admit(
                 connection,
                 identity=self._identity,
-                token=self._token,
+                keys_of=self._keys_of,
                 timeout_s=self._settings.handshake_timeout_s,
                 on_shown=partial(self._let_in, connection),
             )

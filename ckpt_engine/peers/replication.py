@@ -6,7 +6,7 @@ first, and then only for the chunks that changed.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from ckpt_engine.contracts.generation import HostGeneration, WorldView
@@ -18,9 +18,10 @@ from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.peers.shard_transfer import Pace, receive_manifest, receive_payload, send_manifest, send_ranges
 from ckpt_engine.peers.transport.port import Connection
 from ckpt_engine.rules.memory_plan import MemoryPlan
-from ckpt_engine.rules.slot_rules import SlotState, SlotView, choose_slot
+from ckpt_engine.rules.slot_rules import SlotState, SlotView, choose_slot, kept_steps
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots.rank_segments import RankSegments
+from ckpt_engine.slots.slot_bytes import SlotBytes
 from ckpt_engine.tiers.memory import OpenSegments, PeerTier
 from flyball.contracts.checkpoints import is_alive
 from flyball.contracts.errors import CorruptShard, InvalidMessage, MemoryTooSmall
@@ -84,7 +85,7 @@ def receive_replica(
 ) -> Reply:
     """Take a shard into a replica slot, if the rules allow it. Returns the last reply of the exchange. The slot counts
     only once every chunk is verified and the manifest is stored. Raises what ends the connection."""
-    refusal = _refusal(put, generation)
+    refusal = _refusal(put, generation, connection.peer.host_id)
     if refusal is not None:
         return refusal
     with tier.using(put.rank, create=True) as entry:
@@ -100,13 +101,15 @@ def receive_replica(
             entry.writing.release()
 
 
-def _refusal(put: PutShard, generation: HostGeneration) -> Reply | None:
+def _refusal(put: PutShard, generation: HostGeneration, sender: str) -> Reply | None:
     if put.running_generation > generation.number:
         return Reply(ShardVerdict.BUSY, f"Generation {put.running_generation} has not begun here yet.")
     if put.running_generation < generation.number:
         return Reply(ShardVerdict.STALE, f"Generation {generation.number} runs.")
     if put.rank not in generation.replicated_ranks:
         return Reply(ShardVerdict.STALE, f"This host does not hold replicas of rank {put.rank}.")
+    if generation.host_of(put.rank) != sender:
+        return Reply(ShardVerdict.FOREIGN, f"Rank {put.rank} does not run on {sender}.")
     if not is_alive(put.generation, put.step, generation.lineage):
         return Reply(ShardVerdict.STALE, f"Step {put.step} of generation {put.generation} is not in the job's lineage.")
     return None
@@ -123,7 +126,10 @@ def _receive_into(
 ) -> Reply:
     segments = entry.segments
     present = world.present
-    slot = choose_slot(segments.slots(), present.world_step, generation.lineage, present.abandoned_steps)
+    slots = segments.slots()
+    # The restored step goes beside the one that stays: of two slots, newer ones take that.
+    kept = kept_steps(slots, present.kept_step) if put.step == generation.restore_step else ()
+    slot = choose_slot(slots, present.world_step, generation.lineage, present.abandoned_steps, kept)
     if slot is None:
         return Reply(ShardVerdict.FULL, "Both replica slots hold steps that may still be needed.")
     held = _held(segments, slot, put.shard_bytes)
@@ -131,23 +137,23 @@ def _receive_into(
         put.shard_bytes, local_ranks=max(1, len(generation.local_ranks)), replicas=len(generation.replica_hosts)
     )
     try:
-        target = segments.begin_write(slot.index, put.generation, put.step, put.shard_bytes, plan)
+        target = segments.begin_fill(slot.index, put.generation, put.step, put.shard_bytes, plan)
     except MemoryTooSmall as error:
         return Reply(ShardVerdict.ERROR, str(error)[:4096])
     try:
-        with segments.open_written(slot.index) as descriptor, ExitStack() as granted:
+        with target, ExitStack() as granted:
             if not held:
-                granted.enter_context(connection.expect(descriptor, [(0, put.shard_bytes)]))
+                granted.enter_context(connection.expect(target.descriptor, [(0, put.shard_bytes)]))
             connection.send(Reply(ShardVerdict.COMPARE if held else ShardVerdict.SEND), timeout_s=settings.io_timeout_s)
             manifest, manifest_bytes = _receive_manifest(connection, put, generation.run)
             reach("engine.replica")
             wanted = None
             if held:
-                wanted = _take_over(held, manifest, target)
+                wanted = _take_over(segments, held, manifest, target)
                 chunks = chunk_count(put.shard_bytes, manifest.chunk_bytes)
                 bitmap = b"" if wanted is None else changed_chunks.encode_bitmap(wanted, chunks)
                 ranges = _wanted_ranges(bitmap, put.shard_bytes, manifest.chunk_bytes)
-                granted.enter_context(connection.expect(descriptor, ranges))
+                granted.enter_context(connection.expect(target.descriptor, ranges))
                 connection.send(Reply(ShardVerdict.SEND, wanted=bitmap), timeout_s=settings.io_timeout_s)
             before = connection.bytes_received
             receive_payload(
@@ -172,7 +178,7 @@ def _receive_into(
 class _Held:
     """An older step in a replica slot."""
 
-    payload: memoryview
+    slot: int
     manifest: Manifest
     in_place: bool  # in the very slot that is about to be overwritten
 
@@ -185,16 +191,12 @@ def _held(segments: RankSegments, slot: SlotView, shard_bytes: int) -> list[_Hel
     for view in segments.slots():
         if view.state is SlotState.COMMITTED and view.payload_bytes == shard_bytes:
             manifest = segments.committed(view.index)
-            try:
-                payload = segments.payload(view.index)
-            except CorruptShard:  # its file was removed or shortened
-                continue
             if manifest is not None:
-                found.append(_Held(payload, manifest, view.index == slot.index))
+                found.append(_Held(view.index, manifest, view.index == slot.index))
     return sorted(found, key=lambda held: not held.in_place)
 
 
-def _take_over(held: list[_Held], manifest: Manifest, target: memoryview) -> list[int] | None:
+def _take_over(segments: RankSegments, held: list[_Held], manifest: Manifest, target: SlotBytes) -> list[int] | None:
     """Copy and verify the chunks that older steps share. Returns the chunks to send, None for all of them."""
     sources: dict[int, _Held] = {}
     for older in held:
@@ -204,22 +206,32 @@ def _take_over(held: list[_Held], manifest: Manifest, target: memoryview) -> lis
     if not changed_chunks.is_worth_it(len(sources), chunks):
         return None
     wanted = []
-    for index in range(chunks):
-        source = sources.get(index)
-        if source is None or not _copy(source, target, index, manifest):
-            wanted.append(index)
+    buffer = memoryview(bytearray(min(manifest.chunk_bytes, len(target))))
+    with ExitStack() as opened:
+        others: dict[int, SlotBytes] = {}
+        for older in held:
+            with suppress(CorruptShard, OSError):  # its file was removed or shortened
+                if not older.in_place:
+                    others[older.slot] = opened.enter_context(segments.bytes_of(older.slot))
+        for index in range(chunks):
+            source = sources.get(index)
+            begin = index * manifest.chunk_bytes
+            chunk = buffer[: min(manifest.chunk_bytes, len(target) - begin)]
+            if source is None or not _copy(others.get(source.slot), target, index, chunk, manifest):
+                wanted.append(index)
     return wanted
 
 
-def _copy(source: _Held, target: memoryview, index: int, manifest: Manifest) -> bool:
-    """Copy one chunk into `target`. False if the older step's bytes are bad."""
-    start, end = index * manifest.chunk_bytes, (index + 1) * manifest.chunk_bytes
-    if not source.in_place:
-        target[start:end] = source.payload[start:end]
+def _copy(source: SlotBytes | None, target: SlotBytes, index: int, chunk: memoryview, manifest: Manifest) -> bool:
+    """Copy one chunk into `target` by way of `chunk`; without a source, it must be there. False if it is bad."""
+    begin = index * manifest.chunk_bytes
     try:
-        integrity.check_chunk(target[start:end], index, manifest.chunk_digests)
+        (target if source is None else source).read_into(chunk, begin)
+        integrity.check_chunk(chunk, index, manifest.chunk_digests)
     except CorruptShard:
         return False
+    if source is not None:
+        target.write(chunk, begin)
     return True
 
 

@@ -202,7 +202,6 @@ class Replicator:
             rank=self._rank,
             manifest_bytes=len(data),
             shard_bytes=view.payload_bytes,
-            world=self._world.present,
         )
         try:
             reply = self._put_replica(self.peer, Offer(put, data, manifest.chunk_bytes, descriptor))
@@ -234,7 +233,8 @@ class Replicator:
     def _is_bad_here(self, entry: OpenSegments, view: SlotView, manifest: Manifest) -> bool:
         """The peer received bad bytes. Check whether they are bad in this slot already."""
         try:
-            integrity.verify(entry.segments.payload(view.index), manifest.chunk_digests, manifest.chunk_bytes)
+            with entry.segments.bytes_of(view.index) as payload:
+                integrity.verify(payload, manifest.chunk_digests, manifest.chunk_bytes)
         except CorruptShard as error:
             self._on_bad(entry, view, error.message)
             return True

@@ -11,6 +11,7 @@ from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format.chunk_runs import chunk_range
 from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.peers.transport.port import Connection, Ranges
+from ckpt_engine.slots.slot_bytes import SlotBytes
 from flyball.contracts.errors import CorruptShard, StaleCommand
 from flyball.contracts.fault_points import reach
 
@@ -78,13 +79,14 @@ def receive_manifest(
 def receive_payload(
     connection: Connection,
     manifest: Manifest,
-    target: memoryview,
+    target: SlotBytes,
     *,
     superseded: Callable[[], bool],
     read_to_end: bool = False,
     chunks: Sequence[int] | None = None,
 ) -> None:
-    """Fill `target`, or only some of its chunks, from the connection, and verify them.
+    """Fill `target`, or only some of its chunks, from the connection, and verify them. Bad ones are not written, unless
+    the transport has put them there itself.
 
     Raises CorruptShard at the first bad chunk; the rest is still on its way, so the connection must be closed. With
     `read_to_end` it is raised after the last chunk, and the connection stays usable. Raises StaleCommand as soon as
@@ -93,20 +95,25 @@ def receive_payload(
     # Verified in this thread, while the chunk is in the processor's cache: a tenth of a transfer's processor time. In
     # another thread, where it is not, it costs a third.
     wanted = range(integrity.chunk_count(len(target), manifest.chunk_bytes)) if chunks is None else chunks
+    buffer = memoryview(bytearray(min(manifest.chunk_bytes, len(target))))
     corrupt: CorruptShard | None = None
     for position, index in enumerate(wanted):
         if superseded():
             raise StaleCommand("The transfer was given up: a newer generation began.")
         if position == len(wanted) // 2:
             reach("engine.shard_half")
-        chunk = target[index * manifest.chunk_bytes : (index + 1) * manifest.chunk_bytes]
-        connection.receive_raw(chunk)
+        begin = index * manifest.chunk_bytes
+        chunk = buffer[: min(manifest.chunk_bytes, len(target) - begin)]
+        is_there = connection.receive_raw(chunk, place=(target.descriptor, begin))
         try:
             integrity.check_chunk(chunk, index, manifest.chunk_digests)
         except CorruptShard as error:
             if not read_to_end:
                 raise
             corrupt = corrupt or error
+        else:
+            if not is_there:
+                target.write(chunk, begin)
     if corrupt is not None:
         raise corrupt
 

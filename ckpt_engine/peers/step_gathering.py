@@ -30,7 +30,7 @@ from ckpt_engine.peers.source_trials import SourceTrials
 from ckpt_engine.peers.transport.pool import Dial
 from ckpt_engine.rules.fetch_order import FetchStep, gather_order
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.slots import restore_folders
+from ckpt_engine.slots import restore_folders, segment_owner
 from ckpt_engine.tiers.memory import JobSlots
 from ckpt_engine.tiers.shard_listing import side_by_side
 from ckpt_engine.tiers.shard_store import ShardStore
@@ -281,7 +281,7 @@ class StepGathering:
             )
         assert self._folder is not None
         shard = GatheredShard(self._folder, found.manifest, found.manifest_bytes, len(found.header))
-        if found.path:
+        if found.path and segment_owner.can_read(found.path):
             shard.link(found.path, step.source)
         else:
             shard.begin(found.header, step.source, found.delivery.tier)

@@ -46,6 +46,7 @@ class Coordinator:
         self.now_s = 0.0  # set it before reporting facts; only the times of saves depend on it
         self.pace = pace
         self._saves = saves
+        self._kept = start.kept
         self.abandoned_upto = start.abandoned_upto  # every step up to it and beyond the world step
         self._abandoned = {step for step in start.abandoned if step > max(start.world_step, start.abandoned_upto)}
         self._waiting: set[int] = set()  # will be abandoned when there is room for their names
@@ -66,6 +67,7 @@ class Coordinator:
             self.next_save,
             self.abandoned_upto,
             self.pace.word if self.pace is not None else 0,
+            self._kept,
         )
 
     @property
@@ -184,6 +186,8 @@ class Coordinator:
     def _advance(self, world_step: int) -> None:
         if self.pace is not None and world_step > self.world_step:
             self.pace.completed(world_step, self.now_s)  # announced with the world step
+        if world_step > self.world_step:
+            self._kept = -1
         self.world_step = world_step
         self._forget_settled()
 

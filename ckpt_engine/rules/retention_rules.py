@@ -70,16 +70,19 @@ def removable(
     Kept are the steps that the coordinator keeps, multiples of `keep_every` (0: none), and everything newer. Steps of
     the running generation that the coordinator has passed are removed, though: some rank could not write them. `sealed`
     are the complete (generation, step), if known; incomplete multiples are not kept. Steps in `spared` stay too. Copies
-    of a newer generation are never removed, and none of older ones before some step is complete.
+    of a newer generation are never removed, and none outside the lineage before the running generation has a complete
+    step of its own: they may have been left out since they could not be restored, and the older step cannot either.
     """
     running = max(entry.generation for entry in lineage)
     newest_kept = max(naming.kept, default=-1)
+    earlier = (entry.upto_step for entry in lineage if entry.generation != running)
+    restored = max((upto for upto in earlier if upto is not None), default=-1)
 
     def stays(copy: ShardCopy) -> bool:
         if copy.generation > running:
             return True
         if not is_alive(copy.generation, copy.step, lineage):
-            return newest_kept < 0
+            return newest_kept <= restored
         if copy.step in naming.kept or copy.step in spared or _is_multiple(copy, keep_every, sealed):
             return True
         if copy.generation == running:

@@ -1,5 +1,5 @@
 """Widens an interval in steps when saves take longer than the training between them: a slow peer or network must not
-set the pace of training. Pure.
+set the pace of training, nor the copy of a large state. Pure.
 
 The interval is multiplied by a factor, a power of two. So every step of a wider interval is also one of each narrower
 interval, and ranks that use different factors for a moment still save common steps; steps that only some of them saved
@@ -16,8 +16,9 @@ import msgspec
 LATE_SAVES: Final = 2  # in a row, before the interval is widened
 LOST_S: Final = 2.0  # of training, which they must have cost in total
 LONG_S: Final = 0.1  # a save is late if training waited this long for it,
-LONG_SHARE: Final = 0.2  # or for this share of the time since the save before
+LONG_SHARE: Final = 0.2  # or for this share of the time since the save before; or copied for this share
 HEADROOM: Final = 1.25  # training time between two saves / duration of a save
+COPY_HEADROOM: Final = 4.0  # training time between two saves / time of the copy, for which training stands
 CHEAP_SAVES: Final = 4  # in a row that had this headroom at half the interval, before it is narrowed
 MAX_CHEAP_SAVES: Final = 64
 _MAX_LOG2 = 40
@@ -28,7 +29,7 @@ _REMEMBERED = 8  # saves in progress; there are never more than slots
 
 def factor_of(word: int) -> int:
     """The factor in a word; 1 for 0, and for -1 (none)."""
-    return 1 << (max(word, 0) % _CHANGE)
+    return 1 << min(max(word, 0) % _CHANGE, _MAX_LOG2)
 
 
 class Cost(NamedTuple):
@@ -36,12 +37,19 @@ class Cost(NamedTuple):
 
     save_s: float = 0.0  # from the capture until the whole world had the step
     step_s: float = 0.0  # of training, without waits for saves
+    copied_s: float = 0.0  # of the copy
+
+    @property
+    def between_s(self) -> float:
+        """How long training should last between two saves."""
+        return max(HEADROOM * self.save_s, COPY_HEADROOM * self.copied_s)
 
 
 class _Begun(msgspec.Struct):
     at_s: float
     steps: int  # since the save before
     passed_s: float
+    copied_s: float
 
 
 class SavePace:
@@ -66,10 +74,10 @@ class SavePace:
     def factor(self) -> int:
         return factor_of(self.word)
 
-    def captured(self, step: int, now_s: float) -> None:
-        """The rank's shard of `step` is complete in a slot."""
+    def captured(self, step: int, now_s: float, copied_s: float = 0.0) -> None:
+        """The rank's shard of `step` is complete in a slot. Training stood for `copied_s` while it was copied."""
         if self._newest is not None and step > self._newest[0]:
-            self._begun[step] = _Begun(now_s, step - self._newest[0], now_s - self._newest[1])
+            self._begun[step] = _Begun(now_s, step - self._newest[0], now_s - self._newest[1], copied_s)
             self._begun = dict(list(self._begun.items())[-_REMEMBERED:])
         if self._newest is None or step > self._newest[0]:
             self._newest = (step, now_s)
@@ -89,11 +97,12 @@ class SavePace:
         self._waits = {of: waited for of, waited in self._waits.items() if of > step}
         if begun is None:
             return False
-        step_s = max(begun.passed_s - waited_s, 0.0) / begun.steps
-        cost = Cost(now_s - max(begun.at_s, free_at_s), max(step_s, 1e-6))
-        if waited_s >= min(LONG_S, LONG_SHARE * begun.passed_s) and waited_s > 0:
+        step_s = max(begun.passed_s - waited_s - begun.copied_s, 0.0) / begun.steps
+        cost = Cost(now_s - max(begun.at_s, free_at_s), max(step_s, 1e-6), begun.copied_s)
+        is_late = waited_s > 0 and waited_s >= min(LONG_S, LONG_SHARE * begun.passed_s)
+        if is_late or begun.copied_s > LONG_SHARE * begun.passed_s:
             self._cheap = 0
-            self._late = [*self._late[-_REMEMBERED_LATE:], (cost, waited_s)]
+            self._late = [*self._late[-_REMEMBERED_LATE:], (cost, waited_s + begun.copied_s)]
             return self._widen()
         self._late.clear()
         return self._narrow(cost)
@@ -103,7 +112,7 @@ class SavePace:
         if len(late) < LATE_SAVES or sum(waited_s for _, waited_s in late) < LOST_S:
             return False
         cost = Cost(*(sum(values) / len(late) for values in zip(*(cost for cost, _ in late), strict=True)))
-        log2 = math.ceil(math.log2(max(HEADROOM * cost.save_s / (cost.step_s * self.interval_steps), 1.0)))
+        log2 = math.ceil(math.log2(max(cost.between_s / (cost.step_s * self.interval_steps), 1.0)))
         if 1 << log2 <= self.factor:
             return False  # a wider interval would not help
         if self._was_narrowed:
@@ -114,7 +123,7 @@ class SavePace:
 
     def _narrow(self, cost: Cost) -> bool:
         half_s = cost.step_s * self.interval_steps * self.factor / 2
-        self._cheap = self._cheap + 1 if half_s >= HEADROOM * cost.save_s else 0
+        self._cheap = self._cheap + 1 if half_s >= cost.between_s else 0
         if self.factor == 1 or self._cheap < self._cheap_needed:
             return False
         self._change(self.word % _CHANGE - 1, cost)

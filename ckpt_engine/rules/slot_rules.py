@@ -7,10 +7,13 @@ from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
+from ckpt_engine.contracts.control_views import KeptStep
 from flyball.contracts.checkpoints import CheckpointSpec, Lineage, Tier, is_alive
+from flyball.contracts.identity import MAX_GENERATIONS, MAX_STEP
 
 MIN_SLOTS = 2  # the last good step, and the one being written; replicas have no more
 MAX_SLOTS = 4
+_MAX_BYTES = 1 << 48  # of a slot
 SLOW_TIERS = (Tier.DISK, Tier.PERSISTENT)
 
 
@@ -40,6 +43,12 @@ class SlotView:
     surplus: bool = False  # beyond the slots in use now: gets nothing new
 
 
+def can_hold(generation: int, step: int, payload_bytes: int) -> bool:
+    """Whether a slot's words say what can be. A script may write anything there: what cannot be counts as an empty
+    slot, and gets into no message, since a receiver would refuse the whole of that."""
+    return 0 <= generation < MAX_GENERATIONS and 0 <= step <= MAX_STEP and 0 <= payload_bytes <= _MAX_BYTES
+
+
 def may_overwrite(
     slot: SlotView, world_step: int, lineage: Lineage, abandoned: Container[int], held: Collection[int] = ()
 ) -> bool:
@@ -62,6 +71,14 @@ def may_overwrite(
     if slot.step in held:  # also the generation's restore step; a step is alive in one generation only
         return False
     return slot.step < world_step or (slot.generation == running and slot.step in abandoned)
+
+
+def kept_steps(slots: Iterable[SlotView], kept: KeptStep) -> set[int]:
+    """The steps in these slots that stay beside the restored one."""
+    if kept.step < 0:
+        return set()
+    whole = {slot.step for slot in slots if slot.state in (SlotState.CAPTURED, SlotState.COMMITTED)}
+    return {step for step in whole if step == kept.step or (not kept.is_sure and step > kept.step)}
 
 
 def choose_slot(

@@ -312,7 +312,8 @@ def _parts(
     digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode((files, described)))
     parts: dict[int, StoredPart] = {}
     for rank, shard in shards.items():
-        layout = StoredLayout(LAYOUT_VERSION, StoredTogether(digest, files), extents[rank])
+        header = stored_layout.file_header(headers[rank])
+        layout = StoredLayout(LAYOUT_VERSION, StoredTogether(digest, files), extents[rank], header)
         if len(layout.extents) > MAX_EXTENTS or len(stored_layout.encode(layout)) > MAX_LAYOUT_BYTES:
             return {}
         ranges = _ranges(rank, shard, owner_of)

@@ -20,13 +20,11 @@ from ckpt_engine.slots import segment_files
 from flyball.contracts.errors import Conflict, StateVersionMismatch
 
 MAGIC = int.from_bytes(b"FLYBSLOT", "little")
-LAYOUT_VERSION = 4
+LAYOUT_VERSION = 5
 LAST_USE_WORD = 2  # after magic and version
 _RUN_WORD = 4  # `run_key` of the run that owns the slots; 0: nobody has claimed them
 HEADER_BYTES = 8192  # the words and one text; the manifests follow
-DIGESTS_OFFSET = HEADER_BYTES + MAX_SLOTS * MAX_MANIFEST_BYTES  # see source_digests
-MAX_DIGESTS_BYTES = 8 << 20  # of one slot
-CONTROL_BYTES = DIGESTS_OFFSET + MAX_SLOTS * MAX_DIGESTS_BYTES  # manifests and digests are holes until written
+CONTROL_BYTES = HEADER_BYTES + MAX_SLOTS * MAX_MANIFEST_BYTES  # manifests are holes until written
 
 _HEAD = struct.Struct("<3q")
 _LOCK_TIMEOUT_S = 30.0  # a reclaimer holds the lock for a few unlinks only

@@ -18,11 +18,14 @@ import mmap
 import os
 import time
 from collections.abc import Collection
+from typing import cast
 
 import xxhash
 
 from ckpt_engine.contracts.control_views import (
+    NOTHING_KEPT,
     AbandonedSteps,
+    KeptStep,
     ParkState,
     RestoreAnswer,
     RestoreState,
@@ -30,11 +33,11 @@ from ckpt_engine.contracts.control_views import (
     WorldWords,
 )
 from ckpt_engine.format.manifest import MAX_MANIFEST_BYTES
-from ckpt_engine.rules.slot_rules import MAX_SLOTS, MIN_SLOTS, SlotState, SlotView
+from ckpt_engine.rules.slot_rules import MAX_SLOTS, MIN_SLOTS, SlotState, SlotView, can_hold
 from ckpt_engine.slots import control_words as at
 from ckpt_engine.slots import segment_files
 from ckpt_engine.slots.control_file import HEADER_BYTES, LAST_USE_WORD, boot_time_ns, open_in_use
-from ckpt_engine.slots.control_words import initial_words
+from ckpt_engine.slots.file_words import FileWords, Words
 from ckpt_engine.slots.memory_order import this_machines_fence
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.fault_points import reach
@@ -45,14 +48,19 @@ _TIERS = tuple(Tier)
 
 
 class ControlSegment:
-    """The mapped words of one rank. Open them through `RankSegments`."""
+    """The words of one rank. Open them through `RankSegments`."""
 
-    def __init__(self, path: str, *, create: bool) -> None:
+    def __init__(self, path: str, *, create: bool, mapped: bool) -> None:
+        """`mapped`: for the trainer alone, see `file_words`."""
         self.path = path
         self._fence = this_machines_fence()
-        self.descriptor = open_in_use(path, initial_words, create=create)
-        self._mapping = mmap.mmap(self.descriptor, HEADER_BYTES)
-        self._words = memoryview(self._mapping).cast("q")
+        self.descriptor = open_in_use(path, at.initial_words, create=create)
+        self._mapping = mmap.mmap(self.descriptor, HEADER_BYTES) if mapped else None
+        self._words: Words = (
+            FileWords(self.descriptor, HEADER_BYTES)
+            if self._mapping is None
+            else cast("Words", memoryview(self._mapping).cast("q"))
+        )
         if create:  # a mere reader does not prolong the segment's life
             self.note_use()
 
@@ -83,10 +91,8 @@ class ControlSegment:
             if words[base + at.WRITTEN] == written:
                 break
         else:
-            return SlotView(
-                index, SlotState.WRITING, generation, step, payload_bytes, words[base + at.WRITTEN], surplus
-            )
-        if dropped == written:  # also 0 == 0: never written
+            written, captured, dropped = words[base + at.WRITTEN], -1, -1  # it is being written
+        if dropped == written or not can_hold(generation, step, payload_bytes):  # also 0 == 0: never written
             return SlotView(index, SlotState.EMPTY, -1, -1, 0, written, surplus)
         state = SlotState.WRITING
         if captured == written:
@@ -152,18 +158,19 @@ class ControlSegment:
         words = self._words
         generation = words[at.WORLD_GENERATION]  # before the step: that may then only count for an older generation
         self._fence()
-        upto = words[at.ABANDONED_UPTO]  # before the step: else a world step in between would look abandoned
+        upto = at.seen_step(words[at.ABANDONED_UPTO])  # before the step, or one in between would look abandoned
         self._fence()
-        step = words[at.WORLD_STEP]  # before the holds: a step is held before the world step passes it
+        step = at.seen_step(words[at.WORLD_STEP])  # before the holds: a step is held before the world step passes it
         self._fence()
-        named = frozenset(words[at.ABANDONED.start : at.ABANDONED.stop].tolist()) - {-1}
+        named = frozenset(map(at.seen_step, words[at.ABANDONED.start : at.ABANDONED.stop].tolist())) - {-1}
         return WorldWords(
             fence_epoch=words[at.FENCE_EPOCH],
             fence_generation=words[at.FENCE_GENERATION],
             generation=generation,
             step=step,
             abandoned=AbandonedSteps(named, step, upto),
-            held=frozenset(words[word] - 1 for word in at.HELD.values() if words[word] > 0),
+            held=frozenset(at.seen_step(words[word] - 1) for word in at.HELD.values()) - {-1},
+            kept=at.kept_step(words[at.KEPT]),
         )
 
     def write_fence(self, epoch: int, generation: int) -> None:
@@ -171,14 +178,14 @@ class ControlSegment:
         self._words[at.FENCE_EPOCH] = epoch
         self._words[at.FENCE_GENERATION] = generation
 
-    def begin_world(self, generation: int, step: int) -> None:
-        """A generation begins at its restore step (-1: from scratch). Reset everything of the previous one."""
+    def begin_world(self, generation: int, step: int, kept: KeptStep = NOTHING_KEPT) -> None:
+        """A generation begins at its restore step (-1: none), with nothing else of the one before but `kept`."""
         words = self._words
         self._fence()  # whoever sees any of this sees that the previous generation is fenced
         steps = (at.WORLD_STEP, at.REPLICATED_STEP, at.DURABLE_STEP, at.EMERGENCY_STEP, at.NEXT_SAVE)
         for word in (*steps, at.ABANDONED_UPTO, *at.ABANDONED):
             words[word] = -1
-        words[at.PACE] = 0
+        words[at.PACE], words[at.KEPT] = 0, at.kept_word(kept)
         self.release_holds()
         words[at.PARK] = ParkState.RUNNING
         self._fence()
@@ -188,7 +195,10 @@ class ControlSegment:
 
     def forget_run(self) -> None:
         """Reset everything but the slots: it belongs to another run of the job."""
-        self._words[at.FENCE_EPOCH :] = memoryview(initial_words()).cast("q")[at.FENCE_EPOCH :]
+        self._words[at.FENCE_EPOCH :] = memoryview(at.initial_words()).cast("q")[at.FENCE_EPOCH :]
+
+    def keep(self, kept: KeptStep) -> None:
+        self._words[at.KEPT] = at.kept_word(kept)
 
     def advance_world(self, step: int) -> None:
         """All ranks have `step`. Never goes back."""
@@ -238,15 +248,15 @@ class ControlSegment:
 
     def replicated_step(self, generation: int) -> int:
         """Newest step of `generation` given to `note_replicated`, -1 if none."""
-        return self._words[at.REPLICATED_STEP] if self._words[at.WORLD_GENERATION] == generation else -1
+        return self._step(at.REPLICATED_STEP, generation)
 
     def durable_step(self, generation: int) -> int:
         """Newest step of `generation` given to `note_durable`, -1 if none."""
-        return self._words[at.DURABLE_STEP] if self._words[at.WORLD_GENERATION] == generation else -1
+        return self._step(at.DURABLE_STEP, generation)
 
     def settled_step(self, tier: Tier, generation: int) -> int:
         """Newest step of `generation` that `tier` has or will never have, -1 if none."""
-        return self._words[at.SETTLED[tier]] - 1 if self._words[at.WORLD_GENERATION] == generation else -1
+        return self._step(at.SETTLED[tier], generation, less=1)
 
     def arm(self, generation: int, step: int) -> int:
         """Ask the trainer of `generation` to save and park at `step`; returns its position (-1: none yet).
@@ -268,7 +278,7 @@ class ControlSegment:
 
     def position(self, generation: int) -> int:
         """Newest step whose save the trainer of `generation` has begun, -1 if none."""
-        return self._words[at.POSITION] if self._words[at.TRAINER_GENERATION] == generation else -1
+        return self._step(at.POSITION, generation, of=at.TRAINER_GENERATION)
 
     def name_save(self, step: int) -> None:
         """The coordinator chose `step` of the current generation, for an interval in seconds."""
@@ -276,7 +286,7 @@ class ControlSegment:
 
     def next_save(self, generation: int) -> int:
         """The step given to `name_save` last in this generation, -1 if none."""
-        return self._words[at.NEXT_SAVE] if self._words[at.WORLD_GENERATION] == generation else -1
+        return self._step(at.NEXT_SAVE, generation)
 
     def set_pace(self, word: int) -> None:
         """Set the factor for intervals in steps of the current generation, as packed by `save_pace`."""
@@ -284,18 +294,16 @@ class ControlSegment:
 
     def pace(self, generation: int) -> int:
         """The word given to `set_pace` last in this generation, 0 if none."""
-        return self._words[at.PACE] if self._words[at.WORLD_GENERATION] == generation else 0
+        return max(self._step(at.PACE, generation), 0)
 
     def aborted_steps(self, generation: int) -> frozenset[int]:
         """The newest few steps that the trainer of `generation` gave up."""
-        words = self._words
-        if words[at.TRAINER_GENERATION] != generation:
-            return frozenset()
-        count = min(words[at.ABORTED_COUNT], at.ABORTED_ENTRIES)
-        return frozenset(words[at.ABORTED : at.ABORTED + count].tolist())
+        words, entries = self._words, at.ABORTED_ENTRIES
+        count = min(words[at.ABORTED_COUNT], entries) if words[at.TRAINER_GENERATION] == generation else 0
+        return frozenset(map(at.seen_step, words[at.ABORTED : at.ABORTED + max(count, 0)].tolist())) - {-1}
 
     def write_restore(self, words: RestoreWords) -> None:
-        text = (words.path or words.error).encode()[: at.MAX_TEXT_BYTES]
+        text = (words.path or words.error).encode(errors="surrogateescape")[: at.MAX_TEXT_BYTES]
         self._words[at.RESTORE_STATE] = RestoreState.PENDING
         self._fence()
         self._words[at.RESTORE_GENERATION] = words.generation
@@ -304,7 +312,7 @@ class ControlSegment:
         self._words[at.RESTORE_TIER] = _TIERS.index(words.tier)
         self._words[at.RESTORE_SOCKET_BYTES] = words.socket_bytes
         self._words[at.RESTORE_TEXT_BYTES] = len(text)
-        self._mapping[at.TEXT_OFFSET : at.TEXT_OFFSET + len(text)] = text
+        segment_files.write_at(self.descriptor, text, at.TEXT_OFFSET)
         self._fence()
         self._words[at.RESTORE_STATE] = words.state  # last: a reader that sees it sees everything above
 
@@ -314,10 +322,12 @@ class ControlSegment:
         self._fence()
         state = RestoreState(words[at.RESTORE_STATE])
         self._fence()
-        text = self._mapping[at.TEXT_OFFSET : at.TEXT_OFFSET + min(words[at.RESTORE_TEXT_BYTES], at.MAX_TEXT_BYTES)]
-        content = text.decode(errors="replace").replace("\0", "?")  # paths have none
+        text_bytes = max(0, min(words[at.RESTORE_TEXT_BYTES], at.MAX_TEXT_BYTES))
+        text = os.pread(self.descriptor, text_bytes, at.TEXT_OFFSET)
         has_path = state in (RestoreState.FILE, RestoreState.FOLDER)
         has_path = has_path or (state is RestoreState.READY and words[at.RESTORE_SLOT] < 0)
+        # Of paths all bytes count, of which NUL is none.
+        content = text.decode(errors="surrogateescape" if has_path else "replace").replace("\0", "?")
         return RestoreWords(
             generation=generation,
             state=state,
@@ -379,7 +389,7 @@ class ControlSegment:
 
     def emergency_step(self, generation: int) -> int:
         """The step at which this generation must save and park, -1 if there is none."""
-        return self._words[at.EMERGENCY_STEP] if self._words[at.EMERGENCY_GENERATION] == generation else -1
+        return self._step(at.EMERGENCY_STEP, generation, of=at.EMERGENCY_GENERATION)
 
     @property
     def park(self) -> ParkState:
@@ -389,7 +399,11 @@ class ControlSegment:
     def park(self, state: ParkState) -> None:
         self._words[at.PARK] = state
 
+    def _step(self, word: int, generation: int, *, of: int = at.WORLD_GENERATION, less: int = 0) -> int:
+        return at.seen_step(self._words[word] - less) if self._words[of] == generation else -1
+
     def close(self) -> None:
-        self._words.release()
-        self._mapping.close()
+        if self._mapping is not None:
+            cast("memoryview", self._words).release()
+            self._mapping.close()
         os.close(self.descriptor)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Container, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt_engine.contracts.control_views import WorldWords
+from ckpt_engine.contracts.control_views import NOTHING_KEPT, KeptStep, WorldWords
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.rules.memory_plan import MemoryPlan
@@ -24,12 +24,14 @@ from ckpt_engine.rules.slot_rules import (
     SlotState,
     SlotView,
     choose_slot,
+    kept_steps,
     unneeded_surplus,
 )
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.slots import memory_limits, segment_files, source_digests
+from ckpt_engine.slots import memory_limits, segment_files
 from ckpt_engine.slots.control_file import read_run, run_key, write_run
 from ckpt_engine.slots.control_segment import ControlSegment
+from ckpt_engine.slots.slot_bytes import SlotBytes
 from flyball.contracts.checkpoints import Lineage
 from flyball.contracts.errors import CorruptShard, MemoryTooSmall
 from flyball.contracts.on_host.segments import CONTROL_SUFFIX, SLOT_SUFFIXES, parse_segment
@@ -55,7 +57,8 @@ class RankSegments:
 
     A writer calls `begin_write`, fills the returned memory, and calls `mark_captured`; then a committer calls `commit`.
     Memory that was handed out stays valid while it is referenced, but after the next write it holds another step. So
-    readers check the bytes against the manifest, and `unchanged` afterwards.
+    readers check the bytes against the manifest, and `unchanged` afterwards. Only trainers map anything: the engine
+    uses `begin_fill` and `bytes_of`, see `slot_bytes`.
     """
 
     def __init__(self, base: str, control: ControlSegment, options: SegmentOptions) -> None:
@@ -66,10 +69,13 @@ class RankSegments:
         self._mappings: dict[int, tuple[tuple[int, int], memoryview]] = {}  # index -> ((inode, size), bytes)
 
     @classmethod
-    def open(cls, base: str, *, create: bool = False, options: SegmentOptions | None = None) -> RankSegments:
-        """Open the segments with this base path (see `rank_segment`). Raises FileNotFoundError if there are none and
-        `create` is not set, StateVersionMismatch for another layout."""
-        return cls(base, ControlSegment(base + CONTROL_SUFFIX, create=create), options or SegmentOptions())
+    def open(
+        cls, base: str, *, create: bool = False, options: SegmentOptions | None = None, mapped: bool = False
+    ) -> RankSegments:
+        """Open the segments with this base path (see `rank_segment`); `mapped`: for the trainer, whose words they are.
+        Raises FileNotFoundError if there are none and `create` is not set, StateVersionMismatch for another layout."""
+        control = ControlSegment(base + CONTROL_SUFFIX, create=create, mapped=mapped)
+        return cls(base, control, options or SegmentOptions())
 
     # --- reading ---
 
@@ -91,7 +97,8 @@ class RankSegments:
         return next((s for s in self.slots() if (s.state, s.generation, s.step) == wanted), None)
 
     def payload(self, index: int) -> memoryview:
-        """The bytes of a slot that is captured or committed. Raises CorruptShard if the file does not hold them."""
+        """The mapped bytes of a slot that is captured or committed, for the trainer. Raises CorruptShard if the file
+        does not hold them."""
         view = self.control.slot(index)
         payload = self._map_if_there(index)
         if view.state not in (SlotState.CAPTURED, SlotState.COMMITTED) or len(payload) != view.payload_bytes:
@@ -111,15 +118,10 @@ class RankSegments:
         """`open_payload` also of a slot that is still being written. The reader knows which bytes are there."""
         return self._open(index, SlotState.WRITING, SlotState.CAPTURED, SlotState.COMMITTED)
 
-    @contextlib.contextmanager
-    def open_written(self, index: int) -> Iterator[int]:
-        """The open file of a slot that is being written, for the body of the with statement. Raises as
-        `open_payload`."""
-        descriptor = self._open(index, SlotState.WRITING)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
+    def bytes_of(self, index: int) -> SlotBytes:
+        """The bytes of a slot that is captured or committed. The caller closes them. Raises as `open_payload`."""
+        descriptor = self.open_payload(index)
+        return SlotBytes(descriptor, os.fstat(descriptor).st_size)
 
     def _open(self, index: int, *states: SlotState) -> int:
         view = self.control.slot(index)
@@ -203,11 +205,18 @@ class RankSegments:
         return plan
 
     def choose(
-        self, world_step: int, lineage: Lineage, abandoned: Container[int], held: Collection[int]
+        self,
+        world_step: int,
+        lineage: Lineage,
+        abandoned: Container[int],
+        held: Collection[int],
+        kept: KeptStep = NOTHING_KEPT,
     ) -> SlotView | None:
         """The slot for the trainer's next shard (see `slot_rules.choose_slot`). Gives back the memory of surplus slots
         as soon as nothing needs them."""
         views = self.slots()
+        if self.control.slots_in_use > MIN_SLOTS:
+            held = {*held, *kept_steps(views, kept)}
         for view in unneeded_surplus(views, world_step, lineage, abandoned, held):
             self._drop_with_memory(view.index)
         return choose_slot(views, world_step, lineage, abandoned, held)
@@ -226,30 +235,43 @@ class RankSegments:
         changed, a new segment is made. First its size (or the size of `plan`, for the whole host) is compared with the
         available memory. Raises MemoryTooSmall; the slot is empty then.
         """
-        self.control.begin_write(index, generation, step, payload_bytes)
-        try:
+        with self._begun(index, generation, step, payload_bytes):
             payload = self._map_if_there(index)
             if len(payload) == payload_bytes:
                 return payload
-            return self._make(index, payload_bytes, plan or MemoryPlan(payload_bytes))
+            descriptor = self._make(index, payload_bytes, plan or MemoryPlan(payload_bytes))
+            try:
+                return self._remember(index, descriptor, is_new=True)
+            finally:
+                os.close(descriptor)
+
+    def begin_fill(
+        self, index: int, generation: int, step: int, payload_bytes: int, plan: MemoryPlan | None = None
+    ) -> SlotBytes:
+        """`begin_write` by system calls: returns the open slot, which the caller closes."""
+        with self._begun(index, generation, step, payload_bytes):
+            self._mappings.pop(index, None)
+            with contextlib.suppress(FileNotFoundError):
+                descriptor = segment_files.open_private(self.path_of(index))
+                if os.fstat(descriptor).st_size == payload_bytes:
+                    return SlotBytes(descriptor, payload_bytes)
+                os.close(descriptor)
+            return SlotBytes(self._make(index, payload_bytes, plan or MemoryPlan(payload_bytes)), payload_bytes)
+
+    @contextlib.contextmanager
+    def _begun(self, index: int, generation: int, step: int, payload_bytes: int) -> Iterator[None]:
+        self.control.begin_write(index, generation, step, payload_bytes)
+        try:
+            yield
         except BaseException as error:
             self.control.drop(index)
             if isinstance(error, MemoryTooSmall) and index >= MIN_SLOTS:
                 self.control.use_slots(MIN_SLOTS)  # the next save will do without this slot
             raise
 
-    def mark_captured(self, index: int, digests: bytes = b"") -> None:
-        """The bytes are whole. `digests` are the known checksums of their chunks; see `source_digests`."""
-        if digests:
-            with contextlib.suppress(MemoryTooSmall, OSError):  # then the committer computes them
-                source_digests.hand_over(self.control.descriptor, index, self.control.slot(index).sequence, digests)
+    def mark_captured(self, index: int) -> None:
+        """The bytes are whole."""
         self.control.mark_captured(index)
-
-    def handed_digests(self, view: SlotView) -> bytes:
-        """Digests that the writer handed over for the bytes of `view`; b"" if none can be read."""
-        with contextlib.suppress(OSError):  # the committer can hash the bytes itself
-            return source_digests.handed_over(self.control.descriptor, view.index, view.sequence, view.payload_bytes)
-        return b""
 
     def drop(self, index: int) -> None:
         """Give up this process's write."""
@@ -303,20 +325,17 @@ class RankSegments:
         finally:
             os.close(descriptor)
 
-    def _make(self, index: int, payload_bytes: int, plan: MemoryPlan) -> memoryview:
+    def _make(self, index: int, payload_bytes: int, plan: MemoryPlan) -> int:
+        """A new file for the slot, with all its memory. Returns its descriptor."""
         path = self.base + SLOT_SUFFIXES[index]
         self._mappings.pop(index, None)
         segment_files.remove(path)  # first, so that old and new need not fit side by side
         self._options.give_memory_back()
         self._check_room(plan, max(payload_bytes, self._missing_bytes(plan)))
         huge = self._options.huge_pages and segment_files.allows_huge_pages(str(Path(path).parent))
-        descriptor = segment_files.publish(
+        return segment_files.publish(
             path, payload_bytes, b"", reserve_bytes=payload_bytes, replace=True, huge_pages=huge
         )
-        try:
-            return self._remember(index, descriptor, is_new=True)
-        finally:
-            os.close(descriptor)
 
     def _check_room(self, plan: MemoryPlan, needed_bytes: int) -> None:
         memory_limits.check_room(str(Path(self.base).parent), needed_bytes, plan, self._options.memory_limit_bytes)

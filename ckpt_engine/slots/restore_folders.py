@@ -17,6 +17,7 @@ from pathlib import Path
 from ckpt_engine.rules.memory_plan import readable_size
 from ckpt_engine.slots.memory_limits import available_memory
 from ckpt_engine.slots.segment_files import own_segments
+from ckpt_engine.slots.segment_owner import give_path, is_ours
 from flyball.contracts.errors import MemoryTooSmall
 from flyball.contracts.on_host.segments import (
     RESTORE_FOLDER_SUFFIX,
@@ -29,9 +30,11 @@ _BLOCK_BYTES = 512  # of st_blocks
 
 
 def make(prefix: str, job: str, generation: int) -> Path:
-    """A new folder that only this user can read. Raises OSError."""
+    """A new folder that only the job's user can read. Raises OSError."""
     shared, _, head = restore_folder(prefix, job, generation).rpartition("/")
-    return Path(tempfile.mkdtemp(prefix=head, suffix=RESTORE_FOLDER_SUFFIX, dir=shared))
+    folder = Path(tempfile.mkdtemp(prefix=head, suffix=RESTORE_FOLDER_SUFFIX, dir=shared))
+    give_path(folder)
+    return folder
 
 
 def left(prefix: str) -> Iterator[tuple[str, Path]]:
@@ -45,7 +48,7 @@ def left(prefix: str) -> Iterator[tuple[str, Path]]:
                 status = entry.stat(follow_symlinks=False)
             except FileNotFoundError:  # removed since it was listed
                 continue
-            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+            if stat.S_ISDIR(status.st_mode) and is_ours(status.st_uid):
                 yield job, Path(entry.path)
 
 

@@ -21,8 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckpt_engine.rules.memory_plan import readable_size
+from ckpt_engine.slots.segment_owner import give_file, is_ours
 from flyball.contracts.errors import ConfigurationError, FlyballError, MemoryTooSmall
 from flyball.contracts.on_host.segments import SegmentName, parse_segment
+from flyball.worker_files import open_worker_file
 
 _log = logging.getLogger("flyball.engine")
 
@@ -47,15 +49,15 @@ def own_segments(prefix: str) -> Iterator[tuple[SegmentName, os.stat_result]]:
                 status = entry.stat(follow_symlinks=False)
             except FileNotFoundError:  # removed since it was listed
                 continue
-            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+            if stat.S_ISREG(status.st_mode) and is_ours(status.st_uid):
                 yield name, status
 
 
 def open_private(path: str) -> int:
     """Open an existing segment for reading and writing. Refuses another user's file, because the folder belongs to the
     whole machine."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    if os.fstat(descriptor).st_uid != os.geteuid():
+    descriptor = open_worker_file(path, os.O_RDWR)
+    if not is_ours(os.fstat(descriptor).st_uid):
         os.close(descriptor)
         raise ConfigurationError(
             f"{path} belongs to another user.", hint="remove it, or use another state folder or FLYBALL_SHM_DIR"
@@ -85,6 +87,7 @@ def publish(
             _populate_huge(descriptor, size_bytes)
         os.posix_fallocate(descriptor, 0, reserve_bytes)
         write_at(descriptor, head, 0)
+        give_file(descriptor, path)
         if replace:
             Path(temporary).rename(path)  # not synced: /dev/shm does not survive a power cut
         else:

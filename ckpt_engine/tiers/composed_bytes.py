@@ -6,7 +6,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 from ckpt_engine.format.shard_names import ShardKey
-from ckpt_engine.format.stored_layout import Composition, StoredLayout, StoredShard, shared_bytes_gone
+from ckpt_engine.format.stored_layout import (
+    Composition,
+    StoredLayout,
+    StoredShard,
+    check_file_header,
+    shared_bytes_gone,
+)
 from ckpt_engine.tiers.storage import Storage, StoredBytes
 from flyball.contracts.errors import CorruptShard
 
@@ -50,6 +56,8 @@ def opened(storage: Storage, key: ShardKey, stored: StoredShard) -> Iterator[Sto
                     raise
                 raise shared_bytes_gone(key.rank, rank) from error
             check_size(storage, owner, found[rank].size_bytes, size_bytes)
+        if layout.header is not None:
+            check_file_header(layout, found[key.rank].read_exactly)
         yield ComposedBytes(layout, found, key.rank)
 
 

@@ -13,7 +13,11 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import xxhash
+
+from ckpt_engine.format.verified_read import FileSource
 from ckpt_engine.slots.segment_files import is_running
+from ckpt_engine.tiers.arrival import Sent
 from flyball.contracts.errors import StorageFull
 from flyball.contracts.fault_points import reach
 from flyball.state_folder import make_folder, sync_folder
@@ -26,6 +30,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LARGE_BYTES = 4 << 20  # larger files are reserved first, and bypass the page cache if possible
 _BLOCK_BYTES = 4096  # alignment of direct writes
 _SYNC_FILE_RANGE_WRITE = 2
+_LONGEST_HEAD_BYTES = 255 - 48  # a name has 255 bytes at most, on nearly all file systems
 _ATTEMPTS = 8  # to make a file whose folder others remove, since it is empty
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -40,14 +45,19 @@ def write_durably(
     size_bytes: int = 0,
     mode: int = _PRIVATE,
     before_rename: Callable[[], None] = lambda: None,
+    read_back: bool = False,
 ) -> os.stat_result:
     """Write the parts in order to `path`, with this mode. Returns the status of the file.
 
     `size_bytes`, if known, is reserved first, so that a full disk fails at the start. Large files are written directly
     from the parts' memory if the file system can; that leaves other files in the page cache. `before_rename` may raise:
-    then nothing is put in place. Raises StorageFull or OSError, and leaves no partial file.
+    then nothing is put in place. `read_back`: read the file from the disk or its server again, and compare. Raises
+    StorageFull, NotAsWritten or OSError, and leaves no partial file.
     """
     temporary = unfinished_path(path)
+    sent = Sent()
+    if read_back:
+        parts = sent.passing(parts)
     try:
         descriptor = create_file(temporary)
         try:
@@ -59,6 +69,9 @@ def write_durably(
             else:
                 _Writer(descriptor, large=False).write(parts)
             os.fsync(descriptor)
+            if read_back:
+                reach("file.synced")
+                _check(sent, temporary, path)
             before_rename()
             reach("file.rename")
             temporary.rename(path)
@@ -75,9 +88,32 @@ def write_durably(
     return status
 
 
+def _check(sent: Sent, temporary: Path, path: Path) -> None:
+    """Compare a synced file with what was written. Its pages in the cache are dropped first, so that what is read is
+    what the disk or the server holds; and again behind the reader, so that other files stay in the cache."""
+    descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+        def read_into(target: memoryview, offset: int) -> None:
+            FileSource(descriptor).read_into(target, offset)
+            if offset + len(target) > _LARGE_BYTES:
+                os.posix_fadvise(descriptor, offset, len(target), os.POSIX_FADV_DONTNEED)
+
+        sent.check(str(path), os.fstat(descriptor).st_size, read_into)
+    finally:
+        os.close(descriptor)
+
+
 def unfinished_path(path: Path) -> Path:
     """A new name beside `path`, for the file until it is complete. See `finished_name`."""
-    return path.with_name(f".{path.name}{UNFINISHED}{WRITER}-{next(_numbers)}")
+    return path.with_name(f".{unfinished_head(path.name)}{UNFINISHED}{WRITER}-{next(_numbers)}")
+
+
+def unfinished_head(name: str) -> str:
+    """What stands for the final name in that of an unfinished file: a digest, if that would be too long."""
+    encoded = os.fsencode(name)
+    return name if len(encoded) <= _LONGEST_HEAD_BYTES else xxhash.xxh3_128_hexdigest(encoded)
 
 
 def raise_if_full(path: Path, error: OSError) -> None:
@@ -90,7 +126,8 @@ def raise_if_full(path: Path, error: OSError) -> None:
 
 
 def finished_name(name: str) -> str | None:
-    """The final name of an unfinished file; None if it is not one, or this process is still writing it."""
+    """What an unfinished file has of its final name (`unfinished_head`); None if it is not one, or this process still
+    writes it."""
     final, separator, writer = name.rpartition(UNFINISHED)
     return final[1:] if separator and final.startswith(".") and not writer.startswith(WRITER) else None
 

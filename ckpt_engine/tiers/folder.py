@@ -13,6 +13,7 @@ from ckpt_engine.tiers.durable_files import finished_name, write_durably
 from ckpt_engine.tiers.storage import Entry
 from flyball.contracts.errors import CorruptShard
 from flyball.state_folder import sync_folder
+from flyball.worker_files import NotRegularFile, open_worker_file
 
 _DEPTH = 3  # of names, in parts
 
@@ -40,7 +41,7 @@ class FolderStorage:
     def write(self, name: str, parts: Iterable[bytes | memoryview], size_bytes: int) -> None:
         path = self._root / name
         try:
-            write_durably(path, parts, size_bytes=size_bytes)
+            write_durably(path, parts, size_bytes=size_bytes, read_back=True)
         except BaseException:
             self._remove_empty(path.parent)  # a step that keeps failing leaves no folders
             raise
@@ -56,13 +57,12 @@ class FolderStorage:
     @contextmanager
     def open(self, name: str) -> Iterator[_OpenFile]:
         path = self._root / name
-        # No links, and without blocking: a pipe or link in place of the file is refused, not waited for.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise CorruptShard(f"{path} is not a file.", hint="nothing to do: another copy is tried")
-            yield _OpenFile(descriptor, path, status.st_size)
+            descriptor = open_worker_file(path)
+        except NotRegularFile as error:
+            raise CorruptShard(f"{path} is not a file.", hint="nothing to do: another copy is tried") from error
+        try:
+            yield _OpenFile(descriptor, path, os.fstat(descriptor).st_size)
         finally:
             os.close(descriptor)
 

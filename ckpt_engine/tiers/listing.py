@@ -105,6 +105,22 @@ class Listing:
         self.steps |= other.steps
         return self
 
+    def damaged_worlds(self) -> dict[StepKey, str]:
+        """The steps whose world manifest is damaged, or names shards that are not there, and why. All ranks' shards
+        were looked at."""
+        found: dict[StepKey, str] = {}
+        for step, (_, world) in self.worlds.items():
+            if world is None:
+                if step not in self.unread_worlds:
+                    found[step] = "its world manifest is damaged"
+                continue
+            keys = [ShardKey(*step, rank) for rank in range(len(world.digests))]
+            there = {key for key in keys if key in self.copies and world.names(key.rank, self.copies[key][1].digest)}
+            missing = [key.rank for key in keys if key not in there and key not in self.unread]
+            if missing:
+                found[step] = f"the shard of rank {missing[0]} is damaged or gone"
+        return found
+
     def stored_bytes(self, key: ShardKey) -> int | None:
         """The size of a known copy's file."""
         if (together := self.together.get(key)) is not None:

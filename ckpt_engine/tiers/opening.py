@@ -12,6 +12,7 @@ from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.tiers.storage import Storage
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.errors import ConfigurationError
+from flyball.contracts.on_host.os_text import from_text
 
 _SCHEMES = ("s3", "gs", "az")
 
@@ -47,6 +48,7 @@ def open_persistent(
 
 def run_location(root: str, job: str, run: str) -> str:
     """The place of one run below `root`, a folder or URL. Runs of a job do not share places."""
+    root = from_text(root)
     return "/".join((root.rstrip("/"), job, run) if run else (root.rstrip("/"), job))
 
 

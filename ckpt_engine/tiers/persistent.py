@@ -6,10 +6,11 @@ Credentials, region and endpoint come from the environment, under the names that
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 import obstore
 from obstore.store import from_url
 
+from ckpt_engine.tiers.arrival import PartSums, Sent
 from ckpt_engine.tiers.storage import Entry
 from ckpt_engine.worker_thread import WorkerThread
 from flyball.contracts.errors import (
@@ -26,6 +28,7 @@ from flyball.contracts.errors import (
     ConfigurationError,
     CorruptShard,
     FlyballError,
+    NotAsWritten,
     StorageFull,
     Unauthorized,
     Unreachable,
@@ -33,7 +36,7 @@ from flyball.contracts.errors import (
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
-    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config
 
 _PART_BYTES = 8 << 20
 _MAX_PARTS = 10_000  # S3's limit; larger shards have larger parts
@@ -59,15 +62,24 @@ class ObjectStorage:
         if os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", "")).startswith("http://"):
             client["allow_http"] = True  # as the endpoint's URL says
         retry: RetryConfig = {"max_retries": _MAX_RETRIES, "retry_timeout": timedelta(seconds=retry_s)}
+        self._is_s3 = self.place.startswith("s3://")
         with self._explained("open"):
-            self._store: ObjectStore = from_url(self.place, client_options=client, retry_config=retry)
+            self._store: ObjectStore = (
+                from_url(self.place, config=s3_config(os.environ), client_options=client, retry_config=retry)
+                if self._is_s3
+                else from_url(self.place, client_options=client, retry_config=retry)
+            )
 
     def write(self, name: str, parts: Iterable[bytes | memoryview], size_bytes: int) -> None:
-        # Upload copies: the memory behind the parts may change before a request is complete.
-        copies = (bytes(part) for part in parts)
         part_bytes = max(_PART_BYTES, -(-size_bytes // _MAX_PARTS // _MEBIBYTE) * _MEBIBYTE)
+        is_multipart = size_bytes > part_bytes
+        sent, sums = Sent(), PartSums(part_bytes, is_multipart=is_multipart)
+        # Upload copies: the memory behind the parts may change before a request is complete.
+        copies: Iterable[bytes] = (bytes(part) for part in sent.passing(parts))
+        if self._is_s3:
+            copies = sums.passing(copies)
         with self._explained(name):
-            if size_bytes <= part_bytes:
+            if not is_multipart:
                 obstore.put(self._store, name, b"".join(copies), use_multipart=False)
             else:
                 obstore.put(
@@ -78,6 +90,16 @@ class ObjectStorage:
                     chunk_size=part_bytes,
                     max_concurrency=max(1, _IN_FLIGHT_BYTES // part_bytes),
                 )
+            there = obstore.head(self._store, name)
+        if self._is_s3 and there["size"] == sent.size_bytes and sums.match(there["e_tag"]):
+            return
+        try:
+            with self.open(name) as stored:
+                sent.check(f"{self.place}/{name}", stored.size_bytes, stored.read_into)
+        except NotAsWritten:
+            with contextlib.suppress(FlyballError, OSError):  # no manifest names it
+                self.remove([name])
+            raise
 
     def read(self, name: str, limit_bytes: int) -> bytes:
         with self._explained(name):
@@ -142,6 +164,14 @@ class ObjectStorage:
             raise
         except Exception as error:
             raise as_flyball_error(error, place=self.place, name=name) from error
+
+
+def s3_config(environ: Mapping[str, str]) -> S3Config:
+    """What to tell obstore about S3 beside the environment's own settings. AWS checks a SHA-256 of each part as it
+    arrives, and keeps it; it is computed for the signature anyway. Compatible stores may refuse its header, so there it
+    is used only if the environment asks for it."""
+    is_chosen = any(name in environ for name in ("AWS_CHECKSUM_ALGORITHM", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"))
+    return {} if is_chosen else {"checksum_algorithm": "SHA256"}
 
 
 def _entry(found: ObjectMeta) -> Entry:

@@ -19,6 +19,7 @@ from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format import stored_layout, world_manifest
 from ckpt_engine.format.integrity import DEFAULT_CHUNK_BYTES
 from ckpt_engine.format.manifest import Manifest
+from ckpt_engine.format.payload import Payload
 from ckpt_engine.format.shard_names import (
     PINNED,
     ShardKey,
@@ -170,6 +171,11 @@ class ShardStore:
         with self._listing.read() as listing:
             return dict(listing.parted)
 
+    def damaged_worlds(self) -> dict[StepKey, str]:
+        """The sealed steps that cannot be whole any more, as of the last `scan` of all ranks, and why."""
+        with self._listing.read() as listing:
+            return listing.damaged_worlds()
+
     @contextmanager
     def reading(self, generation: int, step: int, rank: int) -> Iterator[tuple[Manifest, bytes, StoredBytes]]:
         """The manifest, its bytes, and the open shard, not yet verified, with what other ranks' files have of it.
@@ -205,7 +211,7 @@ class ShardStore:
 
     # --- writing ---
 
-    def write(self, manifest: Manifest, manifest_bytes: bytes, payload: memoryview) -> int:
+    def write(self, manifest: Manifest, manifest_bytes: bytes, payload: Payload) -> int:
         """Store a shard directly from `payload`, then its manifest once the shard is durable. Returns the bytes
         written. Raises CorruptShard if `payload` does not match the manifest, or changes during the write;
         StorageFull."""
@@ -215,7 +221,7 @@ class ShardStore:
     def write_ahead(
         self,
         key: ShardKey,
-        payload: memoryview,
+        payload: Payload,
         describe: Callable[[], tuple[Manifest, bytes]],
         *,
         check_wanted: Callable[[], None] = lambda: None,
@@ -242,7 +248,7 @@ class ShardStore:
         self.count(stored)
         return written
 
-    def write_part(self, manifest: Manifest, payload: memoryview, part: StoredPart, check: Callable[[], None]) -> int:
+    def write_part(self, manifest: Manifest, payload: Payload, part: StoredPart, check: Callable[[], None]) -> int:
         """Store the part of a shard that its rank stores. `check` is called before each piece, and may raise. Returns
         the bytes written. `write_description` and `count` come next, see `storing_together`. Raises as `write`."""
         key = ShardKey(manifest.generation, manifest.step, manifest.rank)

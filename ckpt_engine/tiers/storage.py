@@ -45,7 +45,8 @@ class StoredBytes(Protocol):
 
 class Storage(Protocol):
     """Bytes by name, below one place. Names are relative, with at most three parts separated by `/`. A name has its
-    complete content or does not exist. When `write` returns, the content is durable.
+    complete content or does not exist. When `write` returns, the content is durable, and was found to be what was
+    handed over: nothing that counts by a later write rests on bytes that were changed on their way.
 
     Every method raises OSError or FlyballError if the place is unreachable, denies access, or does not answer in time.
     """
@@ -57,7 +58,8 @@ class Storage(Protocol):
 
     def write(self, name: str, parts: Iterable[bytes | memoryview], size_bytes: int) -> None:
         """Store the parts in order, `size_bytes` in total. A part is copied or written before the next one is
-        requested. If `parts` raises, nothing is stored. Raises StorageFull."""
+        requested. If `parts` raises, nothing is stored. Raises StorageFull; NotAsWritten if other bytes arrived, which
+        are removed again."""
         ...
 
     def read(self, name: str, limit_bytes: int) -> bytes:

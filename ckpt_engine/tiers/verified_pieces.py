@@ -1,4 +1,4 @@
-"""Feeds a shard to a writer straight from its slot, and makes sure that what was written matches the manifest."""
+"""Feeds a shard to a writer from its slot, and makes sure that what was written matches the manifest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from ckpt_engine.format import integrity
 from ckpt_engine.format.manifest import Manifest
-from ckpt_engine.format.verified_read import copy_bytes
+from ckpt_engine.format.payload import Payload, read_into
 from ckpt_engine.rules.storage_plan import StoredPart
 from flyball.contracts.errors import CorruptShard
 
@@ -16,43 +16,46 @@ PIECE_BYTES = 8 << 20
 
 
 def verified_pieces(
-    payload: memoryview, chunk_bytes: int, *, before: Callable[[int], None], described: Callable[[], Manifest]
+    payload: Payload, chunk_bytes: int, *, before: Callable[[int], None], described: Callable[[], Manifest]
 ) -> Generator[memoryview, None, None]:
     """Yields the payload in pieces, in order. The caller must write each piece before it takes the next.
     `before(size_bytes)` is called before each piece. `described` is called after the last one: the manifest may not
     exist earlier. Whatever they raise ends the generator.
 
-    A piece is hashed after it was written, in a second thread. If no CorruptShard is raised, the written bytes match
-    the manifest: a slot changes from one step's bytes to another's and never back, so bytes that are right afterwards
-    were right before.
+    A piece is a copy in one of two buffers (of half a piece each), hashed in a second thread. If no CorruptShard is
+    raised, the written bytes match the manifest: the very same bytes were hashed.
     """
-    piece_bytes = chunk_bytes * max(1, PIECE_BYTES // chunk_bytes)
+    piece_bytes = chunk_bytes * max(1, PIECE_BYTES // 2 // chunk_bytes)
+    buffers = [memoryview(mmap.mmap(-1, piece_bytes)) for _ in range(2 if len(payload) > piece_bytes else 1)]
     with ThreadPoolExecutor(1, thread_name_prefix="flyball-hash") as pool:
         digests: list[Future[bytes]] = []
-        for begin in range(0, len(payload), piece_bytes):
-            piece = payload[begin : begin + piece_bytes]
+        for number, begin in enumerate(range(0, len(payload), piece_bytes)):
+            if len(digests) > 1:
+                digests[-2].result()  # of what was in this buffer
+            piece = buffers[number % 2][: min(piece_bytes, len(payload) - begin)]
+            read_into(payload, piece, begin)
+            digests.append(pool.submit(integrity.chunk_digests, piece, chunk_bytes))
             before(len(piece))
             yield piece
-            if digests:
-                digests[-1].result()  # one at a time, so that hashing stays close behind
-            digests.append(pool.submit(integrity.chunk_digests, piece, chunk_bytes))
         taken = b"".join(digest.result() for digest in digests)
     _compare(described(), taken, len(payload), chunk_bytes)
 
 
 def part_pieces(
-    part: StoredPart, payload: memoryview, manifest: Manifest, *, before: Callable[[int], None]
+    part: StoredPart, payload: Payload, manifest: Manifest, *, before: Callable[[int], None]
 ) -> Generator[memoryview, None, None]:
     """As `verified_pieces`, for the part of a shard that its rank stores: its chunks are verified after the last piece.
+    A slot changes from one step's bytes to another's and never back, so bytes that are right then were right before.
     Pieces are copies in one buffer, whose memory a disk can take directly."""
     buffer = memoryview(mmap.mmap(-1, PIECE_BYTES))
     filled = 0
-    for source in (memoryview(part.header), *(payload[begin:end] for begin, end in part.ranges)):
-        rest = source
-        while rest:
-            count = min(len(rest), PIECE_BYTES - filled)
-            copy_bytes(buffer[filled : filled + count], rest[:count])
-            filled, rest = filled + count, rest[count:]
+    header = memoryview(part.header)
+    for source, begin, end in ((header, 0, len(header)), *((payload, *taken) for taken in part.ranges)):
+        offset = begin
+        while offset < end:
+            count = min(end - offset, PIECE_BYTES - filled)
+            read_into(source, buffer[filled : filled + count], offset)
+            filled, offset = filled + count, offset + count
             if filled == PIECE_BYTES:
                 before(filled)
                 yield buffer
@@ -62,7 +65,9 @@ def part_pieces(
         yield buffer[:filled]
     chunk_bytes = manifest.chunk_bytes
     for index in part.checked:
-        chunk = payload[index * chunk_bytes : (index + 1) * chunk_bytes]
+        begin = index * chunk_bytes
+        chunk = buffer[: min(chunk_bytes, len(payload) - begin)]
+        read_into(payload, chunk, begin)
         integrity.check_chunk(chunk, index, manifest.chunk_digests)
 
 

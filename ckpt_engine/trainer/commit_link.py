@@ -26,8 +26,8 @@ _CLOSE_TIMEOUT_S = 10.0
 class CommitLink(Protocol):
     """The committer of one rank. No method blocks or raises."""
 
-    def captured(self, view: SlotView) -> None:
-        """A slot is whole."""
+    def captured(self, view: SlotView, copied_s: float) -> None:
+        """A slot is whole. Training stood for `copied_s`."""
         ...
 
     def aborted(self, step: int, message: str) -> None:
@@ -66,9 +66,9 @@ class EngineLink:
         self._identity = identity
         self._socket = _datagram_socket()
 
-    def captured(self, view: SlotView) -> None:
+    def captured(self, view: SlotView, copied_s: float) -> None:
         me = self._identity
-        self.tell(Captured(job=me.job, rank=me.rank, generation=view.generation, step=view.step, slot=view.index))
+        self.tell(Captured(me.job, me.rank, view.generation, view.step, view.index, copied_s))
 
     def aborted(self, step: int, message: str) -> None:
         me = self._identity
@@ -138,7 +138,8 @@ class LocalCommitter:
     def alive(self) -> bool:
         return self._thread.is_alive
 
-    def captured(self, view: SlotView) -> None:
+    def captured(self, view: SlotView, copied_s: float) -> None:
+        del copied_s  # nobody sets a pace
         with contextlib.suppress(queue.Full):  # only if the thread died: there are never more views than slots
             self._queue.put_nowait(view)
 
@@ -180,7 +181,6 @@ class LocalCommitter:
             code_version=__version__,
             run=me.run,
             committed_at=SystemClock().wall_s(),
-            known_digests=self._segments.handed_digests(view),
         )
         if self._segments.commit(view, manifests.encode(manifest)) and view.generation == me.generation:
             self._segments.control.note_replicated(view.step)

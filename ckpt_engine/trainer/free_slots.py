@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ckpt_engine.contracts.control_views import WorldWords
+from ckpt_engine.contracts.control_views import NOTHING_KEPT, WorldWords
 from ckpt_engine.rules.memory_plan import MemoryPlan
 from ckpt_engine.rules.slot_rules import MIN_SLOTS, SlotView, slot_count
 from ckpt_engine.slots.rank_segments import RankSegments
@@ -122,4 +122,5 @@ class FreeSlots:
             self._me.lineage,
             world.abandoned if known else (),
             world.held if known else (),
+            world.kept if known else NOTHING_KEPT,
         )

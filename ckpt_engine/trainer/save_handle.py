@@ -130,8 +130,8 @@ class SaveStage:
 class SaveHandle:
     """One rank's save of one step (`job.recovery_point` speaks for the world). Truth and waiting: see SaveStage.
 
-    `staged`: the bytes are in a slot in shared memory, where they survive the trainer's death. From now on training may
-    change any part of the state; before, only optimizers' steps may.
+    `staged`: the bytes are in a slot in shared memory, where they survive the trainer's death. They are when `save`
+    returns, unless a GPU had room for a copy of its own, which goes there in the background.
 
     `replicated`: the bytes are hashed, committed, and on every configured peer (without peers: committed on this host),
     or those of a newer step are.
@@ -144,9 +144,8 @@ class SaveHandle:
 
     `skipped`: why the save was not made, else ''. Most often the checkpoint settings do not name this step.
 
-    `waited_s`: how long training waited for this save: for a slot that the world still needed, for the previous save's
-    copy, and in optimizers' steps for its own copy. A save that took a tenth of a second or more is late
-    (`job.late_saves`).
+    `waited_s`: how long training waited for this save beside its own copy: for a slot that the world still needed, and
+    for the previous save's transfer. A save that took a tenth of a second or more is late (`job.late_saves`).
     """
 
     def __init__(self, step: int, progress: SaveProgress) -> None:
@@ -205,8 +204,6 @@ class SaveOutcomes:
         self._unreported = ""  # the first failure that `check` has not raised yet
         self._captured_steps: deque[int] = deque(maxlen=_REMEMBERED_STEPS)
         self._lost = (-1, "")  # the newest step that was captured and could not be committed, and why
-        self._late_step = -1  # the newest late step
-        self._reported_wait_step = -1  # the newest step whose wait was reported to the engine
 
     def add(self, handle: SaveHandle) -> None:
         """This save is the newest from now on."""
@@ -248,16 +245,11 @@ class SaveOutcomes:
             self.note_lost(step, f"Step {step} was captured, and the engine could not keep it: its log says why.")
 
     def note_waited(self, handle: SaveHandle, waited_s: float) -> None:
-        """Training waited for this save, perhaps again."""
-        handle.waited_s += waited_s
-        is_late = handle.waited_s >= LATE_S and handle.step > self._late_step
-        if is_late:
-            self._late_step = handle.step
-            self.late += 1
-        if is_late or (handle.waited_s >= REPORT_FROM_S and handle.step > self._reported_wait_step):
-            self._reported_wait_step = handle.step
-            if self.link is not None:
-                self.link.waited(handle.step, handle.waited_s)
+        """Training waited for this save."""
+        handle.waited_s = waited_s
+        self.late += waited_s >= LATE_S
+        if waited_s >= REPORT_FROM_S and self.link is not None:
+            self.link.waited(handle.step, waited_s)
 
     def check(self) -> None:
         """Raise CheckpointError for the first failure since the last call."""

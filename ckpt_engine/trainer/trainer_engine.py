@@ -14,10 +14,10 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpt_engine.contracts.control_views import ParkState
@@ -32,7 +32,7 @@ from ckpt_engine.trainer.commit_link import CommitLink, EngineLink, LocalCommitt
 from ckpt_engine.trainer.free_slots import ENGINE_PROBE_S, FreeSlots, SlotsFull
 from ckpt_engine.trainer.save_handle import ControlProgress, NoProgress, SaveHandle, SaveOutcomes
 from ckpt_engine.trainer.shard_reader import ShardReader
-from flyball.contracts.checkpoints import CaptureMode, Tier, is_alive
+from flyball.contracts.checkpoints import Tier, is_alive
 from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import CheckpointError, FlyballError, MemoryTooSmall, RestoreFailed, UnsupportedState
 from flyball.contracts.on_host.segments import rank_segment
@@ -49,6 +49,7 @@ PARK_DEADLINE_S = 120.0  # parked and never ended: train on
 _EXIT_TIMEOUT_S = 10.0
 
 NO_SUPERVISOR = "no supervisor keeps checkpoint slots for this process"
+OF_A_CHILD = "this process was started by the one that is the rank, whose saves alone count"
 NOT_DUE = "the job's checkpoint settings do not name this step"
 AS_OFTEN = "saves no longer hold up training, and are made as often as the settings say"
 LESS_OFTEN = "saves take longer than the training between them, and are made {} times less often than the settings say"
@@ -60,6 +61,7 @@ class TrainerEngine:
     def __init__(self, identity: WorkerIdentity, beacon: BeaconWriter) -> None:
         self._me = identity
         self._beacon = beacon
+        self.pid = os.getpid()
         self._segments: RankSegments | None = None
         self._unavailable = ""  # why there are no slots although there should be
         self._link: CommitLink | None = None
@@ -88,7 +90,9 @@ class TrainerEngine:
         if me.engine_notify:
             self._link = self.outcomes.link = EngineLink(me)
         options = SegmentOptions.of(load_settings(os.environ))
-        self._segments = RankSegments.open(rank_segment(me.shm_prefix, me.job, me.rank), create=True, options=options)
+        self._segments = RankSegments.open(
+            rank_segment(me.shm_prefix, me.job, me.rank), create=True, options=options, mapped=True
+        )
         if self._link is None:
             self._segments.claim(me.run)
         self._segments.control.attach_trainer(me.generation)
@@ -96,23 +100,10 @@ class TrainerEngine:
             self._link = self.outcomes.link = LocalCommitter(me, self._segments, self.outcomes.note_lost)
         self.outcomes.control = self._segments.control
         self._free_slots = FreeSlots(me, self._segments, self._link, self._announce_wait)
-        if "torch" in sys.modules:
-            self._watch_optimizers()
         if me.restore_step is not None:
             self._reader = ShardReader(me, self._segments, self._link, me.restore_step)
         self._progress = ControlProgress(self._segments.control, me.generation, me.checkpoint)
         atexit.register(_finish_copy, weakref.ref(self))
-
-    @property
-    def _is_lazy(self) -> bool:
-        return self._me.checkpoint.capture is CaptureMode.LAZY
-
-    def _watch_optimizers(self) -> None:
-        """An optimizer's tensors are copied lazily once one of its steps was seen: the sooner the better."""
-        if self._is_lazy:
-            from ckpt_engine.trainer.capture import optimizer_watch
-
-            optimizer_watch.watch()
 
     @property
     def world_step(self) -> int:
@@ -133,8 +124,8 @@ class TrainerEngine:
     def save(self, step: int, state: Mapping[str, object], *, only_emergency: bool = False) -> SaveHandle:
         """Save `state` if `step` is due (not with `only_emergency`), or is the emergency step; there, park afterwards.
 
-        A failure is on the handle. Raises only the job's own errors: UnsupportedState; MemoryTooSmall at the first save
-        of a job that starts from scratch; and, if the job wants it, CheckpointError for an earlier failed save.
+        A failure is on the handle. Raises only the job's own errors: UnsupportedState and MemoryTooSmall, before a job
+        that starts from scratch has made a save; and, if the job wants it, CheckpointError for an earlier failed save.
         """
         if self._me.checkpoint.raise_on_failure:
             self.check_for_errors()
@@ -164,7 +155,7 @@ class TrainerEngine:
         except (FlyballError, OSError) as error:
             self.outcomes.note_failed(handle, str(error))
             at_start = self._me.restore_step is None and self.outcomes.captured == 0
-            if isinstance(error, UnsupportedState) or (isinstance(error, MemoryTooSmall) and at_start):
+            if isinstance(error, UnsupportedState | MemoryTooSmall) and at_start:
                 raise
         finally:
             self.outcomes.note_waited(handle, self._waited_s)
@@ -187,8 +178,8 @@ class TrainerEngine:
         *,
         emergency: bool,
     ) -> None:
-        """Copy `state` into a slot; return when everything is copied that may be written to without an optimizer's
-        step. At an emergency step, or in blocking mode, everything is copied then.
+        """Copy `state` into a slot; return when nothing of it is read any more. At an emergency step, return when the
+        slot is whole.
 
         If this raises, nothing was begun: UnsupportedState, MemoryTooSmall, SlotsFull, CheckpointError, OSError.
         """
@@ -199,7 +190,7 @@ class TrainerEngine:
         if self._capturer is None:
             from ckpt_engine.trainer.capture.capturer import Capturer
 
-            self._capturer = Capturer(lazy=self._is_lazy, on_blocked=self._note_blocked)
+            self._capturer = Capturer()
         capture = self._capturer.take(state)
         plan = free_slots.memory_plan(capture.payload_bytes)
         try:
@@ -208,23 +199,33 @@ class TrainerEngine:
             self._waited_s = free_slots.waited_s
         self._waited_s += copied_s
         payload = segments.begin_write(slot, self._me.generation, handle.step, capture.payload_bytes, plan)
-        try:
-            on_end = partial(self._copy_ended, handle, slot, segments)
-            copy = self._capturer.start(capture, slot, payload, on_end, lazy=not emergency)
-        except BaseException:
-            segments.drop(slot)
-            raise
-        self._capturer.copy(copy, blocking=emergency)
+        is_over = threading.Event()
 
-    def _copy_ended(self, handle: SaveHandle, slot: int, segments: RankSegments, error: str, digests: bytes) -> None:
+        def ended(error: str) -> None:
+            is_over.set()
+            self._copy_ended(handle, slot, segments, error)
+
+        try:
+            self._capturer.copy(capture, slot, payload, ended)
+        except BaseException as error:
+            if not self._capturer.lazy and not is_over.is_set():
+                segments.drop(slot)
+                if not isinstance(error, Exception):  # Ctrl-C
+                    self.outcomes.note_failed(handle, f"The save of step {handle.step} was interrupted.")
+            raise
+        if emergency:
+            self._capturer.wait()
+
+    def _copy_ended(self, handle: SaveHandle, slot: int, segments: RankSegments, error: str) -> None:
         """The copy of a state has ended, in any thread."""
         if error:
             segments.drop(slot)
             self.outcomes.note_failed(handle, f"The copy of step {handle.step} failed: {error}.")
             return
-        segments.mark_captured(slot, digests)
+        segments.mark_captured(slot)
         if self._link is not None:
-            self._link.captured(segments.control.slot(slot))
+            copied_s = 0.0 if self._capturer is None else self._capturer.copied_s
+            self._link.captured(segments.control.slot(slot), copied_s)
         self.outcomes.note_captured(handle)
 
     def _read_pace(self, control: ControlSegment) -> int:
@@ -238,18 +239,12 @@ class TrainerEngine:
 
     def _save_without_slots(self, step: int, *, only_emergency: bool) -> SaveHandle:
         if not self._unavailable:
-            return SaveHandle.not_made(step, NO_SUPERVISOR)
+            return SaveHandle.not_made(step, OF_A_CHILD if self._me.rank_pid else NO_SUPERVISOR)
         if only_emergency or not is_due(self._me.checkpoint, step):
             return SaveHandle.not_made(step, NOT_DUE)
         handle = SaveHandle(step, NoProgress())
         self.outcomes.note_failed(handle, self._unavailable)
         return handle
-
-    def _note_blocked(self, blocked_ns: int) -> None:
-        """An optimizer's step waited for the copy of the newest save."""
-        self._beacon.add_save_blocked(blocked_ns)
-        if self.outcomes.newest is not None:
-            self.outcomes.note_waited(self.outcomes.newest, blocked_ns / 1e9)
 
     def check_for_errors(self) -> None:
         """Raise CheckpointError if a save failed since the last call."""
@@ -259,7 +254,7 @@ class TrainerEngine:
     # --- waiting ---
 
     def wait_captured(self, timeout_s: float) -> bool:
-        """Wait until the newest save is copied, so that any part of its state may be written to."""
+        """Wait until the newest save is in its slot, where it survives this process."""
         return self._wait(self._wait_for_copy, timeout_s)
 
     def _wait_for_copy(self, timeout_s: float) -> bool:
@@ -338,7 +333,6 @@ class TrainerEngine:
             )
         if self._capturer is not None:
             self._capturer.wait()  # the state is about to be written to
-        self._watch_optimizers()
         self.restored_from = self._reader.restore(state)
         return step + 1
 
@@ -361,5 +355,5 @@ class TrainerEngine:
 def _finish_copy(engine: weakref.ref[TrainerEngine]) -> None:
     """A process that ends without `close`, by an exception for example, still has its last save."""
     alive = engine()
-    if alive is not None:
+    if alive is not None and alive.pid == os.getpid():  # not in a forked child
         alive.finish_copy(_EXIT_TIMEOUT_S)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import structlog
 
+from ckpt_engine.contracts.control_views import NOTHING_KEPT, KeptStep
 from ckpt_engine.contracts.generation import HostGeneration, WorldView
 from ckpt_engine.contracts.notices import Captured, Notice, SaveWaited
 from ckpt_engine.contracts.peer_wire import SavedSteps, ShardVerdict, TierNaming, TierReport, WorldStep
@@ -20,6 +21,7 @@ from ckpt_engine.rules.tier_schedule import TierSchedule
 from ckpt_engine.tiers.memory import MemoryTier
 from flyball.contracts.checkpoints import SaveInterval, Tier
 from flyball.contracts.clock import Clock
+from flyball.contracts.identity import MAX_DURATION_S, MAX_STEP
 
 log = structlog.get_logger()
 
@@ -110,15 +112,17 @@ class Coordination:
             if steps is not None and not generation.coordinates:
                 self._post(generation.coordinator_host, (generation.job, rank), steps)
         if steps is not None and generation.coordinates:
-            self.receive_steps(steps)
+            self.receive_steps(steps, generation.host_id)
 
-    def receive_steps(self, steps: SavedSteps) -> ShardVerdict:
-        """A report of any rank, for the coordinator."""
+    def receive_steps(self, steps: SavedSteps, sender: str) -> ShardVerdict:
+        """A report of any rank, for the coordinator. It counts only from the rank's own host."""
         verdict = self._judge(steps.generation)
         if verdict is not ShardVerdict.OK:
             return verdict
-        if self._coordinator is None or steps.rank >= self._generation.placement.world_size:
+        if self._coordinator is None:
             return ShardVerdict.ERROR
+        if self._generation.host_of(steps.rank) != sender:
+            return ShardVerdict.FOREIGN
         coordinator = self._coordinator
         with self._lock:
             coordinator.now_s = self._clock.monotonic_s()
@@ -160,7 +164,7 @@ class Coordination:
             return
         with self._lock:
             if isinstance(notice, Captured):
-                self._coordinator.pace.captured(notice.step, self._clock.monotonic_s())
+                self._coordinator.pace.captured(notice.step, self._clock.monotonic_s(), notice.copied_s)
             elif isinstance(notice, SaveWaited):
                 self._coordinator.pace.waited(notice.step, notice.waited_s)
 
@@ -172,8 +176,14 @@ class Coordination:
             if self._coordinator is None or self._coordinator.pace is None:
                 return None
             pace = self._coordinator.pace
-            every_steps, wanted_steps = pace.interval_steps * pace.factor, pace.interval_steps
-            return SaveInterval(generation.job, generation.number, wanted_steps, every_steps, *pace.cost)
+            return SaveInterval(
+                generation.job,
+                generation.number,
+                pace.interval_steps,
+                min(pace.interval_steps * pace.factor, MAX_STEP),
+                min(pace.cost.save_s + pace.cost.copied_s, MAX_DURATION_S),
+                min(pace.cost.step_s, MAX_DURATION_S),
+            )
 
     def _log_pace(self, pace: SavePace | None, before: int) -> None:
         if pace is None or pace.word == before:
@@ -210,11 +220,13 @@ class Coordination:
             self._post(host_id, (self._generation.job, "world"), world)
         return advanced
 
-    def receive_world(self, world: WorldStep) -> ShardVerdict:
-        """Apply a decision of the coordinator to the local ranks' control words."""
+    def receive_world(self, world: WorldStep, sender: str) -> ShardVerdict:
+        """Apply a decision of the coordinator to the local ranks' control words. It counts only from rank 0's host."""
         verdict = self._judge(world.generation)
         if verdict is not ShardVerdict.OK:
             return verdict
+        if sender != self._generation.coordinator_host:
+            return ShardVerdict.FOREIGN
         with self._lock:
             advanced = self._learn_locked(world)
         self._follow_up(advanced, {})
@@ -256,7 +268,8 @@ class Coordination:
     def _begin_words(self) -> WorldStep:
         generation = self._generation
         world_step, abandoned, upto, next_save = generation.restore_step, frozenset[int](), -1, -1
-        pace = 0
+        pace, kept = 0, NOTHING_KEPT
+        before = self._known_before()
         for rank in generation.local_ranks:
             with self._memory.using(rank, create=True) as entry:
                 if entry is None:
@@ -270,13 +283,36 @@ class Coordination:
                     upto = max(upto, words.abandoned.upto)
                     next_save = max(next_save, control.next_save(generation.number))
                     pace = max(pace, control.pace(generation.number))
+                    kept = max(kept, words.kept, key=lambda found: (found.is_sure, found.step))
                     control.release_holds()  # of a killed engine
                 else:
-                    control.begin_world(generation.number, generation.restore_step)
+                    kept = KeptStep(before, is_sure=generation.coordinates)
+                    control.begin_world(generation.number, generation.restore_step, kept)
         alive = tuple(sorted(step for step in abandoned if step > world_step))
         return WorldStep(
-            generation.job, generation.number, world_step, alive, next_save=next_save, abandoned_upto=upto, pace=pace
+            generation.job,
+            generation.number,
+            world_step,
+            alive,
+            next_save=next_save,
+            abandoned_upto=upto,
+            pace=pace,
+            kept=kept.step,
+            kept_is_sure=kept.is_sure,
         )
+
+    def _known_before(self) -> int:
+        """The newest step before the restored one of which this host knows, from an earlier generation, that all ranks
+        and their peers had it; -1 for none, or if it is the restored one itself."""
+        generation, found = self._generation, -1
+        if not generation.replica_hosts or generation.restored_world_size != generation.placement.world_size:
+            return found
+        for rank in generation.local_ranks:
+            with self._memory.using(rank, create=True) as entry:
+                words = entry.segments.read_world() if entry is not None else None
+            if words is not None and words.generation < generation.number:
+                found = max(found, words.kept.step if words.kept.step >= 0 else words.step)
+        return found if found < generation.restore_step else -1
 
     def _write_words(self, world: WorldStep) -> None:
         for rank in self._generation.local_ranks:
@@ -287,6 +323,7 @@ class Coordination:
                 if control.read_world().generation != world.generation:
                     continue  # a newer generation has begun
                 control.advance_world(world.world_step)
+                control.keep(world.kept_step)
                 control.name_save(world.next_save)
                 control.set_pace(world.pace)
                 control.abandon(world.abandoned, world.abandoned_upto)

@@ -76,6 +76,9 @@ def daemon(
     cloud_notices: Annotated[
         str, typer.Option(help="watch the metadata service of aws, gce or azure for the end of this host")
     ] = "",
+    worker_user: Annotated[
+        str, typer.Option(help="user that workers run as, who cannot reach daemon and engine; needs root")
+    ] = "",
     report_interval_s: Annotated[float, typer.Option(min=0.05, max=60.0, help="seconds between reports")] = 1.0,
 ) -> None:
     """Replaces this process with the daemon, which then handles signals and sets the exit code."""
@@ -95,6 +98,7 @@ def daemon(
         *(("--fabric", fabric) if fabric else ()),
         *(("--conditions-dir", conditions_dir) if conditions_dir else ()),
         *(("--cloud-notices", cloud_notices) if cloud_notices else ()),
+        *(("--worker-user", worker_user) if worker_user else ()),
     ]
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-P", "-m", "host_daemon", *arguments], environment)

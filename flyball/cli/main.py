@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
+import resource
 import sys
 import tempfile
 import traceback
@@ -14,7 +16,7 @@ from typing import Any, NoReturn
 from flyball.cli import completion
 from flyball.cli.show.messages import print_error
 from flyball.cli.signals import Interrupted
-from flyball.contracts.errors import FlyballError
+from flyball.contracts.errors import ConfigurationError, FlyballError
 from flyball.process_start import import_lean, prefer_own_packages, without_collector
 
 prefer_own_packages()  # first: users have packages named like some that the commands import (goodput, services)
@@ -25,12 +27,31 @@ BUG = 70  # EX_SOFTWARE of sysexits.h
 
 def main() -> None:
     """Run the command line and exit with its code."""
+    open_closed_streams()
     if completion.VARIABLE in os.environ:
         _exit_at_once(_complete())
     code = run_cli(sys.argv[1:])
     if sys.argv[1:2] == ["run"]:
         _exit_at_once(code)
     sys.exit(code)
+
+
+def open_closed_streams() -> None:
+    """Treat a standard stream that is closed as /dev/null. Some service managers start programs without; the next file
+    opened would else be taken for it."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # which gets the lowest free number
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            stream = open(number, "r" if number == 0 else "w", closefd=False)  # noqa: SIM115 - as python's own
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
 
 
 def _complete() -> int:
@@ -70,8 +91,9 @@ def run_cli(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:  # noqa: BLE001 - outermost frame: report the bug, with its traceback in a file
-        print_error(_bug(error))
-        return BUG
+        is_limit = getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
+        print_error(_too_few_files() if is_limit else _bug(error))
+        return ConfigurationError.exit_code if is_limit else BUG
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
@@ -85,6 +107,14 @@ def _dispatch(arguments: Sequence[str]) -> int:
     from flyball.cli.commands import dispatch
 
     return dispatch(arguments)
+
+
+def _too_few_files() -> FlyballError:
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return ConfigurationError(
+        f"This process may open {most} files at once, and needs more.",
+        hint="raise the limit (ulimit -n 4096), or have your system's administrator raise it",
+    )
 
 
 def _bug(error: Exception) -> FlyballError:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from math import inf
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -20,10 +22,15 @@ class Interrupted(KeyboardInterrupt):
 
 
 class EndSignals:
-    """While entered, counts the named signals instead of raising. `count` 1 means: end in order; more: end at once."""
+    """While entered, counts the named signals instead of raising. `count` 1 means: end in order; more: end at once. One
+    that was ignored stays ignored."""
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self, names: Iterable[str], notice_s: Callable[[], float] | None = None) -> None:
+        """`notice_s`: of a batch system, the time from its first SIGTERM to SIGKILL. It may repeat SIGTERM meanwhile,
+        which hurries nothing."""
         self.count = 0
+        self._notice_s = notice_s
+        self._killed_at = inf  # monotonic
         self.first: signal.Signals | None = None
         self._raises = False
         self._previous: dict[signal.Signals, Any] = {}
@@ -36,7 +43,8 @@ class EndSignals:
 
     def __enter__(self) -> Self:
         for number in self._signals:
-            self._previous[number] = signal.signal(number, self._count)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup, and shells in the background, want it
+                self._previous[number] = signal.signal(number, self._count)
         return self
 
     def __exit__(
@@ -49,6 +57,11 @@ class EndSignals:
     def exit_code(self) -> int:
         """The exit code of a process ended by the first signal, as in shells: 130 for Ctrl-C."""
         return 128 + self.first if self.first else 0
+
+    @property
+    def left_s(self) -> float:
+        """The time until SIGKILL; inf: nobody announced it."""
+        return max(0.0, self._killed_at - time.monotonic())
 
     def check(self) -> None:
         """Raise Interrupted if a signal has arrived."""
@@ -67,6 +80,12 @@ class EndSignals:
             self._raises = False
 
     def _count(self, number: int, _frame: FrameType | None) -> None:
+        if self._notice_s is not None and number == signal.SIGTERM:
+            self._killed_at = min(self._killed_at, time.monotonic() + self._notice_s())
+            if self.first is not None:
+                return
+        if number == signal.SIGUSR1 and self.count:
+            return  # a warning of what comes, however often a batch system sends it: nothing has to be hurried
         self.count += 1
         self.first = self.first or signal.Signals(number)
         if self._raises:

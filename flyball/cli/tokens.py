@@ -15,10 +15,18 @@ from flyball.cli.reach.places import keep_token, supervisor_dir
 from flyball.cli.reach.sources import SupervisorChoice
 from flyball.cli.show.output import announce
 from flyball.contracts import wire
-from flyball.contracts.credentials import PREFIXES, host_credential, reader_token
+from flyball.contracts.credentials import (
+    OPERATORS_FILE,
+    PREFIXES,
+    host_credential,
+    operator_token,
+    read_operators,
+    reader_token,
+    token_digest,
+)
 from flyball.contracts.errors import ConfigurationError, Conflict, NotFound
 from flyball.contracts.identity import check_name
-from flyball.state_folder import sync_folder, write_private
+from flyball.state_folder import clear_errors, sync_folder, write_private
 
 OutOption = Annotated[str, typer.Option("--out", help="write it to this file (mode 0600) instead of printing it")]
 EPOCHS_VARIABLE = "FLYBALL_HOST_TOKEN_EPOCHS"
@@ -30,9 +38,10 @@ SECRET_FILE, FORMER_FILE = "token", "token.former"
 
 app = typer.Typer(
     **command_help(
-        "Make a token for a host or for a reader, or replace the cluster's secret.",
+        "Make a token for a host, a reader or an operator, or replace the cluster's secret.",
         "flyball token host node-7 --out node-7.token",
         "flyball token reader",
+        "flyball token operator alice --out alice.token",
         "flyball token rotate",
     ),
     no_args_is_help=True,
@@ -79,6 +88,43 @@ def reader(*, out: OutOption = "", choice: SupervisorChoice) -> None:
         with choice.connect() as client:
             text = str(client.post("/v1/reader-token")["token"])
     _output(f"{text}\n", out)
+
+
+@app.command(
+    "operator",
+    **command_help(
+        "Make a token for an operator with a name, which the audit log then shows. Only its digest is kept, in the "
+        f"file {OPERATORS_FILE} of the supervisor's state folder. It replaces the name's former token at once.",
+        "flyball token operator alice --out alice.token",
+        "flyball token operator alice --remove",
+    ),
+)
+def operator(
+    name: Annotated[str, typer.Argument(help="who it is")],
+    *,
+    out: OutOption = "",
+    remove: Annotated[bool, typer.Option("--remove", help="take the token back instead")] = False,
+    state_dir: StateDirOption = "",
+) -> None:
+    """Several supervisors of one cluster need the same file."""
+    check_name("The operator", name)
+    folder = Path(state_dir) if state_dir else supervisor_dir(os.environ)
+    if not folder.is_dir():
+        raise NotFound(f"There is no folder {folder}.", hint="name the supervisor's state folder with --state-dir")
+    file = folder / OPERATORS_FILE
+    with clear_errors(file):
+        known = read_operators(file.read_text()) if file.exists() else {}
+        if remove and name not in known:
+            raise NotFound(f"No operator is named {name}.", hint=f"those in {file} are: {', '.join(known) or 'none'}")
+        known.pop(name, None)
+        token = "" if remove else operator_token(name)
+        if token:
+            known[name] = token_digest(token.encode())
+        write_private(file, "".join(f"{each} {digest}\n" for each, digest in sorted(known.items())).encode())
+    if token:
+        _output(f"{token}\n", out)
+    else:
+        announce(f"{name}'s token and sessions are refused from now on")
 
 
 @app.command(
@@ -151,8 +197,8 @@ def _local_secret(choice: SupervisorChoice) -> str:
             ) from error
     if secret.startswith(PREFIXES):
         raise ConfigurationError(
-            "This is a host's or a reader's token, which cannot make others.",
-            hint="use the operator's token: the file `token` in the supervisor's state folder",
+            "This is not the cluster's secret, so it cannot make other tokens here.",
+            hint="use the file `token` in the supervisor's state folder, or ask the supervisor, with --supervisor",
         )
     return secret
 

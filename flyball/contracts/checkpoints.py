@@ -19,8 +19,10 @@ from flyball.contracts.identity import (
     Rank,
     RepeatedJobName,
     RunId,
+    SeenStep,
     SizeBytes,
     Step,
+    WorldSize,
 )
 
 STATE_DIR_DISK: Final = "checkpoints"  # default disk tier of a multi-host job, inside each host's state folder
@@ -31,11 +33,6 @@ class Tier(StrEnum):
     PEER = "peer"  # a replica slot in another host's memory
     DISK = "disk"  # this host's disk
     PERSISTENT = "persistent"  # a store that outlives every host
-
-
-class CaptureMode(StrEnum):
-    LAZY = "lazy"  # copy during forward and backward; the optimizer step waits for whatever is not copied yet
-    BLOCKING = "blocking"  # `save` returns once the copy is done
 
 
 class WhenFull(StrEnum):
@@ -52,7 +49,7 @@ class Replication(StrEnum):
     CLIQUE = "clique"  # fixed groups of replicas + 1 hosts across failure domains
 
 
-Steps = Annotated[int, msgspec.Meta(ge=0)]
+Steps = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 IntervalSeconds = Annotated[float, msgspec.Meta(ge=0, le=604_800)]
 TimeoutSeconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 
@@ -92,8 +89,6 @@ class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     persistent_every_s: IntervalSeconds = 0.0  # seconds between them, as well
     persistent_keep_latest: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 2  # newest steps that stay
     persistent_keep_every: Steps = 0  # multiples of this are kept for ever
-    # lazy: copy while forward and backward run; blocking: before `save` returns.
-    capture: CaptureMode = CaptureMode.LAZY
     # If every slot is in use: wait, or skip the step in the whole world.
     when_full: WhenFull = WhenFull.WAIT
     adapt_interval: bool = True  # save less often than the step intervals say if saves hold up training
@@ -192,10 +187,10 @@ class LineageEntry(msgspec.Struct, frozen=True):
     `world_size` is the number of ranks that saved its steps; 0: as many as the job has.
     """
 
-    generation: int
-    upto_step: int | None = None
-    after_step: int | None = None
-    world_size: Annotated[int, msgspec.Meta(ge=0)] = 0
+    generation: Generation
+    upto_step: SeenStep | None = None
+    after_step: SeenStep | None = None
+    world_size: WorldSize = 0
 
 
 Lineage = tuple[LineageEntry, ...]
@@ -287,7 +282,7 @@ class ShardSource(msgspec.Struct, frozen=True):
     """One place to fetch a rank's bytes of the restore step from; lists of these are sorted best first."""
 
     rank: Rank
-    generation: int
+    generation: Generation
     tier: Tier
     host_id: str
     engine_address: str  # "ip:port" of the engine that serves it; '' if local or in a persistent folder

@@ -22,14 +22,19 @@ from flyball.contracts.identity import (
     RepeatedJobName,
     RunId,
     SeenStep,
+    WorldSize,
 )
 
+Whole = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 PolicyValue: TypeAlias = bool | int | float | str | tuple[str, ...]
 
 
 class JobState(StrEnum):
     SUBMITTED = "submitted"  # waiting for hosts
     RUNNING = "running"  # includes the handling of incidents
+    COMPLETING = "completing"  # decided, but workers, or saves of theirs, are not at their end yet; so the next two
+    FAILING = "failing"
+    STOPPING = "stopping"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     STOPPED = "stopped"  # by an operator
@@ -37,6 +42,26 @@ class JobState(StrEnum):
     @property
     def ended(self) -> bool:
         return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.STOPPED)
+
+    @property
+    def ending(self) -> bool:
+        """Whether its end is decided, and under way."""
+        return self in _OUTCOMES
+
+    @property
+    def outcome(self) -> JobState:
+        """How it ends, if that is decided; otherwise the state itself."""
+        return _OUTCOMES.get(self, self)
+
+
+_OUTCOMES = {
+    JobState.COMPLETING: JobState.SUCCEEDED,
+    JobState.FAILING: JobState.FAILED,
+    JobState.STOPPING: JobState.STOPPED,
+}
+
+
+IN_MEMORY_ALONE = "its newest step is in memory alone"  # in the message of a job that succeeded
 
 
 class Again(StrEnum):
@@ -89,9 +114,9 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     job: JobName
     argv: tuple[str, ...]  # script and its arguments; with `module`, a module name and its arguments
     workdir: str
-    nnodes: int = 1
-    nproc_per_node: int = 1
-    max_restarts: int = 3
+    nnodes: Whole = 1
+    nproc_per_node: Whole = 1
+    max_restarts: Whole = 3
     module: bool = False
     env: Mapping[str, str] = {}  # added to the daemon's own environment
     # The submitter's environment: also added. Two submissions that differ only here are the same job.
@@ -100,7 +125,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_dir: str = ""  # '': the daemon's state folder
     checkpoint: CheckpointSpec = CheckpointSpec()
     hosts: tuple[HostId, ...] = ()  # (): any healthy host
-    stop_grace_s: float = 10.0
+    stop_grace_s: Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)] = 10.0
     program: bool = False  # run argv as it is, without Python
     virtual_local_rank: bool = False  # LOCAL_RANK is 0 everywhere, and CUDA_VISIBLE_DEVICES is the rank's one device
     spares: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0  # free hosts that no later job may start on
@@ -165,15 +190,15 @@ class Placement(msgspec.Struct, frozen=True):
     """Everything a daemon needs to start its part of a generation."""
 
     job: JobName
-    generation: int
-    world_size: int
+    generation: Generation
+    world_size: WorldSize
     hosts: tuple[HostRanks, ...]  # in rank order; a host's own part lists only the hosts it deals with
     master_address: str
-    master_port: int
+    master_port: Port
     peers: Mapping[str, tuple[HostId, ...]]  # host -> hosts that store its replicas
     lineage: Lineage
     restore: RestorePlan | None  # None: start from step 0
-    restart_count: int = 0
+    restart_count: Whole = 0
     run: RunId = ""  # copies of the job's other runs, on disks and in stores, are ignored
 
     def host(self, host_id: str) -> HostRanks | None:

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
 from flyball.contracts.checkpoints import JobHistory, Lineage, ShardCopy
 from flyball.contracts.cluster import HostRanks, JobSpec, Placement
-from flyball.contracts.identity import Fence, HostId, JobName, RunId
+from flyball.contracts.credentials import EngineKeys
+from flyball.contracts.identity import (
+    CommandId,
+    Fence,
+    HostId,
+    Incarnation,
+    JobName,
+    Moment,
+    Pid,
+    Port,
+    Rank,
+    RunId,
+    SeenStep,
+)
+from flyball.contracts.reports.grant_seals import GrantSeal
 from flyball.contracts.reports.host_checks import CheckMeasure
 from flyball.contracts.reports.rank_logs import LogRequest
 from flyball.contracts.reports.rank_stands import RankStand
+
+MAX_ANSWER_CHARS: Final = 65_536  # of the message in an answer
 
 
 class IncidentState(StrEnum):
@@ -127,6 +143,7 @@ class ActionPlan(msgspec.Struct, frozen=True):
     history: JobHistory | None = None  # of a job that ends, or continues after it had ended
     lacks_ranks: bool = False  # some rank's host is unreachable: no newer step can become complete
     check: HostCheckPlan | None = None
+    keep_memory: bool = False  # of a job that fails since its steps cannot be restored: nothing is freed
 
 
 class Alternative(msgspec.Struct, frozen=True):
@@ -234,6 +251,8 @@ class StartWorkers(msgspec.Struct, frozen=True, tag="start_workers"):
 
     spec: JobSpec
     placement: Placement
+    seal: GrantSeal = GrantSeal()  # the daemon keeps it, and returns it in its standing
+    keys: EngineKeys = EngineKeys()  # added as the command is handed out
 
 
 class SaveEmergency(msgspec.Struct, frozen=True, tag="save_emergency"):
@@ -307,8 +326,8 @@ class Command(msgspec.Struct, frozen=True):
 class RankPosition(msgspec.Struct, frozen=True):
     """A rank's newest completed step, from its beacon; known after its death, too."""
 
-    rank: int
-    step: int
+    rank: Rank
+    step: SeenStep
 
 
 class CommandResult(msgspec.Struct, frozen=True):
@@ -316,10 +335,10 @@ class CommandResult(msgspec.Struct, frozen=True):
 
     positions: tuple[RankPosition, ...] = ()
     copies: tuple[ShardCopy, ...] = ()  # every verified copy of the job on this host, all tiers
-    free_port: int = 0
-    pids: Mapping[str, int] = {}  # str(rank) -> pid
+    free_port: Port = 0
+    pids: Mapping[str, Pid] = {}  # str(rank) -> pid
     stands: tuple[RankStand, ...] = ()
-    flushed: Mapping[str, int] = {}  # tier -> the newest step that every local rank has there
+    flushed: Mapping[str, SeenStep] = {}  # tier -> the newest step that every local rank has there
     check: CheckMeasure | None = None
 
 
@@ -333,13 +352,13 @@ class UpdateState(StrEnum):
 class CommandUpdate(msgspec.Struct, frozen=True):
     """A host's reply to a command; may be sent more than once."""
 
-    command_id: str
+    command_id: CommandId
     host_id: HostId
-    incarnation: str
+    incarnation: Incarnation
     state: UpdateState
-    at: float
-    message: str = ""
-    code: str = ""  # of the FlyballError, or "too_late" for save_emergency
+    at: Moment
+    message: Annotated[str, msgspec.Meta(max_length=MAX_ANSWER_CHARS)] = ""
+    code: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of the FlyballError, or "too_late" for save_emergency
     result: CommandResult = CommandResult()
 
 
@@ -352,3 +371,5 @@ class CommandBatch(msgspec.Struct, frozen=True):
     incarnation: str = ""  # of the cluster's database; changes with every epoch
     # The database does not know what the host obeyed last; the host gets no commands until it has reported that.
     report_standing: bool = msgspec.field(default=False, name="tell_standing")
+    # The answer key of the host's engine. One that a job left gets no start command, but is asked for what it holds.
+    keys: EngineKeys = EngineKeys()

@@ -238,6 +238,27 @@ class StateMismatch(CheckpointError):
     status = 400
 
 
+class NotAsWritten(CheckpointError):
+    """A store took the bytes, and holds others. The write has failed."""
+
+    code = "not_as_written"
+
+
+class NothingVerifies(CheckpointError):
+    """There are checkpoints to resume from, and none of them has good bytes of every rank. Nothing was changed."""
+
+    code = "nothing_verifies"
+    exit_code = 25
+    status = 409
+
+
+class NotStored(CheckpointError):
+    """The job succeeded, and its newest step could not be written to its store. It is kept in memory."""
+
+    code = "not_stored"
+    exit_code = 26
+
+
 class JobFailed(FlyballError):
     """The job ended without success."""
 

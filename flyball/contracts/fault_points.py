@@ -34,6 +34,7 @@ KNOWN = (
     "slot.before_committed",  # the manifest is complete, but does not count yet
     "slot.committed",
     # a file is written durably
+    "file.synced",  # before what arrived is compared
     "file.rename",
     "file.renamed",
     # a slow tier: `disk.*` or `persistent.*`

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Final
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -24,18 +26,26 @@ RepeatedJobName = Annotated[str, msgspec.Meta(min_length=1, max_length=63, extra
 # '': no folder of its own (docs/decisions/0006).
 RunId = Annotated[str, msgspec.Meta(pattern=RUN_PATTERN.removesuffix("$") + r"\Z")]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1_000_000)]
-Step = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+MAX_STEP = 2**53
+Step = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
 # Bounds for message fields: those of the database's columns, and of common sense.
-SeenStep = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]  # -1: none yet
-Generation = Annotated[int, msgspec.Meta(ge=-1, lt=2**31)]
+SeenStep = Annotated[int, msgspec.Meta(ge=-1, le=MAX_STEP)]  # -1: none yet
+MAX_GENERATIONS: Final = 2**31  # of a run
+Generation = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_GENERATIONS)]
+Epoch = Annotated[int, msgspec.Meta(ge=0, lt=2**63 - 1)]
+WorldSize = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]  # as many as there can be ranks
 Pid = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]  # 0: none
 SizeBytes = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Seq = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Moment = Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]  # wall clock, seconds since 1970; 0.0: not reached
-Duration = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]  # seconds
+MAX_DURATION_S: Final = 1e9
+Duration = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_DURATION_S)]  # seconds
 Incarnation = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Address = Annotated[str, msgspec.Meta(max_length=128)]
+EngineAddresses = Mapping[HostId, Address]  # "ip:port"
+MAX_COMMAND_ID: Final = 190
+CommandId = Annotated[str, msgspec.Meta(max_length=MAX_COMMAND_ID)]
 Place = Annotated[str, msgspec.Meta(max_length=32)]
 
 
@@ -67,5 +77,14 @@ class Fence(msgspec.Struct, frozen=True, order=True):
     Receivers of commands persist the highest fence per job before acting, and refuse lower ones.
     """
 
-    epoch: int
-    generation: int
+    epoch: Epoch
+    generation: Generation
+
+
+def is_supervisor_url(url: str) -> bool:
+    """Whether these are a scheme, a host and perhaps a port. An IPv6 address needs brackets."""
+    try:
+        found = urlsplit(url)
+        return bool(re.fullmatch(r"https?://[^/\s]+/?", url)) and bool(found.port or found.hostname)
+    except ValueError:
+        return False

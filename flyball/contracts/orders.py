@@ -29,6 +29,7 @@ class OrderKind(StrEnum):
     CHECK = "check"  # measure a host without ranks; see `awaited`
     CHECKPOINT = "checkpoint"  # let all ranks of a job save a step now
     CLEAR = "clear"  # forget the failures of this host so far
+    ADOPT = "adopt"  # supervise a job as its hosts run it, although nothing proves that this cluster started it
 
 
 class OrderState(StrEnum):
@@ -81,6 +82,12 @@ class ApproveRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Let the action that an incident waits for be carried out. `target`: the incident, or a decision about it."""
 
     target: Annotated[str, msgspec.Meta(pattern=r"\A(dec|inc)-[0-9]{1,18}\Z")]
+    reason: Reason = ""
+
+
+class AdoptRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Supervise a job as its hosts run it."""
+
     reason: Reason = ""
 
 

@@ -32,6 +32,11 @@ def encode(message: object) -> bytes:
     return _encoder.encode(message)
 
 
+def sendable(text: str, most_chars: int) -> str:
+    """A text of any making as a message can carry it: not endless, and nothing that UTF-8 has no bytes for."""
+    return text[:most_chars].encode(errors="replace").decode()
+
+
 def decode(data: bytes | memoryview | str, kind: type[T], *, max_bytes: int = MAX_MESSAGE_BYTES) -> T:
     """Decode a contract type from JSON bytes; raises InvalidMessage with the error and its place."""
     if len(data) > max_bytes:

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import msgspec
+
 from ckpt_engine.settings import (
     CONFIG_VARIABLE,
     NO_CONFIG,
@@ -21,6 +23,7 @@ from flyball.contracts.errors import UsageError
 from flyball.launch.launch_flags import ALL_FLAGS, TRANSOM_SETTINGS
 from flyball.layered_settings import field_names
 
+DEFAULT_EVERY_S = 600.0  # for a folder that is given without an interval
 _INTERVALS = ("disk_every_steps", "persistent_every_steps")  # below 0 switches the tier off, as in their origin
 
 
@@ -56,11 +59,11 @@ def gather(
     ours = {name: flag for name, flag in flags.items() if name in engine_names}
     merge_engine(config, path, variables, ours)  # report mistakes before anything starts
     spec = merge_spec(config, path, variables, {name: flag for name, flag in flags.items() if name not in ours})
-    _check_tiers(spec, flags)
+    spec, of_intervals = _with_intervals(spec, flags)
     handed_on = taken_over | {VARIABLE_PREFIX + name.upper(): str(value) for name, (_, value) in ours.items()}
     if path:
         handed_on[CONFIG_VARIABLE] = path
-    return CheckpointSettings(spec, handed_on, tuple(notices))
+    return CheckpointSettings(spec, handed_on, (*notices, *of_intervals))
 
 
 def _from_transom(environ: Mapping[str, str], flags: Mapping[str, object]) -> tuple[dict[str, str], list[str]]:
@@ -82,16 +85,20 @@ def _from_transom(environ: Mapping[str, str], flags: Mapping[str, object]) -> tu
     return taken, notices
 
 
-def _check_tiers(spec: CheckpointSpec, flags: Mapping[str, object]) -> None:
-    """A tier needs a folder and an interval. An explicit interval of 0 turns that interval off."""
+def _with_intervals(spec: CheckpointSpec, flags: Mapping[str, object]) -> tuple[CheckpointSpec, list[str]]:
+    """Give each tier that has a folder and no interval the default one, and say so. An explicit interval of 0 turns
+    that interval off. Raises UsageError for an interval without a folder."""
+    notices = []
     for tier, flag in ((Tier.DISK, "--local-ckpt"), (Tier.PERSISTENT, "--persistent-ckpt")):
         folder: str = getattr(spec, f"{tier}_dir")
         every_steps: int = getattr(spec, f"{tier}_every_steps")
         every_s: float = getattr(spec, f"{tier}_every_s")
-        if folder and not (every_steps or every_s or {f"{tier}_every_steps", f"{tier}_every_s"} & flags.keys()):
-            raise UsageError(
-                f"{flag}-dir needs an interval.",
-                hint=f"add {flag}-interval STEPS or {flag}-interval-s SECONDS ({tier}_every_steps, {tier}_every_s)",
-            )
         if (every_steps or every_s) and not folder:
             raise UsageError(f"{flag}-interval needs a folder.", hint=f"add {flag}-dir DIR ({tier}_dir)")
+        if folder and not (every_steps or every_s or {f"{tier}_every_steps", f"{tier}_every_s"} & flags.keys()):
+            spec = msgspec.structs.replace(spec, **{f"{tier}_every_s": DEFAULT_EVERY_S})
+            notices.append(
+                f"{flag}-dir {folder}: written every {DEFAULT_EVERY_S / 60:.0f} minutes ({flag}-interval STEPS or "
+                f"{flag}-interval-s SECONDS change that)"
+            )
+    return spec, notices

@@ -88,7 +88,6 @@ FLYBALL_FLAGS = (
     _own("--ckpt-config", _T, "FILE", "TOML file of checkpoint settings: [checkpoint] and [engine]"),
     _own("--ckpt-every", _I, "STEPS", "steps between saves to memory; 0: none (default: 1)", setting="every_steps"),
     _own("--ckpt-every-s", _N, "SECONDS", "also save to memory after this many seconds", setting="every_s"),
-    _own("--ckpt-capture", _T, "MODE", "lazy (default), or blocking: copy before save returns", setting="capture"),
     _own(
         "--ckpt-when-full", _T, "WORD", "if all slots are in use: wait (default) or skip the save", setting="when_full"
     ),
@@ -135,6 +134,8 @@ FLYBALL_FLAGS = (
         setting="persistent_keep_every",
     ),
     _own("--persistent-ckpt-bandwidth", _T, "RATE", "bytes per second to the store", setting="persistent_bytes_per_s"),
+    _own("--batch", _S, "", "a batch system signals all processes of the job (default: if its variables are set)"),
+    _own("--notice-s", _N, "SECONDS", "from the batch system's SIGTERM to its SIGKILL (default: as it says, or 30)"),
     _own("--trusted-network", _S, "", "accept hosts at --rdzv-endpoint without a FLYBALL_TOKEN"),
     _own("--env", _LIST, "NAME[=VALUE]", "with a supervisor: pass this variable to the workers; ALL, NONE"),
     _own("--min-nodes", _I, "N", "go on with so few hosts if no spare replaces a lost one (default: wait for one)"),

@@ -4,6 +4,7 @@ import."""
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from ckpt_engine.settings import Config
 from flyball.client_tls import ClientTls
 from flyball.contracts.checkpoints import CheckpointSpec
 from flyball.contracts.errors import UsageError
-from flyball.contracts.identity import check_name
+from flyball.contracts.identity import check_name, is_supervisor_url
 from flyball.launch.checkpoint_flags import gather, read_nothing
 from flyball.launch.forwarded_environment import ALL, NONE
 from flyball.launch.launch_flags import ALL_FLAGS, TRANSOM_VARIABLES, Flag, FlagKind, FlagOrigin, Use
@@ -26,10 +27,11 @@ from flyball.launch.output_flags import Console, parse_console
 DEFAULT_MAX_RESTARTS = 3
 DEFAULT_RENDEZVOUS_PORT = 29400  # this and the next are torchrun's
 DEFAULT_MASTER_PORT = 29500
-DEFAULT_STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+DEFAULT_STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # the last: a batch system's warning
 DEFAULT_STOP_GRACE_S = 10.0
 _CHECKS = ("check_nodes", "precheck", "network_check", "comm_perf_test")  # flags that ask for a check of hosts
 MIN_HANG_TIMEOUT_S, MAX_HANG_TIMEOUT_S = 1.0, 366 * 86_400.0
+MIN_NOTICE_S, MAX_NOTICE_S = 5.0, 86_400.0
 _NOT_BY_VARIABLE = ("logs_specs", "numa_binding")  # torchrun reads no PET_ variable for these
 NPROC_WORDS = ("auto", "cpu", "gpu", "xpu")
 
@@ -64,6 +66,8 @@ class RunRequest(msgspec.Struct, frozen=True):
     log_dir: str = ""
     console: Console = Console()
     stop_grace_s: float = DEFAULT_STOP_GRACE_S
+    batch: bool = False  # a batch system ends all processes of the job by SIGTERM
+    notice_s: float = 0.0  # from that to its SIGKILL; 0.0: as it says
     never_from_scratch: bool = False
     injectable: bool = False
     check_nodes: bool = False
@@ -165,6 +169,8 @@ def parse_run(
             given.get("redirects", "0"), given.get("tee", "0"), given.get("local_ranks_filter") or "", environ
         ),
         stop_grace_s=float(given.get("shutdown_timeout", given.get("term_timeout", DEFAULT_STOP_GRACE_S))),
+        batch=bool(given.get("batch") or given.get("notice_s")),
+        notice_s=_notice_s(given.get("notice_s", 0.0)),
         never_from_scratch=given.get("never_from_scratch", False),
         injectable=given.get("injectable", False),
         check_nodes=any(given.get(name) for name in _CHECKS),
@@ -184,6 +190,15 @@ def _hang_timeout_s(seconds: float) -> float:
     raise UsageError(
         f"--hang-timeout {seconds:g} is not a number of seconds from {MIN_HANG_TIMEOUT_S:g} to {MAX_HANG_TIMEOUT_S:g}.",
         hint="a rank without a step for that long counts as hung; 0 lets Flyball adapt to the job",
+    )
+
+
+def _notice_s(seconds: float) -> float:
+    if seconds == 0.0 or (math.isfinite(seconds) and MIN_NOTICE_S <= seconds <= MAX_NOTICE_S):
+        return seconds
+    raise UsageError(
+        f"--notice-s {seconds:g} is not a number of seconds from {MIN_NOTICE_S:g} to {MAX_NOTICE_S:g}.",
+        hint="give the time from the batch system's SIGTERM to its SIGKILL: Slurm's KillWait is 30",
     )
 
 
@@ -252,7 +267,7 @@ def _supervisor(given: Mapping[str, str], environ: Mapping[str, str]) -> str:
                 "--use-supervisor takes the address from FLYBALL_SUPERVISOR, which is not set.",
                 hint="export FLYBALL_SUPERVISOR=http://HOST:PORT, or give --supervisor URL",
             )
-    if url and not re.fullmatch(r"https?://[^/\s]+/?", url):
+    if url and not is_supervisor_url(url):
         raise UsageError(f"--supervisor {url} is not an address.", hint="for example --supervisor http://10.0.0.1:7370")
     if url and given.get("standalone"):
         raise UsageError("--standalone and --supervisor contradict each other.", hint="leave one of them out")
@@ -287,17 +302,29 @@ def _endpoint(given: Mapping[str, object]) -> str:
         )
     endpoint = str(given.get("rdzv_endpoint", "") or "")
     if not endpoint and (given.get("master_addr") or given.get("master_port")):
-        endpoint = f"{given.get('master_addr') or '127.0.0.1'}:{given.get('master_port') or DEFAULT_MASTER_PORT}"
+        address = _bracketed(str(given.get("master_addr") or "127.0.0.1"))
+        endpoint = f"{address}:{given.get('master_port') or DEFAULT_MASTER_PORT}"
     if not endpoint:
         return ""
-    host, colon, port = endpoint.rpartition(":")
-    if not colon or (not port.isdecimal() and endpoint.count(":") <= 1):
-        host, port = endpoint, str(DEFAULT_RENDEZVOUS_PORT)
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    host, colon, port = _bracketed(endpoint).rpartition(":")
+    if not colon or port.endswith("]") or (not port.isdecimal() and endpoint.count(":") <= 1):
+        host, port = _bracketed(endpoint), str(DEFAULT_RENDEZVOUS_PORT)
+    host = _bracketed(host)
+    is_host = ":" not in host or host.startswith("[")
+    if not host or not is_host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(
-            f"--rdzv-endpoint {endpoint} is not HOST:PORT.", hint="for example --rdzv-endpoint 10.0.0.1:29400"
+            f"--rdzv-endpoint {endpoint} is not HOST:PORT.",
+            hint="for example --rdzv-endpoint 10.0.0.1:29400, or [fd00::1]:29400",
         )
     return f"{host}:{port}"
+
+
+def _bracketed(host: str) -> str:
+    """A host as in URLs: an IPv6 address in brackets."""
+    try:
+        return f"[{host}]" if ipaddress.ip_address(host.partition("%")[0]).version == 6 else host
+    except ValueError:
+        return host
 
 
 def _job_from_rendezvous_id(text: str) -> str:

@@ -3,6 +3,9 @@
 A step costs the trainer one clock read and three stores: no lock, no system call. All words have 8 bytes, so none is
 ever half written. Reading in between is harmless: a ring entry is stored before the count that makes it visible, and
 readers leave out entries that the writer may be overwriting.
+
+Only the trainer maps the file. The daemon reads it by system calls: a script may shorten its beacon, and a mapping of
+it would then end the daemon by SIGBUS.
 """
 
 from __future__ import annotations
@@ -16,9 +19,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import Final
 
 from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import MemoryTooSmall, StateVersionMismatch
+from flyball.contracts.identity import MAX_STEP
+from flyball.worker_files import open_worker_file, read_whole
 
 BEACON_BYTES = 8192  # two pages: 32 words, then the ring
 RING_ENTRIES = 256
@@ -30,14 +36,17 @@ _WORD_STEP_COUNT = 3
 _WORD_SAVE_BLOCKED_NS = 4
 _WORD_PID = 5
 _WORD_DATA_WAIT_NS = 6
+CLAIM_WORDS = (_WORD_PID, 7)  # the process that is the rank: its pid, and when it began. See `rank_claim`
 _WORD_MARKS = 8
 # Two places for (step, loss), written alternately, and how many losses were written. Releases before losses have zeros
 # here, which read as "none yet", so the layout keeps its version.
 _WORD_COMPUTE_NS = 12  # until a gradient was ready, without waiting for other ranks; and for how many steps
 _WORD_COMPUTED_STEPS = 13
+SAID_WORD = 14  # whether a child of the rank has said that it is one
 _WORD_LOSS_COUNT = 16
 _WORD_LOSSES = 18
 _WORD_RING = 32
+_HEAD_BYTES = 8 * _WORD_RING
 _MASK = RING_ENTRIES - 1
 _WORD, _FLOAT = struct.Struct("=q"), struct.Struct("=d")
 _READS = 4  # of a ring that was overwritten meanwhile; one is enough unless the reader is held up
@@ -74,20 +83,22 @@ def create_beacon(path: str) -> None:
         ) from error
 
 
-def _map(path: str) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        size_bytes = os.fstat(descriptor).st_size
-        if size_bytes == BEACON_BYTES:
-            mapping = mmap.mmap(descriptor, BEACON_BYTES)
-            if int.from_bytes(mapping[:8], "little") == _MAGIC:
-                return mapping
-            mapping.close()
-    finally:
-        os.close(descriptor)
+def _open(path: str, flags: int) -> int:
+    descriptor = open_worker_file(path, flags)
+    if os.fstat(descriptor).st_size == BEACON_BYTES and read_whole(descriptor, 8, 0) == _MAGIC.to_bytes(8, "little"):
+        return descriptor
+    os.close(descriptor)
     raise StateVersionMismatch(
         f"{path} is not a beacon of this version.", hint="run the same release of Flyball in the daemon and the job"
     )
+
+
+def _map(path: str) -> mmap.mmap:
+    descriptor = _open(path, os.O_RDWR)
+    try:
+        return mmap.mmap(descriptor, BEACON_BYTES)
+    finally:
+        os.close(descriptor)
 
 
 class BeaconWriter:
@@ -205,6 +216,20 @@ class BeaconSnapshot:
     compute_ns: int = 0  # total of `computed_steps`, until a gradient was ready
     computed_steps: int = 0
 
+    def is_plausible(self, now_ns: int) -> bool:
+        """Whether a rank can have been so far by this time of the monotonic clock. A script may write anything here;
+        what nobody can have done must get into no report, as a receiver refuses the whole of that."""
+        marks = (self.attached_ns, self.restore_began_ns, self.restored_ns, self.first_step_ns)
+        totals = (self.save_blocked_ns, self.data_wait_ns, self.compute_ns)
+        times = (self.phase_since_ns, self.moved_ns, *marks, *totals, *(at_ns for _, at_ns in self.recent))
+        steps = (*(step for step, _ in self.recent), *(self.loss or (0,))[:1])
+        return (
+            all(0 <= time_ns <= now_ns for time_ns in times)
+            and all(-1 <= step <= MAX_STEP for step in steps)
+            and 0 <= self.step_count <= MAX_STEP
+            and 0 <= self.computed_steps <= MAX_STEP
+        )
+
     def steps_since(self, count: int) -> list[tuple[int, int]]:
         """The (step, ns) completed after the first `count`. Pass the previous snapshot's `step_count` to see every step
         exactly once, unless more than RING_ENTRIES - 1 passed in between."""
@@ -212,25 +237,29 @@ class BeaconSnapshot:
         return list(self.recent[-missing:]) if missing > 0 else []
 
 
+BEFORE_THE_FIRST: Final = BeaconSnapshot(Phase.STARTING, 0, -1, 0, 0, 0, 0, 0, 0, 0, 0, 0, ())
+"""Of a beacon that nobody has written to, or could read, so far."""
+
+
 class BeaconReader:
     """The daemon's side."""
 
     def __init__(self, path: str) -> None:
-        self._mapping = _map(path)
-        self._words = memoryview(self._mapping).cast("q")
+        """Raises OSError, StateVersionMismatch."""
+        self._descriptor = _open(path, os.O_RDONLY)
+        self._words: memoryview | None = None
 
     @classmethod
     def of(cls, writer: BeaconWriter) -> BeaconReader:
         """A reader in the writer's own process, of the same memory. Close it before the writer."""
         reader = cls.__new__(cls)
-        reader._mapping = mmap.mmap(-1, BEACON_BYTES)  # for `close`, which must not unmap the writer's
         reader._words = memoryview(writer._mapping).cast("q")
         return reader
 
     def snapshot(self) -> BeaconSnapshot:
-        """Read everything, as consistently as it matters."""
-        words = self._words
+        """Read everything, as consistently as it matters. Raises ValueError if somebody shortened or garbled it."""
         count, recent = self._read_ring()
+        words = self._read(0, _HEAD_BYTES)
         phase_since_ns = words[_WORD_PHASE_SINCE_NS]
         marks = words[_WORD_MARKS : _WORD_MARKS + len(Mark)].tolist()
         step, stepped_ns = recent[-1] if recent else (-1, 0)
@@ -248,33 +277,33 @@ class BeaconReader:
             save_blocked_ns=words[_WORD_SAVE_BLOCKED_NS],
             data_wait_ns=words[_WORD_DATA_WAIT_NS],
             recent=recent,
-            loss=self._read_loss(),
+            loss=self._read_loss(words),
             compute_ns=words[_WORD_COMPUTE_NS],
             computed_steps=words[_WORD_COMPUTED_STEPS],
         )
 
-    def _read_loss(self) -> tuple[int, float] | None:
+    def _read_loss(self, words: memoryview) -> tuple[int, float] | None:
         """The newest (step, loss); None if there is none, or they come faster than they can be read."""
-        words = self._words
         for _ in range(_READS):
             count = words[_WORD_LOSS_COUNT]
             if not count:
                 return None
+            newer = self._read(0, _HEAD_BYTES)
             place = _WORD_LOSSES + 2 * ((count - 1) & 1)
-            step, bits = words[place], words[place + 1]
+            step, bits = newer[place], newer[place + 1]
+            words = self._read(0, _HEAD_BYTES)
             if words[_WORD_LOSS_COUNT] == count:
                 return step, _FLOAT.unpack(_WORD.pack(bits))[0]
         return None
 
     def _read_ring(self) -> tuple[int, tuple[tuple[int, int], ...]]:
         """The number of completed steps, and the newest of them."""
-        words = self._words
         count = 0
         recent: tuple[tuple[int, int], ...] = ()
         for _ in range(_READS):
-            count = words[_WORD_STEP_COUNT]
-            ring = words[_WORD_RING : _WORD_RING + 2 * RING_ENTRIES].tolist()
-            newer_count = words[_WORD_STEP_COUNT]
+            count = self._read(8 * _WORD_STEP_COUNT, 8)[0]
+            ring = self._read(_HEAD_BYTES, 16 * RING_ENTRIES).tolist()
+            newer_count = self._read(8 * _WORD_STEP_COUNT, 8)[0]
             # The writer may be at entry `newer_count`, in whose place entry `newer_count - RING_ENTRIES` was.
             oldest = max(0, newer_count - RING_ENTRIES + 1)
             places = (2 * (i & _MASK) for i in range(oldest, count))
@@ -283,10 +312,19 @@ class BeaconReader:
                 break
         return count, recent
 
+    def _read(self, offset: int, size_bytes: int) -> memoryview:
+        """Words of the beacon. One call copies them in no order that could be relied on: what must be read before
+        something else is read by a call of its own."""
+        if self._words is not None:
+            return self._words[offset // 8 : (offset + size_bytes) // 8]
+        data = read_whole(self._descriptor, size_bytes, offset)
+        if len(data) != size_bytes:
+            raise ValueError(f"the beacon ends before byte {offset + size_bytes}")
+        return memoryview(data).cast("q")
+
     def close(self) -> None:
-        """Unmap the beacon. Later snapshots are empty."""
-        words, mapping = self._words, self._mapping
-        self._mapping = mmap.mmap(-1, BEACON_BYTES)
-        self._words = memoryview(self._mapping).cast("q")
-        words.release()
-        mapping.close()
+        """Take no snapshots after it."""
+        if self._words is not None:
+            self._words.release()
+        else:
+            os.close(self._descriptor)

@@ -15,11 +15,12 @@ import json
 import os
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ckpt_engine.trainer.gradient_watch import GradientWatch
 from ckpt_engine.trainer.save_handle import SaveHandle
@@ -32,6 +33,7 @@ from flyball.sdk.beacon import BeaconWriter, Mark
 from flyball.sdk.event_file import VARIABLE as EVENTS_VARIABLE
 from flyball.sdk.event_file import EventFile
 from flyball.sdk.loss import LossReader
+from flyball.sdk.rank_claim import claim_rank, is_first_child
 from flyball.sdk.stack_file import answer_stack_requests
 from flyball.sdk.worker_identity import WorkerIdentity, read_identity
 
@@ -53,10 +55,19 @@ def attach(*, events: str | Path | None = None) -> Job:
     `events` (or the environment variable FLYBALL_EVENTS) is a file to append this rank's events to, or a folder in
     which every rank gets its own file. `flyball goodput` reads them; see docs/reference/goodput/importers.md.
 
-    Raises ConfigurationError, naming the variable, if one has a bad value.
+    In a process that the rank has started (a DataLoader's worker, a subprocess) the job does nothing: `restore` returns
+    0, `step` and `save` report and save nothing, and one of these processes says so. The same is true of a job in a
+    process that is forked later.
+
+    Raises ConfigurationError, naming the variable, if one has a bad value; UsageError if a process that this one has
+    started has attached before it.
     """
     fault_points.rearm()  # a worker forked from the warm spawner has a new environment
     identity = read_identity(os.environ)
+    rank_pid = claim_rank(identity, os.environ)
+    if rank_pid:
+        _say_child(identity, rank_pid)
+        return Job(identity.of_child(rank_pid))
     answer_stack_requests(identity.beacon)  # already done for a script that the daemon runs, but not for a program
     return Job(identity, events=str(events or os.environ.get(EVENTS_VARIABLE, "")))
 
@@ -80,6 +91,28 @@ class Job:
         self._replay: StepReplay | None = None
         self.loss: object = None
         """The loss last given to `step`, unchanged."""
+        self._of_rank: tuple[object, ...] = ()  # in a forked child, what is the rank's: nothing of it is ended here
+        self._says_child = False
+        _jobs.add(self)
+
+    def _become_child(self, rank_pid: int) -> None:
+        """This process was forked from the rank's."""
+        if self._identity.supervised or self._identity.shm_prefix:
+            self._of_rank = (self._engine, self._beacon, self._losses, self._events, self._identity)
+            self._says_child = True
+            self._identity = self._identity.of_child(rank_pid)
+            self._beacon = BeaconWriter(None)
+            self._engine = TrainerEngine(self._identity, self._beacon)
+            self._losses = LossReader(self._beacon.loss)
+            self._watches_gradients = False
+        self._events = self._injected = self._replay = None
+
+    def _say_child(self) -> None:
+        """Once, if this process was forked from the rank's, and uses the job."""
+        if self._says_child:
+            self._says_child = False
+            *_, identity = self._of_rank
+            _say_child(cast(WorkerIdentity, identity), self._identity.rank_pid)
 
     @property
     def name(self) -> str:
@@ -111,7 +144,9 @@ class Job:
         self._step = step
         if not self._watches_gradients:
             self._watches_gradients = True
-            GradientWatch(self._beacon.gradient_ready)
+            self._say_child()
+            if not self._identity.rank_pid:
+                GradientWatch(self._beacon.gradient_ready)
         self.loss = loss
         if loss is not None:
             self._losses.put(step, loss)
@@ -152,7 +187,7 @@ class Job:
         """
         if every < 1:
             raise UsageError(f"job.replay was called with every={every}.", hint="give the number of steps, at least 1")
-        if self._step < 0 or self._step % every:
+        if self._step < 0 or self._step % every or self._identity.rank_pid:
             return True
         if self._replay is None:
             from flyball.sdk.replay.check import StepReplay
@@ -172,6 +207,7 @@ class Job:
         supervised process exits with code 23, which asks the supervisor for an older recovery point; an unsupervised
         one gets RestoreFailed.
         """
+        self._say_child()
         self._beacon.phase(Phase.RESTORING)
         self._beacon.mark(Mark.RESTORE_BEGAN)
         try:
@@ -194,13 +230,14 @@ class Job:
         Whether the step is really saved is up to the job's checkpoint settings; on all other steps this returns at
         once. At the step of an emergency checkpoint the rank is saved too, and then waits to be ended.
 
-        When `save` returns, training may go on: optimizers may step, and everything but their parameters and state may
-        be changed in any way. Code that writes to parameters or optimizer state by hand calls `wait_captured` first.
+        When `save` returns, nothing of `state` is read any more: whatever is written to it afterwards, the save has the
+        state at the call. Threads of yours that write to it at any time must pause until `save` returns.
 
-        A failed save does not stop training; see `SaveHandle.error` and `failed_saves`. Raises UnsupportedState, naming
-        the path, for a value that could only be pickled; MemoryTooSmall at the first save of a job; and, with the
-        setting `raise_on_failure`, CheckpointError for an earlier save that failed.
+        A failed save does not stop training; see `SaveHandle.error` and `failed_saves`. Before a job that starts from
+        scratch has made a save, this raises UnsupportedState, naming the path, for a value that could only be pickled,
+        and MemoryTooSmall; and, with the setting `raise_on_failure`, CheckpointError for an earlier save that failed.
         """
+        self._say_child()
         if self._injected is not None:
             self._injected.before_save(state)
         return self._logged(self._engine.save(step, state))
@@ -218,11 +255,8 @@ class Job:
         return handle
 
     def wait_captured(self, timeout_s: float = 60.0) -> bool:
-        """Wait until the newest save is copied; False if time runs out.
-
-        Call it before anything but an optimizer's step writes to parameters or optimizer state: `load_state_dict`, or
-        your own code.
-        """
+        """Wait until the newest save is in its slot, where it survives this process; False if time runs out. It is
+        when `save` returns, unless a GPU had room for a copy of its own."""
         with self._in_phase(Phase.CHECKPOINT):
             return self._engine.wait_captured(timeout_s)
 
@@ -321,6 +355,25 @@ class Job:
     ) -> None:
         if error is None:
             self.close()
+
+
+_jobs: weakref.WeakSet[Job] = weakref.WeakSet()
+
+
+def _become_children() -> None:
+    for job in list(_jobs):
+        job._become_child(os.getppid())
+
+
+os.register_at_fork(after_in_child=_become_children)
+
+
+def _say_child(identity: WorkerIdentity, rank_pid: int) -> None:
+    if is_first_child(identity.beacon):
+        sys.stderr.write(
+            f"flyball: process {os.getpid()} was started by rank {identity.rank} (process {rank_pid}): its step, save "
+            f"and restore do nothing, nor do those of the rank's other processes\n"
+        )
 
 
 def _injected_faults(identity: WorkerIdentity) -> InjectedFaults | None:

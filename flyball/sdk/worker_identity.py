@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
@@ -34,11 +34,25 @@ class WorkerIdentity:
     error_file: str = ""
     run: str = ""
     inject: str = ""  # where this rank finds faults to commit
+    rank_pid: int = 0  # of the process that is this rank, if this one is not, and keeps nothing
 
     @property
     def supervised(self) -> bool:
         """Whether a daemon started this process."""
         return bool(self.beacon)
+
+    def of_child(self, rank_pid: int) -> WorkerIdentity:
+        """Of a process that the rank has started: it knows its rank, and nothing that it does counts as the rank's."""
+        return replace(
+            self,
+            beacon="",
+            shm_prefix="",
+            engine_notify="",
+            error_file="",
+            inject="",
+            restore_step=None,
+            rank_pid=rank_pid,
+        )
 
 
 def read_identity(environment: Mapping[str, str]) -> WorkerIdentity:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from math import fsum
 from typing import NamedTuple
 
 import msgspec
@@ -28,17 +29,18 @@ from goodput.account.steps import (
 )
 from goodput.account.sweep import Interval, Layer, Span, sweep
 from goodput.account.waits import wait_spans
-from goodput.history.facts import History, LoggedGeneration
+from goodput.history.facts import Break, History, LoggedGeneration
 
 
 class Timeline(msgspec.Struct, frozen=True):
-    """The intervals partition [start, end]."""
+    """The intervals partition [start, end], without the time in which nobody ran the job."""
 
     intervals: tuple[Interval, ...]
     executed: tuple[Executed, ...]  # of the job's whole time
     step_s: float | None  # the median step; None before two consecutive steps
     start: float
     end: float
+    not_running_s: float = 0.0
 
 
 def timeline(history: History, *, from_at: float | None = None, to_at: float | None = None) -> Timeline:
@@ -54,13 +56,33 @@ def timeline(history: History, *, from_at: float | None = None, to_at: float | N
     steps, pauses = step_spans(history.generations, executed, steady_step_s(executed, step_s))
     spans = chain(_base_spans(history, pauses), *steps.values(), wait_spans(history, steps, step_s, window))
     intervals = _at_capacity(sweep(spans, start, end), tuple(_shrunk(history.generations, window)))
+    breaks = [Break(max(start, pause.since), min(end, pause.until)) for pause in history.breaks]
+    breaks = [pause for pause in breaks if pause.since < pause.until]
     return Timeline(
-        intervals=tuple(intervals),
+        intervals=tuple(_without(intervals, breaks)),
+        not_running_s=fsum(pause.until - pause.since for pause in breaks),
         executed=tuple(executed),
         step_s=step_s,
         start=start,
         end=end,
     )
+
+
+def _without(intervals: Iterable[Interval], breaks: Sequence[Break]) -> Iterator[Interval]:
+    """Cut the breaks out. Both are in order of time."""
+    coming = 0
+    for interval in intervals:
+        start = interval.start
+        while coming < len(breaks) and breaks[coming].until <= start:
+            coming += 1
+        place = coming
+        while place < len(breaks) and breaks[place].since < interval.end:
+            if start < breaks[place].since:
+                yield interval._replace(start=start, end=breaks[place].since)
+            start = max(start, breaks[place].until)
+            place += 1
+        if start < interval.end:
+            yield interval._replace(start=start)
 
 
 def _base_spans(history: History, pauses: Iterable[TrainingPause]) -> Iterator[Span]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from math import floor, fsum
@@ -136,6 +136,28 @@ class _Spent:
         return min(self._before[place] + within, self._before[place + 1])
 
 
+class _MachineTime:
+    """The intervals moved together over the gaps between them, in which nobody ran the job, and the way back."""
+
+    def __init__(self, intervals: Sequence[Interval]) -> None:
+        self.intervals: list[Interval] = []
+        self._from: list[float] = []  # machine time from which on each shift holds
+        self._shifts: list[float] = []
+        shift, end = 0.0, intervals[0].start
+        for interval in intervals:
+            if interval.start > end or not self._from:
+                shift += interval.start - end
+                self._from.append(interval.start - shift)
+                self._shifts.append(shift)
+            end = interval.end
+            self.intervals.append(
+                interval._replace(start=interval.start - shift, end=end - shift) if shift else interval
+            )
+
+    def wall(self, moment: float) -> float:
+        return moment + self._shifts[max(0, bisect_left(self._from, moment) - 1)]
+
+
 def rolling(
     intervals: Sequence[Interval], window_s: float, *, points: int = ROLLING_POINTS
 ) -> tuple[tuple[RollingPoint, ...], WindowedEttr | None]:
@@ -145,6 +167,8 @@ def rolling(
     """
     if not intervals:
         return (), None
+    clock = _MachineTime(intervals)
+    intervals = clock.intervals
     start, end = intervals[0].start, intervals[-1].end
     useful, productive = _Spent(intervals, (Category.USEFUL,)), _Spent(intervals, PRODUCTIVE)
 
@@ -154,7 +178,7 @@ def rolling(
     moments = [start + (end - start) * place / points for place in range(1, points)]
     found = tuple(
         RollingPoint(
-            at=at,
+            at=clock.wall(at),
             goodput=share(useful, max(start, at - window_s), at),
             ettr=share(productive, max(start, at - window_s), at),
             cumulative_goodput=share(useful, start, at),
@@ -162,7 +186,8 @@ def rolling(
         for at in (*moments, end)
     )
     first = min(start + window_s, end)
-    whole = [point.ettr for point in found if point.at >= first] or [share(productive, max(start, end - window_s), end)]
+    late = [point.ettr for point, at in zip(found, (*moments, end), strict=True) if at >= first]
+    whole = late or [share(productive, max(start, end - window_s), end)]
     lows = _low_windows(productive, first, end, first - start)
     return found, WindowedEttr(window_s, min(chain(lows, whole)), median(whole), whole[-1])
 

@@ -167,7 +167,8 @@ def _marks(
     history: History, pauses: Iterable[TrainingPause], stamps: FaultStamps, cut_off_steps: float
 ) -> Iterator[_Mark]:
     if history.submitted:
-        yield _Mark(history.start, _Kind.SUBMITTED)
+        for at in history.submissions or (history.start,):
+            yield _Mark(at, _Kind.SUBMITTED)
     for incident in history.incidents:
         if (fault_at := stamps.stamp_of(incident)) is not None:
             yield _Mark(fault_at, _Kind.FAULT, incident_id=incident.incident_id)
@@ -237,6 +238,14 @@ class _Order:
         index = bisect_left(self._opened, since)
         return self.history.incidents[index] if index < len(self._opened) and self._opened[index] < until else None
 
+    def is_before_an_end(self, pause: TrainingPause) -> bool:
+        """Whether the job ended within the pause, and was not failed."""
+        breaks = self.history.breaks
+        place = bisect_left(breaks, (pause.at, pause.at))
+        if place < len(breaks):
+            return breaks[place].since < pause.until
+        return math.isinf(pause.until) and self.history.outcome in (JobState.SUCCEEDED, JobState.STOPPED)
+
     def fault_after(self, moment: float) -> float:
         """inf if none came."""
         faults = self.history.faults
@@ -258,7 +267,7 @@ def _pause_mark(order: _Order, pause: TrainingPause, cut_off_steps: float) -> _M
             # The step in progress at the fault was never completed.
             within = pause.step_s is not None and fault_at - pause.at <= cut_off_steps * pause.step_s
             category = Category.RECOMPUTED if within else Category.UNKNOWN
-    elif math.isinf(pause.until) and order.history.outcome in (JobState.SUCCEEDED, JobState.STOPPED):
+    elif order.is_before_an_end(pause):
         category = Category.SHUTDOWN
     else:
         category = Category.UNKNOWN

@@ -69,6 +69,13 @@ class Wait(NamedTuple):
     until: float
 
 
+class Break(NamedTuple):
+    """The job had ended at `since`, and was submitted again at `until`: nobody ran it in between."""
+
+    since: float
+    until: float
+
+
 class History(msgspec.Struct, frozen=True):
     """Everything the measures are computed from. `start` <= `end`."""
 
@@ -83,6 +90,8 @@ class History(msgspec.Struct, frozen=True):
     faults: tuple[float, ...]
     stops: tuple[float, ...]
     waits: tuple[Wait, ...]
+    breaks: tuple[Break, ...] = ()  # by time
+    submissions: tuple[float, ...] = ()  # by time
     world_size: int | None = None  # ranks at full size; None: the log does not say
     save_every_steps: int | None = None  # as submitted; None: not in the log, or not in steps
     logs_some_steps: bool = False  # by design, as the simulator's log says of itself: what lies between is no gap

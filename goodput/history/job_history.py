@@ -8,15 +8,15 @@ one by one and not kept, so a log of a million events needs little memory.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
 from flyball.contracts.errors import NotFound, UsageError
 from flyball.contracts.events import Event, EventKind, per_rank
-from goodput.history.facts import History, LoggedDecision, LoggedGeneration, LoggedIncident, Wait
+from goodput.history.facts import Break, History, LoggedDecision, LoggedGeneration, LoggedIncident, Wait
 from goodput.history.generation_log import GenerationLog, full_size, generations, larger
 from goodput.history.values import CLOCK_SET_S, LATEST_S, moment, text, whole
 
@@ -114,8 +114,9 @@ class _JobLog:
 
     def __init__(self) -> None:
         self.first_at, self.last_at = math.inf, -math.inf
-        self.submitted_at = math.inf
-        self.ended: tuple[float, str] | None = None
+        self.submitted: set[float] = set()
+        self.afresh = (-math.inf, -1)  # the newest run from scratch: since when, its first generation
+        self.ended: set[tuple[float, str]] = set()
         self.world_size: int | None = None
         self.save_every_steps: int | None = None
         self.logs_some_steps = False
@@ -158,14 +159,16 @@ class _JobLog:
             handler(event)
 
     def _submitted(self, event: Event) -> None:
-        self.submitted_at = min(self.submitted_at, event.at)
+        self.submitted.add(event.at)
+        first = whole(event.data, "first_generation", least=0)
+        if first is not None:
+            self.afresh = max(self.afresh, (event.at, first))
         self.world_size = larger(self.world_size, whole(event.data, "world_size", least=1))
         self.save_every_steps = larger(self.save_every_steps, whole(event.data, "save_every_steps", least=1))
         self.logs_some_steps = self.logs_some_steps or event.data.get("logs_some_steps") is True
 
     def _ended(self, event: Event) -> None:
-        ended = (event.at, text(event.data, "outcome"))
-        self.ended = ended if self.ended is None else max(self.ended, ended)
+        self.ended.add((event.at, text(event.data, "outcome")))
 
     def _restored(self, event: Event) -> None:
         step = whole(event.data, "step", least=-1)
@@ -199,33 +202,45 @@ class _JobLog:
         self.incidents.named(event)
 
     def history(self, name: str, of_every_job: _JobLog, now: float | None) -> History:
-        """The history, including events that concern every job."""
-        incidents = self.incidents.all()
-        full = full_size(self.generations.values(), self.world_size)
-        found = generations(self.generations, incidents, full)
-        # A script that ended may be restarted with the same event file.
-        goes_on = self.ended and any(g.started_at is not None and g.started_at > self.ended[0] for g in found)
-        ended = None if goes_on else self.ended
-        start, end = self._bounds(found, of_every_job if not name else self, ended, now)
+        """The history of the newest run from scratch, including events that concern every job."""
+        since, first = self.afresh
+        incidents = tuple(incident for incident in self.incidents.all() if incident.opened_at >= since)
+        of_run = {number: log for number, log in self.generations.items() if number >= first}
+        full = full_size(of_run.values(), self.world_size)
+        found = generations(of_run, incidents, full)
+        submissions = tuple(sorted(at for at in self.submitted if at >= since))
+        # A script that ended may also be restarted with the same event file, which says nothing of it.
+        begins = sorted([*submissions, *(g.started_at for g in found if g.started_at is not None)])
+        ends = sorted(end for end in self.ended if end[0] >= since)
+        again = {end: at for end in ends if (at := _next_after(begins, end[0])) is not None}
+        ended = ends[-1] if ends and ends[-1] not in again else None
+        start, end = self._bounds(found, of_every_job if not name else self, ended, now, submissions)
         return History(
             job=name,
             start=start,
             end=end,
-            submitted=self.submitted_at < math.inf,
+            submitted=bool(submissions),
             outcome=(ended[1] or "ended") if ended else "",
             generations=found,
             incidents=incidents,
-            decisions=tuple(sorted(self.decisions)),
-            faults=tuple(sorted(self.faults | of_every_job.faults)),
-            stops=tuple(sorted(self.stops)),
-            waits=_waits(self.elections | of_every_job.elections, self.signals | of_every_job.signals),
+            decisions=tuple(sorted(decision for decision in self.decisions if decision.at >= since)),
+            faults=tuple(sorted(at for at in self.faults | of_every_job.faults if at >= since)),
+            stops=tuple(sorted(at for at in self.stops if at >= since)),
+            waits=_waits(self.elections | of_every_job.elections, self.signals | of_every_job.signals, since),
+            breaks=_breaks((end[0], at) for end, at in again.items()),
+            submissions=submissions,
             world_size=full.ranks,
             save_every_steps=self.save_every_steps,
             logs_some_steps=self.logs_some_steps,
         )
 
     def _bounds(
-        self, generations: Iterable[LoggedGeneration], also: _JobLog, ended: tuple[float, str] | None, now: float | None
+        self,
+        generations: Iterable[LoggedGeneration],
+        also: _JobLog,
+        ended: tuple[float, str] | None,
+        now: float | None,
+        submissions: Sequence[float],
     ) -> tuple[float, float]:
         moments = [t for t in (self.first_at, self.last_at, also.first_at, also.last_at) if math.isfinite(t)]
         for generation in generations:
@@ -233,12 +248,25 @@ class _JobLog:
             moments += [s.at for s in (*generation.steps[:1], *generation.steps[-1:])]
         if not moments:
             moments = [now or 0.0]
-        start = self.submitted_at if self.submitted_at < math.inf else min(moments)
+        start = submissions[0] if submissions else min(moments)
         end = ended[0] if ended else max(moments) if now is None else now
         return start, max(start, end)
 
 
-def _waits(elections: Iterable[float], signals: Iterable[tuple[float, float]]) -> tuple[Wait, ...]:
+def _next_after(moments: Sequence[float], at: float) -> float | None:
+    place = bisect_right(moments, at)
+    return moments[place] if place < len(moments) else None
+
+
+def _breaks(found: Iterable[tuple[float, float]]) -> tuple[Break, ...]:
+    """Those of several ends without a start in between are one, from the first."""
+    first: dict[float, float] = {}
+    for since, until in found:
+        first[until] = min(first.get(until, since), since)
+    return tuple(sorted(Break(since, until) for until, since in first.items()))
+
+
+def _waits(elections: Iterable[float], signals: Iterable[tuple[float, float]], after: float) -> tuple[Wait, ...]:
     """Signals observed before an election and received only after it: no controller was there to receive them."""
     received = sorted(signals)
     earliest = [math.inf]  # from the end on: the earliest observation among this signal and those received later
@@ -248,7 +276,7 @@ def _waits(elections: Iterable[float], signals: Iterable[tuple[float, float]]) -
     waits = set()
     for election in elections:
         since = earliest[bisect_left(received, (election, -math.inf))]
-        if since < election:
+        if after <= since < election:
             waits.add(Wait(since, election))
     return tuple(sorted(waits))
 

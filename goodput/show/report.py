@@ -86,7 +86,7 @@ def _headline(report: GoodputReport) -> Text:
     steps = report.steps
     text = (
         f"Job {report.job or '(unnamed)'}: goodput {percent(report.goodput)}, ETTR {percent(report.ettr)} "
-        f"of {seconds(report.elapsed_s)} ({report.outcome or 'running'})\n"
+        f"of {seconds(report.elapsed_s)} ({report.outcome or 'running'}){_not_running(report)}\n"
         f"{steps.kept} steps kept, {steps.recomputed} recomputed, a step takes {seconds(steps.median_s)}; "
         f"{counted(report.interruptions, 'interruption')}, MTTR {seconds(report.mttr_s)}, "
         f"MTTF {seconds(report.mttf_s)}\n"
@@ -103,6 +103,11 @@ def _headline(report: GoodputReport) -> Text:
             f"{percent(found.min)} minimum\n"
         )
     return _line(text)
+
+
+def _not_running(report: GoodputReport) -> str:
+    away_s = report.not_running_s
+    return f"; not counted: {seconds(away_s)} between its runs" if away_s > 0 else ""
 
 
 def _money(value: float | None) -> str:

@@ -14,6 +14,7 @@ from flyball.contracts.decisions import CheckHost, CommandResult
 from flyball.contracts.errors import FlyballError
 from flyball.contracts.reports.host_checks import CheckMeasure, CheckStage
 from flyball.state_folder import clear_errors
+from flyball.worker_files import read_worker_file_from
 from host_daemon.checks.check_files import MAX_MESSAGE, CheckOrder, read_result, result_path, write
 from host_daemon.kernel.free_ports import FreePorts
 from host_daemon.kernel.processes import launch, signal_group
@@ -126,7 +127,7 @@ class HostChecker:
 def _tail(path: Path) -> str:
     """The last line of a log."""
     try:
-        lines = path.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip().splitlines()
+        lines = read_worker_file_from(path, -_TAIL_BYTES, _TAIL_BYTES)[0].decode(errors="replace").strip().splitlines()
     except OSError:
         return ""
     return lines[-1] if lines else ""

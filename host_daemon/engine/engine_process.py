@@ -16,18 +16,20 @@ import structlog
 from flyball.backoff import Backoff
 from flyball.contracts.checkpoints import CleanSteps, StoredPoints
 from flyball.contracts.clock import Clock
-from flyball.contracts.errors import FlyballError, Unreachable
+from flyball.contracts.credentials import EngineKeys
+from flyball.contracts.errors import FlyballError, InvalidMessage, Unreachable
+from flyball.contracts.identity import EngineAddresses
 from flyball.contracts.on_host.engine_wire import EngineReply, GetStatus
-from flyball.contracts.reports.signals import EngineRestarted
+from flyball.contracts.reports.signals import EngineRestarted, ReportReply
 from flyball.contracts.reports.testimony import Testimony
 from flyball.process_title import read_words
-from host_daemon.engine.engine_client import EngineClient
+from host_daemon.engine.engine_client import EngineClient, EngineRefused
 from host_daemon.kernel.processes import launch, open_pidfd, open_pidfd_of, send_signal, signal_pidfd
 from host_daemon.settings import DaemonSettings, read_token_file
 from host_daemon.store.state_dir import HostStateDir
 
 POLL_S = 0.2
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 300.0  # of a busy machine, or a slow file system: one that is ended then begins anew
 HANG_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 10.0
 MIN_BACKOFF_S = 0.1  # between attempts to start it, doubled up to the maximum
@@ -48,13 +50,17 @@ class EngineKeeper:
         *,
         on_restart: Callable[[EngineRestarted], Awaitable[None]],
         on_status: Callable[[EngineReply], Awaitable[None]],
+        on_trouble: Callable[[str], Awaitable[None]],
     ) -> None:
+        """`on_trouble` gets what is wrong with the replies of an engine that lives, and '' once nothing is."""
         self._settings = settings
         self._state_dir = state_dir
         self._client = client
         self._clock = clock
         self._on_restart = on_restart
         self._on_status = on_status
+        self._on_trouble = on_trouble
+        self._trouble: str | None = None  # as given to `on_trouble`; None: nothing yet
         self._pid = 0
         self._alive = asyncio.Event()
         self._peers_in_question: tuple[str, ...] = ()
@@ -62,8 +68,10 @@ class EngineKeeper:
         self._in_touch_until_s = 0.0
         self._stored_points: StoredPoints = {}
         self._clean_steps: CleanSteps | None = None
+        self._addresses: EngineAddresses = {}  # of peers that the engine cannot reach
         self._replied_at_s = 0.0  # when `status` came
         self.restores_since = 0.0  # restores up to this wall time are known; set it before `run` to continue from there
+        self.keys = EngineKeys()  # the host's answer key, as the supervisor said last
         self.status = EngineReply(ok=False)  # the newest reply; it stays while the engine is away
 
     @property
@@ -76,13 +84,16 @@ class EngineKeeper:
             self._peers_in_question = peers
             self._ask_now.set()
 
-    def in_touch(self, until_s: float, stored_points: StoredPoints, clean_steps: CleanSteps) -> None:
-        """The supervisor replied: until `until_s` (monotonic) it cannot give this host up. Empty `stored_points` leave
-        the last ones in force."""
+    def in_touch(self, until_s: float, reply: ReportReply) -> None:
+        """The supervisor replied: until `until_s` (monotonic) it cannot give this host up. A reply without stored
+        points leaves the last ones in force."""
         self._in_touch_until_s = until_s
-        self._clean_steps = clean_steps
-        if stored_points:
-            self._stored_points = stored_points
+        self._clean_steps = reply.clean_steps
+        if reply.stored_points:
+            self._stored_points = reply.stored_points
+        if reply.engine_addresses != self._addresses:
+            self._addresses = reply.engine_addresses
+            self._ask_now.set()
 
     def testimonies(self) -> tuple[Testimony, ...]:
         """Reports on the peers in question that are alive, with their ages as of now."""
@@ -136,7 +147,8 @@ class EngineKeeper:
             os.close(pidfd)
 
     async def _adopt(self) -> bool:
-        """Take over an engine that an earlier daemon started. Kill one that runs but does not reply."""
+        """Take over an engine that an earlier daemon started. Kill one that does not reply, or not as this release
+        does."""
         try:
             await self._note(await self._client.ask(GetStatus(restores_since=self.restores_since)))
         except FlyballError as error:
@@ -171,6 +183,8 @@ class EngineKeeper:
         argv += ["--state-dir", str(self._state_dir.root), "--host-id", settings.host_id]
         key_file = self._state_dir.keep_peer_key(read_token_file(settings.token_file, settings.host_id).peer_key)
         argv += ["--address", settings.address, "--token-file", str(key_file)]
+        if settings.worker_user is not None:
+            argv += ["--worker-user", settings.worker_user.name]
         self._pid = launch(argv, environment=dict(os.environ), log_path=self._state_dir.engine_log)
         pidfd = open_pidfd(self._pid)
         try:
@@ -185,15 +199,21 @@ class EngineKeeper:
         while self._clock.monotonic_s() < deadline:
             if pidfd is None or _readable(pidfd):
                 raise Unreachable("The checkpoint engine ended while it started.", hint="see engine.log")
-            with contextlib.suppress(Unreachable):
+            try:
                 await self._note(await self._client.ask(GetStatus(restores_since=self.restores_since), timeout_s=1.0))
                 return
+            except (EngineRefused, InvalidMessage) as error:  # it is up
+                await self._note_trouble(str(error))
+                return
+            except Unreachable:
+                pass
             await asyncio.sleep(0.01)
         send_signal(self._pid, signal.SIGKILL)
         raise Unreachable(f"The checkpoint engine was not up within {START_TIMEOUT_S:.0f} s.", hint="see engine.log")
 
     async def _watch(self) -> None:
-        """Poll the engine until it ends. Kill it if it is silent for too long."""
+        """Poll the engine until it ends. Kill it if it is silent for too long. One that answers, but not what is asked
+        for, lives: it saves, and would be no better after a restart. That is a trouble with a name."""
         ended = asyncio.Event()
 
         def end() -> None:
@@ -211,23 +231,29 @@ class EngineKeeper:
             while not ended.is_set():
                 try:
                     self._ask_now.clear()
-                    await self._note(
-                        await self._client.ask(
-                            GetStatus(
-                                self.restores_since,
-                                self._peers_in_question,
-                                self._in_touch_until_s,
-                                self._stored_points,
-                                self._clean_steps,
-                            )
-                        )
+                    request = GetStatus(
+                        self.restores_since,
+                        self._peers_in_question,
+                        self._in_touch_until_s,
+                        self._stored_points,
+                        self._clean_steps,
+                        self._addresses,
+                        self.keys,
                     )
+                    reply = await self._client.ask(request)
                     replied_at_s = self._clock.monotonic_s()
-                except FlyballError as error:
+                    await self._note(reply)
+                except (EngineRefused, InvalidMessage) as error:
+                    self._alive.clear()  # what it holds is not known
+                    replied_at_s = self._clock.monotonic_s()
+                    await self._note_trouble(str(error))
+                except Unreachable as error:
                     self._alive.clear()
                     if self._clock.monotonic_s() - replied_at_s > HANG_TIMEOUT_S:
                         _log.error("engine_hangs", pid=pid, error=str(error))
                         signal_pidfd(pidfd, signal.SIGKILL)
+                except FlyballError as error:  # no room to store what it said
+                    _log.error("engine_status_not_noted", error=str(error))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(POLL_S):
                         await self._ask_now.wait()
@@ -241,7 +267,16 @@ class EngineKeeper:
         self._replied_at_s = self._clock.monotonic_s()
         self.restores_since = max([self.restores_since, *(r.at for r in reply.restores)])
         self._alive.set()
+        await self._note_trouble(self._client.unreadable)
         await self._on_status(reply)
+
+    async def _note_trouble(self, trouble: str) -> None:
+        if self._trouble is not None and bool(trouble) == bool(self._trouble):
+            return
+        self._trouble = trouble
+        if trouble:
+            _log.error("engine_reply_unreadable", pid=self._pid, error=trouble)
+        await self._on_trouble(trouble)
 
 
 def _pid_in(state_dir: HostStateDir) -> int:

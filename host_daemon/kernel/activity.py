@@ -183,7 +183,7 @@ def _works(before: _Sample, now: _Sample) -> bool:
 
 def _read(pid: int) -> _Process | None:
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except _AWAY:
         return None
     fields = text[text.rindex(")") + 2 :].split()  # the name before it may contain anything
@@ -204,7 +204,7 @@ def _io_bytes(pid: int) -> int:
 def _switches(pid: int) -> int:
     """How often the main thread has gone to sleep so far."""
     try:
-        text = Path(f"/proc/{pid}/status").read_text()
+        text = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except _AWAY:
         return 0
     return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("voluntary_ctxt")), 0)
@@ -217,7 +217,7 @@ def _has_blocked_thread(pid: int) -> bool:
         return False
     for thread in threads:
         try:
-            text = (thread / "stat").read_text()
+            text = (thread / "stat").read_text(errors="replace")
         except _AWAY:
             continue
         if text[text.rindex(")") + 2] == "D":
@@ -317,7 +317,8 @@ def seen_call(pid: int) -> tuple[str, str]:
     if place is not None:
         return name, _text_at(pid, arguments[place])
     try:
-        return name, str(Path(f"/proc/{pid}/fd/{arguments[0]}").readlink())
+        link = os.fsencode(Path(f"/proc/{pid}/fd/{arguments[0]}").readlink())
+        return name, link.decode(errors="replace")  # a report is text, and a name is any bytes
     except OSError:
         return name, ""
 

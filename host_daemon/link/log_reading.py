@@ -5,29 +5,33 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import structlog
 
 from flyball.contracts.errors import FlyballError
 from flyball.contracts.reports.rank_logs import NEWEST, LogPiece, LogRequest
+from flyball.worker_files import NotRegularFile, read_worker_file_from
+from host_daemon.kernel.worker_reads import NotReadable, WorkerReads
 from host_daemon.link.http_client import SupervisorClient
 from host_daemon.store.state_dir import HostStateDir
 
 MAX_ANSWERING = 8
+READ_WITHIN_S = 10.0  # whoever asked has given up then
 
 _log = structlog.get_logger(__name__)
 _GENERATION = re.compile(r"g(\d+)$")
 
 
 class LogReading:
-    """Reads in threads: a log may lie on a network file system that hangs."""
+    """Reads in threads of its own: a log may lie on a network file system that hangs."""
 
     def __init__(self, host_id: str, state_dir: HostStateDir, client: SupervisorClient) -> None:
         self._host_id = host_id
         self._state_dir = state_dir
         self._client = client
-        self._turns = asyncio.Semaphore(MAX_ANSWERING)
+        self._reads = WorkerReads(MAX_ANSWERING)
         self._answers: set[asyncio.Task[None]] = set()
 
     def take(self, requests: Sequence[LogRequest]) -> None:
@@ -38,13 +42,12 @@ class LogReading:
             task.add_done_callback(self._answers.discard)
 
     async def _answer(self, request: LogRequest) -> None:
-        async with self._turns:
-            try:
-                await self._client.log_piece(
-                    await asyncio.to_thread(read_piece, self._state_dir.job_logs(request.job), self._host_id, request)
-                )
-            except (FlyballError, OSError) as error:  # the reader's request times out, and it asks again
-                _log.warning("log_not_sent", job=request.job, rank=request.rank, error=str(error))
+        read = partial(read_piece, self._state_dir.job_logs(request.job), self._host_id, request)
+        try:
+            piece = await self._reads.read((request.job, request.rank), read, timeout_s=READ_WITHIN_S)
+            await self._client.log_piece(piece)
+        except (FlyballError, OSError, NotReadable) as error:  # the reader's request times out, and it asks again
+            _log.warning("log_not_sent", job=request.job, rank=request.rank, error=str(error))
 
 
 def read_piece(folder: Path, host_id: str, request: LogRequest) -> LogPiece:
@@ -58,10 +61,8 @@ def read_piece(folder: Path, host_id: str, request: LogRequest) -> LogPiece:
     generation = generations[-1] if generations and request.generation == NEWEST else request.generation
     if generation not in found:
         return LogPiece(request.request_id, host_id, generation, generations=generations)
-    with found[generation].open("rb") as log:
-        size_bytes = log.seek(0, 2)
-        offset = request.offset if request.offset >= 0 else max(size_bytes + request.offset, 0)
-        log.seek(offset)
-        return LogPiece(
-            request.request_id, host_id, generation, offset, size_bytes, log.read(request.limit), generations
-        )
+    try:
+        data, offset, size_bytes = read_worker_file_from(found[generation], request.offset, request.limit)
+    except NotRegularFile:  # its script put something else there: answered at once, or its readers would wait in vain
+        return LogPiece(request.request_id, host_id, generation, generations=generations)
+    return LogPiece(request.request_id, host_id, generation, offset, size_bytes, data, generations)

@@ -7,13 +7,14 @@ import contextlib
 import importlib.metadata
 import os
 from collections import deque
+from collections.abc import Iterable
 from random import Random
 
 import structlog
 
 from flyball.backoff import Backoff
 from flyball.contracts.checkpoints import RestoreReport
-from flyball.contracts.cluster import HostFacts
+from flyball.contracts.cluster import HostFacts, JobSpec
 from flyball.contracts.errors import (
     DaemonSuperseded,
     FlyballError,
@@ -27,7 +28,6 @@ from flyball.contracts.errors import (
 from flyball.contracts.on_host.engine_wire import (
     DifferingReplicas,
     EngineReply,
-    FailingSaves,
     LateSaves,
     SaveFailure,
 )
@@ -40,12 +40,12 @@ from flyball.contracts.reports.signals import (
     ReportReply,
     SaveFailed,
     SaveLate,
-    SavesFailing,
-    SavesRecovered,
+    SignalBody,
 )
 from flyball.contracts.reports.training_health import ReplayDiffers
 from flyball.contracts.wire import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
 from host_daemon.engine.engine_process import EngineKeeper
+from host_daemon.engine.save_watch import SaveWatch
 from host_daemon.kernel.free_ports import FreePorts, is_free
 from host_daemon.link.cluster_clock import ClusterClock, no_later
 from host_daemon.link.http_client import SupervisorClient
@@ -100,7 +100,7 @@ class Reporter:
         self._late_saves: deque[LateSaves] = deque(maxlen=MAX_SAVE_FAILURES)
         self._differing: deque[DifferingReplicas] = deque(maxlen=MAX_SAVE_FAILURES)
         self._replays: deque[ReplayDiffers] = deque(maxlen=MAX_SAVE_FAILURES)
-        self._failing: dict[str, FailingSaves] = {}  # by job, from the engine's newest reply
+        self._saves = SaveWatch(self._raise, clock.wall_s())
         self._unreachable: tuple[str, ...] = ()
         self._answered: set[str] = set()  # peers that the sensor asked about and the engine knows about
         self._free_port = 0
@@ -156,7 +156,7 @@ class Reporter:
                 await self._outbox.put(replay)
                 self.wake()
         for failing in status.failing:
-            await self._note_failing(failing)
+            await self._saves.note(failing)
         if status.unreachable_peers != self._unreachable:
             self._unreachable = status.unreachable_peers
             self.wake()
@@ -167,28 +167,16 @@ class Reporter:
         if status.restores:
             self.wake()
 
-    async def _note_failing(self, failing: FailingSaves) -> None:
-        """Queue that a job's saves fail, or succeed again. An earlier engine or daemon may have reported a failure."""
-        before = self._failing.get(failing.job)
-        if failing == before:
-            return
-        self._failing[failing.job] = failing
-        if failing.ranks:
-            await self._outbox.put(
-                SavesFailing(
-                    failing.job,
-                    failing.generation,
-                    failing.ranks,
-                    failing.since,
-                    failing.count,
-                    failing.step,
-                    failing.message[:4_000],
-                )
-            )
-        elif failing.since > 0.0 or (before is not None and before.ranks):
-            await self._outbox.put(SavesRecovered(failing.job, failing.generation))
-        else:
-            return
+    async def look_at_saves(self, specs: Iterable[JobSpec]) -> None:
+        """Queue that nothing of a job is saved, or something at last."""
+        trained = self._beacons.trained()
+        for spec in specs:
+            if ranks := [rank for rank in trained if rank.job == spec.job]:
+                copies, now = self._engine.status.copies, self._clock.wall_s()
+                await self._saves.look(spec, ranks, copies, has_engine=self._engine.alive, now=now)
+
+    async def _raise(self, body: SignalBody) -> None:
+        await self._outbox.put(body)
         self.wake()
 
     async def run(self) -> None:
@@ -278,7 +266,7 @@ class Reporter:
             raise
         self._engine.ask_about(reply.ask)
         until_s = now_s + TOUCH_INTERVALS * self._settings.report_interval_s
-        self._engine.in_touch(until_s, reply.stored_points, reply.clean_steps)
+        self._engine.in_touch(until_s, reply)
         await self._after(readings, restores)
         await self._outbox.committed(reply.committed)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from random import Random
 
 import msgspec
@@ -13,6 +13,7 @@ import structlog
 from flyball.backoff import Backoff
 from flyball.contracts.clock import Clock
 from flyball.contracts.decisions import (
+    MAX_ANSWER_CHARS,
     CheckHost,
     Command,
     CommandBatch,
@@ -29,7 +30,6 @@ from flyball.contracts.decisions import (
     WarmUp,
 )
 from flyball.contracts.errors import DaemonSuperseded, FlyballError, StaleCommand, StorageFull, TooBusy, Unreachable
-from flyball.contracts.reports.rank_logs import LogRequest
 from host_daemon.link.http_client import SupervisorClient
 from host_daemon.link.superseded import RefusedPolls
 from host_daemon.store.allegiance import REPORT_AGAIN_S, Allegiance
@@ -112,7 +112,7 @@ class CommandLoop:
         journal: CommandJournal,
         clock: Clock,
         handler: Handler,
-        take_log_requests: Callable[[Sequence[LogRequest]], None],
+        take_beside: Callable[[CommandBatch], None],
         refusals: RefusedPolls,
         allegiance: Allegiance,
     ) -> None:
@@ -122,7 +122,7 @@ class CommandLoop:
         self._journal = journal
         self._clock = clock
         self._handler = handler
-        self._take_log_requests = take_log_requests
+        self._take_beside = take_beside
         self._running: dict[str, tuple[Command, asyncio.Task[None]]] = {}  # by command_id
         self._answers: dict[str, asyncio.Task[None]] = {}  # by command_id, being sent
         self._turns: dict[str, asyncio.Lock] = {}  # by job
@@ -133,12 +133,14 @@ class CommandLoop:
     async def run(self) -> None:
         """Poll until cancelled. Raises DaemonSuperseded once another daemon has acted for the host for a while."""
         retry = Backoff(POLL_RETRY_S, MAX_POLL_RETRY_S, jitter=Random(self._host_id))
+        wait_s = 0.0  # a supervisor that has just begun may have other keys for the engine
         while True:
             try:
                 batch = await self._client.commands(
-                    self._host_id, self._incarnation, wait_s=POLL_WAIT_S, obeyed=self._allegiance.obeyed
+                    self._host_id, self._incarnation, wait_s=wait_s, obeyed=self._allegiance.obeyed
                 )
                 await self._note_reply(batch)
+                wait_s = POLL_WAIT_S
                 if batch.report_standing or self._allegiance.has_gap:
                     await self._client.report_standing(await self._allegiance.standing())
                     await asyncio.sleep(REPORT_AGAIN_S)
@@ -152,11 +154,12 @@ class CommandLoop:
                 continue
             except FlyballError as error:
                 _log.debug("no_commands", error=str(error))
+                wait_s = 0.0
                 await asyncio.sleep(retry.failed())
                 continue
             retry.succeeded()
             self._refusals.ended()
-            self._take_log_requests(batch.log_requests)
+            self._take_beside(batch)
             new = [c for c in batch.commands if c.command_id not in self._running]
             for command in new:
                 task = asyncio.create_task(self._obey(command, batch.cluster), name=command.command_id)
@@ -247,7 +250,7 @@ class CommandLoop:
             incarnation=self._incarnation,
             state=state,
             at=self._clock.wall_s(),
-            message=message,
+            message=message[:MAX_ANSWER_CHARS],
             code=code,
             result=result,
         )

@@ -10,6 +10,7 @@ import msgspec
 
 from flyball.contracts.cluster import HostRanks, JobSpec, Placement
 from flyball.contracts.errors import NotFound, PortInUse
+from flyball.contracts.on_host.os_text import from_text
 from flyball.programs import find_program
 from flyball.state_folder import clear_errors
 from host_daemon.kernel.free_ports import is_free
@@ -127,7 +128,7 @@ class GenerationStarter:
     async def _start_store(self, spec: JobSpec, generation: int, port: int) -> Worker:
         log_path = self._state_dir.store_log(spec.log_dir, spec.job, generation)
         with clear_errors(log_path.parent):
-            log_path.parent.mkdir(parents=True, exist_ok=True)
+            self._state_dir.make_rank_folders(spec.log_dir, spec.job, generation)
         [process] = await self._spawn(spec.job, [StoreOrder(spec.job, self._address, port, str(log_path))])
         worker = self._workers.make(
             process,
@@ -162,9 +163,9 @@ class GenerationStarter:
             job=spec.job,
             generation=generation,
             rank=rank,
-            argv=spec.argv,
+            argv=tuple(map(from_text, spec.argv)),
             module=spec.module,
-            workdir=spec.workdir,
+            workdir=from_text(spec.workdir),
             environment=rank_environment(
                 environment,
                 spec=spec,
@@ -197,27 +198,26 @@ class GenerationStarter:
         ]
 
     def _make_folders(self, spec: JobSpec, generation: int, ranks: Sequence[int]) -> None:
-        self._state_dir.rank_log(spec.log_dir, spec.job, generation, 0).parent.mkdir(parents=True, exist_ok=True)
+        self._state_dir.make_rank_folders(spec.log_dir, spec.job, generation)
         self._state_dir.point_to_logs(spec.log_dir, spec.job)
         for rank in ranks:
             error_file = self._state_dir.error_file(spec.job, generation, rank)
-            error_file.parent.mkdir(parents=True, exist_ok=True)
             error_file.unlink(missing_ok=True)
             end_file(error_file).unlink(missing_ok=True)
 
 
 def check_script(spec: JobSpec, environment: Mapping[str, str]) -> None:
     """Raise NotFound if there is nothing to run. Only an interpreter can tell whether a module exists."""
-    workdir = Path(spec.workdir)
+    workdir = Path(from_text(spec.workdir))
     if not workdir.is_dir():
         raise NotFound(
             f"The working folder {workdir} does not exist on this host.",
             hint="put the code at the same path on every host",
         )
     if spec.program:
-        find_program(spec.argv[0], workdir, environment)
+        find_program(from_text(spec.argv[0]), workdir, environment)
         return
-    script = workdir / spec.argv[0]
+    script = workdir / from_text(spec.argv[0])
     if not spec.module and not script.exists():
         raise NotFound(
             f"The script {script} does not exist on this host.", hint="put the code at the same path on every host"

@@ -26,7 +26,6 @@ from flyball.contracts.errors import FlyballError, NotFound, StorageFull, Unreac
 from flyball.contracts.on_host.engine_wire import (
     Arm,
     AwaitSaved,
-    Configure,
     Disarm,
     EngineReply,
     EngineRequest,
@@ -40,7 +39,9 @@ from host_daemon.checks.host_check import HostChecker
 from host_daemon.engine.engine_client import EngineClient, EngineRefused
 from host_daemon.engine.engine_process import EngineKeeper
 from host_daemon.kernel.free_ports import FreePorts
+from host_daemon.kernel.worker_reads import WorkerReads
 from host_daemon.orders.commands import CommandFailed, CommandProgress
+from host_daemon.orders.engine_supply import EngineSupply
 from host_daemon.orders.generation_start import GenerationStarter
 from host_daemon.orders.job_ends import ENGINE_WAIT_S, JobEnds
 from host_daemon.spawning.standby import Standbys
@@ -98,6 +99,9 @@ class JobControl:
         self._secrets: dict[str, tuple[Mapping[str, str], dict[str, str]]] = {}  # job -> sealed and unsealed values
         self._jobs: dict[str, JobRecord] = {}
         self._ends = JobEnds(owed=owed, records=records, engine=engine, engine_client=engine_client, held=self._jobs)
+        self._ending: set[str] = set()  # jobs whose memory is being freed
+        self._supply = EngineSupply(host_id, engine_client)
+        self._stack_reads = WorkerReads()
         self._stopped_ran_s: dict[str, float] = {}  # job -> the longest that a rank of its newest generation ran
 
     async def carry_out(  # noqa: PLR0911 - one for each kind of command
@@ -141,7 +145,7 @@ class JobControl:
             workers = self._newest(name)
             ranks = tuple(sorted(worker.record.rank for worker in workers if not worker.gone.is_set()))
             ran_s = max((worker.ran_s(now) for worker in workers), default=self._stopped_ran_s.get(name, 0.0))
-            held.append(HeldJob(job.spec, job.placement, job.fence, ranks, ran_s))
+            held.append(HeldJob(job.spec, job.placement, job.fence, ranks, ran_s, job.seal))
         return tuple(held)
 
     def _newest(self, job: str) -> list[Worker]:
@@ -162,11 +166,15 @@ class JobControl:
             self._secrets[spec.job] = (spec.sealed_env, values)
         return job_environment(self._environ, spec, values)
 
-    async def configure_engine(self) -> None:
-        """Send a restarted engine the running generations, and the releases of jobs that ended meanwhile."""
-        for record in list(self._jobs.values()):
-            await self._configure(record)
-        await self._ends.free_owed()
+    async def supply_engine(self, status: EngineReply) -> None:
+        """Send an engine the generations that it does not have. One that is new here also gets the releases of jobs
+        that ended meanwhile."""
+        if await self._supply.complete(status, list(self._jobs.values()), self._is_held):
+            await self._ends.free_owed()
+
+    def _is_held(self, record: JobRecord) -> bool:
+        job = record.spec.job
+        return self._jobs.get(job) is record and job not in self._ending
 
     async def complete_ends(self) -> None:
         """Complete the ends of jobs for which the disk had no room, until cancelled."""
@@ -244,13 +252,12 @@ class JobControl:
             ) from error
 
     async def _take_stacks(self, body: TakeStacks) -> CommandResult:
-        records = [worker.record for worker in self._workers.live()]
         sources = [
             StackSource(r.rank, r.pid, r.start_ticks, self._beacons.path_of(r.job, r.generation, r.rank))
-            for r in records
+            for r in (worker.record for worker in self._workers.live())
             if (r.job, r.generation) == (body.job, body.generation)
         ]
-        return CommandResult(stands=await take_stands(sources, body.timeout_s))
+        return CommandResult(stands=await take_stands(sources, body.timeout_s, self._stack_reads))
 
     def _positions(self, job: str, generation: int) -> tuple[RankPosition, ...]:
         return self._beacons.positions(job, upto_generation=generation)
@@ -283,12 +290,12 @@ class JobControl:
         store = self._starter.claim_store(placement, host)
         await self._workers.stop([w for w in self._workers.of(spec.job) if w is not store], grace_s=0.0)
         self._beacons.remove(spec.job, before_generation=placement.generation)
-        record = JobRecord(spec, placement, command.fence)
+        record = JobRecord(spec, placement, command.fence, body.seal, body.keys)
         await self._records.begin(record)
         self._jobs[spec.job] = record
         self._stopped_ran_s.pop(spec.job, None)
         if await self._engine.wait_alive(ENGINE_WAIT_S):
-            await self._configure(record)
+            await self._supply.configure(record)
         else:
             _log.error("started_without_engine", job=spec.job, generation=placement.generation)
         try:
@@ -371,10 +378,15 @@ class JobControl:
         await self._stop_workers(body.job, body.generation, body.grace_s)
         positions = self._positions(body.job, body.generation)
         release = Release(command.fence, body.job, body.keep_memory, body.drop_disk)
-        is_certain = await self._ends.free(release, command.deadline_s)
+        self._ending.add(body.job)
+        try:
+            is_certain = await self._ends.free(release, command.deadline_s)
+        finally:
+            self._ending.discard(body.job)
+        self._jobs.pop(body.job, None)
+        self._supply.forget(body.job)
         self._beacons.remove(body.job)
         self._standbys.drop(body.job)
-        self._jobs.pop(body.job, None)
         self._stopped_ran_s.pop(body.job, None)
         self._secrets.pop(body.job, None)
         await self._ends.forget(body.job, body.generation)
@@ -386,13 +398,6 @@ class JobControl:
                 hint="free space on the disk of the state folder",
             )
         return CommandResult(positions=positions)
-
-    async def _configure(self, record: JobRecord) -> None:
-        request = Configure(record.fence, self._host_id, record.placement, record.spec.checkpoint)
-        try:
-            await self._engine_client.ask(request)
-        except FlyballError as error:  # training does not depend on it, and failing saves are reported separately
-            _log.error("engine_not_configured", job=record.spec.job, error=str(error))
 
 
 def _positions_of(reply: EngineReply) -> tuple[RankPosition, ...]:

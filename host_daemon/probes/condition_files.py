@@ -1,14 +1,14 @@
 """Conditions that others report on this host: one JSON file each in a folder, for the time that the file is there.
 
 `{"kind": "ecc-corrected", "severity": "warning", "message": "GPU 3 corrected 900 errors."}` in `NAME.json`. A writer
-renames the file into place. One that is half-written, huge or wrong changes nothing: what it said before stands.
+renames the file into place. One that is half-written, huge or wrong changes nothing: what it said before stands. Links
+of an operator are followed, those that workers may have made are not.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import stat
 from pathlib import Path
 
 import msgspec
@@ -16,6 +16,8 @@ import structlog
 
 from flyball.contracts.reports.conditions import BOOT, EVENT, MAX_CONDITIONS, MAX_REQUEST_BYTES, ConditionRequest
 from flyball.contracts.wire import MALFORMED, decoder_of
+from flyball.worker_files import open_operators_file
+from flyball.worker_user import WorkerUser
 from host_daemon.probes.findings import NotAvailableError, ProbeFinding, Reading
 
 MAX_FILES = 1_000  # that are looked at
@@ -29,8 +31,10 @@ class ConditionFiles:
     interval_s = 0.5
     deadline_s = 10.0
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, user: WorkerUser | None = None) -> None:
+        """`user`: the workers'; None: this process's."""
         self._folder = folder
+        self._user = user
         self._read: dict[str, tuple[tuple[int, int, int], ProbeFinding | None]] = {}  # name -> version, what it says
 
     def read(self) -> Reading:
@@ -55,14 +59,12 @@ class ConditionFiles:
         version = (0, 0, 0)  # it cannot be opened
         said = before[1] if before is not None else None
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would block
+            descriptor = open_operators_file(path, self._user)
             try:
                 found = os.fstat(descriptor)  # of what is open: the name may be another file's by now
                 version = (found.st_ino, found.st_mtime_ns, found.st_size)
                 if before is not None and before[0] == version:
                     return before
-                if not stat.S_ISREG(found.st_mode):
-                    raise msgspec.DecodeError("it is not a regular file")
                 with open(descriptor, "rb", closefd=False) as file:
                     data = file.read(MAX_REQUEST_BYTES + 1)
             finally:

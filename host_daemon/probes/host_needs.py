@@ -7,13 +7,16 @@ import os
 import shutil
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from flyball.contracts.errors import ConfigurationError, MemoryTooSmall, StorageFull
+from flyball.worker_user import WorkerUser
 from host_daemon.settings import DaemonSettings
 from host_daemon.store.state_dir import DATABASE_FILE
 
 MIN_DISK_BYTES = 64 << 20
+_USER_TIMEOUT_S = 60.0
 MIN_SHM_BYTES = 16 << 20  # for beacons and control words only; the engine checks the slots of each job
 
 
@@ -27,6 +30,36 @@ def check_host(settings: DaemonSettings) -> None:
         sys.stderr.write(f"warning: {error.message} It starts all the same: it may have to stop workers.\n")
     check_shm(Path(settings.shm_dir))
     _check_address(settings.address)
+    if settings.worker_user is not None:
+        _check_worker_user(settings.worker_user, (settings.state_dir, Path(settings.shm_dir)))
+
+
+def _check_worker_user(user: WorkerUser, folders: Sequence[Path]) -> None:
+    """Raise ConfigurationError if workers could not start, or not reach these folders."""
+    import subprocess  # not for each start
+
+    code = "import os, sys, flyball; sys.exit(' '.join(p for p in sys.argv[1:] if not os.access(p, os.X_OK)))"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code, *map(str, folders)],
+            env=user.environment(),
+            user=user.uid,
+            group=user.gid,
+            extra_groups=user.groups,
+            capture_output=True,
+            text=True,
+            timeout=_USER_TIMEOUT_S,
+            check=False,
+        )
+        why = done.stderr.strip().splitlines()[-1:] if done.returncode else []
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = [str(error)]
+    if why:
+        raise ConfigurationError(
+            f"Workers of user {user.name} could not run here: {why[0]}.",
+            hint="install Python and Flyball where all may read them, and choose a --state-dir that they can go "
+            "through to: not below /root",
+        )
 
 
 def _has_workers(database: Path) -> bool:

@@ -9,7 +9,9 @@ from types import MappingProxyType
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.clock import Clock
 from flyball.contracts.cluster import JobSpec
+from flyball.contracts.on_host.os_text import from_text
 from flyball.contracts.reports.conditions import HostCondition
+from flyball.worker_user import WorkerUser
 from host_daemon.probes.clock_jumps import ClockJumps
 from host_daemon.probes.condition_files import ConditionFiles
 from host_daemon.probes.disks import Disks
@@ -56,6 +58,7 @@ async def watch_conditions(
         marks=marks,
         same_boot=not rebooted,
         node=api_of(settings),
+        user=settings.worker_user,
     )
     await probing.run(probes, rebooted=rebooted)
 
@@ -71,9 +74,10 @@ def probes_of(
     marks: Mapping[str, str] = MappingProxyType({}),
     same_boot: bool = True,
     node: NodeApi | None = None,
+    user: WorkerUser | None = None,
 ) -> tuple[Probe, ...]:
     """`root`: what stands for / in tests. `standing`: what earlier daemons reported, `same_boot`: under this boot.
-    `marks`: how far the probes of this boot had read, by source."""
+    `marks`: how far the probes of this boot had read, by source. `user`: the workers'; None: this process's."""
     nvml = None if root == REAL_ROOT else RecordedNvml(root / "nvml.json")
     known = tuple(standing)
     lost = [c.subject for c in known if same_boot and c.kind == GPU_LOST and c.source == Gpus.source]
@@ -86,7 +90,7 @@ def probes_of(
         Gpus(nvml, host_clock.monotonic_s, interval_s, lost),
         Links(root, down, interval_s),
         NodeTaints(node or NodeApi("", "")),
-        ConditionFiles(conditions_dir),
+        ConditionFiles(conditions_dir, user),
     )
 
 
@@ -97,7 +101,7 @@ def written_folders(state_dir: Path, shm_dir: str, jobs: Iterable[JobSpec]) -> d
         if spec.checkpoint.policy(Tier.DISK).is_on:
             found[f"the disk tier of job {spec.job}"] = Path(spec.checkpoint.disk_folder(state_dir))
         if spec.log_dir:
-            found[f"the logs of job {spec.job}"] = Path(spec.log_dir)
+            found[f"the logs of job {spec.job}"] = Path(from_text(spec.log_dir))
     return found
 
 

@@ -1,54 +1,76 @@
 """Turns a worker process into what `python script.py` would be, before the user's script begins.
 
-Runs in a process forked from the warm spawner, or as `python -P -m host_daemon.spawning.child` in a fresh interpreter
-(a cold start). Unless the script fails, these frames stay below it until the interpreter ends, so atexit handlers and
-threads behave as usual. The functions here import nothing late: the daemon's modules are forgotten before the script
-runs.
+Runs in a process forked from the warm spawner, or in a fresh interpreter (a cold start). Unless the script fails, these
+frames stay below it until the interpreter ends, so atexit handlers and threads behave as usual. The functions here
+import nothing late: the daemon's modules are forgotten before the script runs.
 """
 
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import errno
 import io
 import os
 import runpy
 import signal
-import socket
-import stat
 import sys
+import threading
 import traceback
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import msgspec
 
-from flyball.contracts import fault_points, wire
+from flyball.batch_step import end_own_children, ignore_term, leader_of
+from flyball.contracts import fault_points
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import ConfigurationError, FlyballError
 from flyball.contracts.on_host import worker_env
 from flyball.process_title import set_title
+from flyball.sdk.rank_claim import own_mark
 from flyball.sdk.stack_file import answer_stack_requests
 from flyball.state_folder import write_private
-from host_daemon.kernel.processes import INHERITED_DESCRIPTOR
-from host_daemon.spawning.spawn_wire import HEADER, PERMIT, Order, StoreOrder, WorkerOrder, WorkerStreamPaths
+from host_daemon.kernel.processes import INHERITED_DESCRIPTOR, ignores_signal, read_stat
+from host_daemon.spawning import early_settings
+from host_daemon.spawning.spawn_wire import (
+    HEADER,
+    PERMIT,
+    Order,
+    StoreOrder,
+    WorkerOrder,
+    WorkerStreamPaths,
+    frame,
+    interpreter_of,
+    parsed,
+)
+from host_daemon.spawning.streams import redirect
 
 NOT_PERMITTED_EXIT_CODE = 125
+THREADS_AFTER_EXIT_S = 30.0  # a script that ends with a code of its own may still be uploading
+THREADS_AFTER_ERROR_S = 10.0  # a restart waits for it
 _FRAMES_OF_OURS = (__file__, runpy.__file__, "<frozen runpy>")
 
 
-def carry_out(order: Order) -> None:
-    """Carry out the order in this process. Ends by SystemExit, or returns once the script is done."""
+def carry_out(order: Order, *, is_warm: bool = False) -> None:
+    """Carry out the order in this process. Ends by SystemExit, or returns once the script is done. `is_warm`: torch was
+    imported before the script begins."""
     if isinstance(order, StoreOrder):
         redirect(order.log_path, WorkerStreamPaths())
         serve_store(order.job, order.address, order.port)
         return
+    if is_warm and not order.program and (setting := early_settings.found_in(_file_of(order))):
+        _start_cold(order, setting)
     os.environ.clear()
     os.environ.update(order.environment)
+    ignore_term(os.environ)
+    if leader_of(os.environ):
+        end_own_children(_ignores_term)
     end = _GoodEnd(order.end_file)
     try:
+        os.environ[worker_env.WORKER] = own_mark()
         redirect(order.log_path, order.streams)
         os.chdir(order.workdir)
         fault_points.rearm()
@@ -57,17 +79,25 @@ def carry_out(order: Order) -> None:
         answer_stack_requests(order.environment.get(worker_env.BEACON, ""))
         _title(order)
         _reseed_numpy()
+        if is_warm:
+            _name_late_settings(order)
         _forget_daemon()
         _run(order)
     except SystemExit as request:
         if request.code not in (None, 0):
-            _fail(request.code)
+            _fail(request.code, THREADS_AFTER_EXIT_S)
         end.has_come = True
         raise
     except BaseException as error:  # noqa: BLE001 - this is where the interpreter would print it
         _report(error)
-        _fail(1)
+        _fail(1, THREADS_AFTER_ERROR_S)
     end.has_come = True
+
+
+def _ignores_term(pid: int) -> bool:
+    """Whether this is a child of this process, and ignores SIGTERM."""
+    stat = read_stat(pid)
+    return stat is not None and stat.parent == os.getpid() and ignores_signal(pid, signal.SIGTERM)
 
 
 class _GoodEnd:
@@ -86,17 +116,43 @@ class _GoodEnd:
                 Path(self._path).touch()
 
 
-def _fail(code: object) -> NoReturn:
-    """End a failed worker at once: an orderly exit of an interpreter with torch takes 0.2 s, and threads that wait for
-    dead peers would block it forever."""
+def _fail(code: object, threads_s: float) -> NoReturn:
+    """End a failed worker as python does, and with a deadline: threads that wait for dead peers would block it forever,
+    and an orderly exit of an interpreter with torch takes 0.2 s more."""
     if not isinstance(code, int):
         sys.stderr.write(f"{code}\n")
         code = 1
+    _finish_threads(code, threads_s)
     atexit._run_exitfuncs()
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # closed by the script, or its disk is full
             stream.flush()
     os._exit(code & 0xFF)
+
+
+def _finish_threads(code: int, limit_s: float) -> None:
+    """Wait for threads that are no daemons, and for the work of executors; beyond the limit, end without them."""
+    if threading.active_count() == 1:
+        return
+    done = threading.Event()
+
+    def watch() -> None:
+        if done.wait(limit_s):
+            return
+        own = (threading.main_thread(), threading.current_thread())
+        names = sorted(one.name for one in threading.enumerate() if not one.daemon and one not in own)
+        sys.stderr.write(f"flyball: cut off {limit_s:g} s after the script's end: {', '.join(names)}\n")
+        atexit._run_exitfuncs()
+        _end(code)
+
+    with contextlib.suppress(RuntimeError):  # no more threads may be started: nothing is waited for
+        threading.Thread(target=watch, name="flyball: end", daemon=True).start()
+        threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter's own end does
+    done.set()
 
 
 def _become(argv: tuple[str, ...]) -> NoReturn:
@@ -133,21 +189,76 @@ def _forget_daemon() -> None:
         del sys.modules[name]
 
 
+def _file_of(order: WorkerOrder) -> Path:
+    """The file that runs first, as far as it lies in the working folder or is named."""
+    workdir, target = Path(order.workdir), order.argv[0]
+    place = workdir.joinpath(*target.split(".")) if order.module else workdir / target
+    if place.is_dir():
+        return place / "__main__.py"
+    return place.with_suffix(".py") if order.module else place
+
+
+def _start_cold(order: WorkerOrder, setting: str) -> None:
+    """Become a fresh interpreter with the same order. The script has not begun. Returns if that is not possible."""
+    if order.rank == 0 and order.environment.get("TORCHELASTIC_RESTART_COUNT") == "0":
+        redirect(order.log_path, order.streams)
+        sys.stderr.write(
+            f"flyball: {order.argv[0]} sets {setting} before it imports torch, so its ranks start without the warm "
+            "standby, which takes longer (set it in the shell to prevent that)\n"
+        )
+    with contextlib.suppress(OSError):
+        memory = os.memfd_create("order")
+        with open(memory, "wb", closefd=False) as file:
+            file.write(frame(order) + PERMIT)
+        os.lseek(memory, 0, os.SEEK_SET)
+        os.dup2(memory, INHERITED_DESCRIPTOR)
+        os.set_inheritable(INHERITED_DESCRIPTOR, True)  # it may have had that number already
+        os.execve(sys.executable, interpreter_of(__name__), order.environment)
+
+
+def _name_late_settings(order: WorkerOrder) -> None:
+    """Once the script imports torch, say what it has set in vain."""
+    usual, before, is_first = builtins.__import__, order.environment, order.rank == 0
+
+    def watching(name: str, *more: Any, **named: Any) -> ModuleType:  # noqa: ANN401 - Python's own
+        if name.partition(".")[0] == "torch" and builtins.__import__ is watching:
+            builtins.__import__ = usual
+            late = early_settings.changed(before, os.environ)
+            if late and is_first:
+                sys.stderr.write(
+                    f"flyball: {', '.join(late)}: set too late, since torch is there when a script begins: set it in "
+                    "the shell, or at the top of the script itself\n"
+                )
+        return usual(name, *more, **named)
+
+    builtins.__import__ = watching
+
+
 def _run(order: WorkerOrder) -> None:
     sys.argv = list(order.argv)
+    # What torchrun would have started: programs start themselves again with it.
+    sys.orig_argv = [sys.executable, "-u", *(["-m"] if order.module else []), *order.argv]
     target = order.argv[0]
     if order.module:
-        sys.path.insert(0, str(Path.cwd()))
+        _add_to_path(Path.cwd())
         runpy.run_module(target, run_name="__main__", alter_sys=True)
-    elif Path(target).is_dir() or target.endswith((".zip", ".pyz")):
+    elif Path(target).is_dir():
+        sys.path.insert(0, target)
+        _run_file(Path(target) / "__main__.py")
+    elif target.endswith((".zip", ".pyz")):
         runpy.run_path(target, run_name="__main__")
     else:
+        _add_to_path(Path(target).resolve().parent)
         _run_file(Path(target))
+
+
+def _add_to_path(folder: Path) -> None:
+    if not sys.flags.safe_path:  # PYTHONSAFEPATH
+        sys.path.insert(0, str(folder))
 
 
 def _run_file(script: Path) -> None:
     """Like runpy.run_path, but the module stays `__main__` until the interpreter ends, as under `python script.py`."""
-    sys.path.insert(0, str(script.resolve().parent))
     main = ModuleType("__main__")
     main.__file__ = str(script.absolute())
     sys.modules["__main__"] = main
@@ -178,8 +289,9 @@ def _write_error_file(error: BaseException, tb: TracebackType | None) -> None:
     if not path.name or path.exists():
         return
     text = "".join(traceback.format_exception(type(error), error, tb))
+    text = text.encode(errors="backslashreplace").decode()  # a path may have bytes that are not UTF-8
     message = {
-        "message": f"{type(error).__name__}: {error}",
+        "message": f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode(),
         "extraInfo": {"py_callstack": text, "timestamp": str(int(SystemClock().wall_s()))},
     }
     try:
@@ -188,10 +300,10 @@ def _write_error_file(error: BaseException, tb: TracebackType | None) -> None:
         sys.stderr.write(f"flyball: {path} could not be written: {failure}\n")
 
 
-def _receive(control: socket.socket, count: int) -> bytes:
+def _receive(count: int) -> bytes:
     data = b""
     while len(data) < count:
-        more = control.recv(count - len(data))
+        more = os.read(INHERITED_DESCRIPTOR, count - len(data))
         if not more:
             os._exit(NOT_PERMITTED_EXIT_CODE)  # the daemon died before it permitted this process to run
         data += more
@@ -199,13 +311,13 @@ def _receive(control: socket.socket, count: int) -> bytes:
 
 
 def main() -> None:
-    """Cold start: order and permission come over the inherited socket."""
+    """Cold start: order and permission come over the inherited socket, or from the memory that a warm start left."""
     set_title("starting worker", ["host_daemon.spawning.child"])
-    with socket.socket(fileno=INHERITED_DESCRIPTOR) as control:
-        (length,) = HEADER.unpack(_receive(control, HEADER.size))
-        order = wire.decoder_of(Order).decode(_receive(control, length))
-        if _receive(control, len(PERMIT)) != PERMIT:
-            os._exit(NOT_PERMITTED_EXIT_CODE)
+    (length,) = HEADER.unpack(_receive(HEADER.size))
+    order = parsed(_receive(length), Order)
+    if _receive(len(PERMIT)) != PERMIT:
+        os._exit(NOT_PERMITTED_EXIT_CODE)
+    os.close(INHERITED_DESCRIPTOR)
     carry_out(order)
 
 
@@ -224,81 +336,8 @@ def serve_store(job: str, address: str, port: int) -> None:
     set_title(f"{job} rendezvous store", [f"{address}:{port}"])
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
+    ignore_term(os.environ)  # it is killed
     store = TCPStore(address, port, None, True, wait_for_workers=False)
     os.write(1, f"listening on {address}:{store.port}\n".encode())
     while True:
         signal.pause()
-
-
-# --- standard streams ------------------------------------------------------------------------------------------------
-
-_LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-_NOBODY_THERE = (errno.EIO, errno.EPIPE)  # from a write when the pump is dead: to a terminal, to a pipe
-
-
-def redirect(log_path: str, streams: WorkerStreamPaths) -> None:
-    """Send this process's output where the order says, or to its log if that is gone."""
-    log = os.open(log_path, _LOG_FLAGS, 0o600)
-    for descriptor, path in ((1, streams.stdout), (2, streams.stderr)):
-        device = _open(path, os.O_WRONLY)
-        os.dup2(log if device is None else device, descriptor)
-        if device is not None:
-            os.close(device)
-    os.close(log)
-    given = _open(streams.stdin, os.O_RDONLY)
-    if given is not None:
-        os.dup2(given, 0)
-        os.close(given)
-    if streams.stdout or streams.stderr:
-        for name, number in (("stdout", 1), ("stderr", 2)):
-            stream = _lasting(getattr(sys, name), number, log_path)
-            setattr(sys, name, stream)
-            setattr(sys, f"__{name}__", stream)
-    elif isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # logs are read while written, and the writer may be killed
-
-
-def _open(path: str, access: int) -> int | None:
-    """Open a terminal for reading and writing, or a pipe or file for `access`. Returns None if it is gone."""
-    if not path:
-        return None
-    try:
-        is_terminal = stat.S_ISCHR(Path(path).stat().st_mode)
-        # not as the controlling terminal: the pump's death must not raise a signal here
-        flags = (os.O_RDWR if is_terminal else access) | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(path, flags)
-    except OSError:
-        return None
-    os.set_blocking(descriptor, True)
-    return descriptor
-
-
-def _lasting(old: TextIO, descriptor: int, log_path: str) -> io.TextIOWrapper:
-    raw = _Lasting(descriptor, log_path)
-    raw.name = old.name  # '<stdout>'
-    return io.TextIOWrapper(
-        io.BufferedWriter(raw), encoding=old.encoding, errors=old.errors, newline="\n", line_buffering=True
-    )
-
-
-class _Lasting(io.FileIO):
-    """A stream that continues in the log when the pump dies, so that a killed pump does not end training."""
-
-    def __init__(self, descriptor: int, log_path: str) -> None:
-        super().__init__(descriptor, "wb", closefd=False)
-        self._log_path = log_path
-
-    def write(self, data: Any, /) -> int:  # noqa: ANN401 - any buffer
-        try:
-            return super().write(data)
-        except OSError as error:
-            if error.errno not in _NOBODY_THERE:
-                raise
-        log = os.open(self._log_path, _LOG_FLAGS, 0o600)
-        os.dup2(log, self.fileno())
-        os.close(log)
-        return super().write(data)
-
-
-if __name__ == "__main__":
-    main()

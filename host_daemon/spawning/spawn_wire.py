@@ -6,11 +6,16 @@ not recorded never ran, no matter who was killed in between.
 
 from __future__ import annotations
 
+import json
 import struct
+import sys
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
+
+from flyball.contracts import wire
+from flyball.process_title import TITLE_ROOM
 
 HEADER = struct.Struct("<I")
 MAX_FRAME_BYTES = 4 << 20
@@ -94,5 +99,17 @@ SpawnerNotice: TypeAlias = Ready | Spawned | Exited
 
 def frame(message: SpawnerRequest | SpawnerNotice | Order) -> bytes:
     """One message as it goes over the socket."""
-    body = msgspec.json.encode(message)
+    body = json.dumps(msgspec.to_builtins(message), separators=(",", ":")).encode()
     return HEADER.pack(len(body)) + body
+
+
+def parsed(body: bytes, kind: Any) -> Any:  # noqa: ANN401 - a union is no type
+    """The message in a frame. Not by msgspec alone: variables and paths may have bytes that are not UTF-8."""
+    return wire.convert(json.loads(body), kind)
+
+
+def interpreter_of(module: str, *words: str) -> list[str]:
+    """The command line of a process that runs `main` of a module of ours, and then may become a user's script. Neither
+    -m nor -P, which the script would see: `sys.flags`, and processes that it starts."""
+    code = f"import sys; sys.path[:1] = filter(None, sys.path[:1]); from {module} import main; main()"
+    return [sys.executable, "-c", code, *words, TITLE_ROOM]

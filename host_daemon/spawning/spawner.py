@@ -1,8 +1,8 @@
 """The warm standby: a single-threaded process with torch imported, from which workers are forked.
 
-The daemon runs it as `python -P -m host_daemon.spawning.spawner --state-dir DIR` with the job's environment, because
-thread counts set after an import are ignored. It forks on request, reports how its children ended, and exits when the
-daemon is gone. Its own death does not end its children: each is in a session of its own.
+The daemon runs its `main` with `--state-dir DIR` and the job's environment, because thread counts set after an import
+are ignored. It forks on request, reports how its children ended, and exits when the daemon is gone. Its own
+death does not end its children: each is in a session of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from flyball.contracts import wire
+from flyball.batch_step import ignore_term, leader_of
 from flyball.process_start import without_collector
 from flyball.process_title import set_title
 from host_daemon.kernel.processes import INHERITED_DESCRIPTOR
@@ -37,6 +37,7 @@ from host_daemon.spawning.spawn_wire import (
     SpawnerNotice,
     SpawnerRequest,
     frame,
+    parsed,
 )
 
 # What a training script imports first: a job waits for these.
@@ -182,7 +183,7 @@ class Spawner:
             end = HEADER.size + length
             if len(self._received) < end:
                 break
-            requests.append(wire.decoder_of(SpawnerRequest).decode(self._received[HEADER.size : end]))
+            requests.append(parsed(self._received[HEADER.size : end], SpawnerRequest))
             self._received = self._received[end:]
         return requests
 
@@ -218,8 +219,9 @@ class Spawner:
     def _become_child(self) -> None:
         os.setsid()
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if not leader_of(os.environ):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self._selector.close()
         for end in (self._control, self._wake_reader, self._wake_writer):
@@ -257,6 +259,7 @@ class Spawner:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the daemon
+    ignore_term(os.environ)  # it ends with the daemon
     set_title("spawner", ["host_daemon.spawning.spawner", *sys.argv[1:]])
     spawner = Spawner(socket.socket(fileno=INHERITED_DESCRIPTOR))
     unfit = preload()
@@ -264,8 +267,4 @@ def main() -> None:
     spawner.send(Ready(unfit))
     order = spawner.serve(preload_later() if not unfit else iter(()))
     if order is not None:
-        carry_out(order)
-
-
-if __name__ == "__main__":
-    main()
+        carry_out(order, is_warm=True)

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import signal
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,9 @@ from pathlib import Path
 import structlog
 
 from flyball.contracts.errors import FlyballError
-from flyball.contracts.wire import MALFORMED, decoder_of
-from flyball.process_title import TITLE_ROOM
-from host_daemon.kernel.processes import ExitStatus, launch, send_signal
+from flyball.contracts.wire import MALFORMED
+from flyball.worker_user import WorkerUser
+from host_daemon.kernel.processes import ExitStatus, launch, read_stat, send_signal
 from host_daemon.kernel.reaper import Reaper
 from host_daemon.spawning.spawn_wire import (
     HEADER,
@@ -32,6 +31,8 @@ from host_daemon.spawning.spawn_wire import (
     SpawnerNotice,
     WorkerOrder,
     frame,
+    interpreter_of,
+    parsed,
 )
 from host_daemon.spawning.spawner_start import StartedSpawner, start_spawner
 
@@ -81,11 +82,17 @@ class SpawnerProcess:
 
     @classmethod
     async def start(
-        cls, *, environment: Mapping[str, str], log_path: Path, state_dir: Path, reaper: Reaper
+        cls,
+        *,
+        environment: Mapping[str, str],
+        log_path: Path,
+        state_dir: Path,
+        reaper: Reaper,
+        user: WorkerUser | None = None,
     ) -> SpawnerProcess:
         """Launch a spawner; `ready` resolves once torch is imported. Raises SpawnError."""
         try:
-            started = start_spawner(environment=environment, log_path=log_path, state_dir=state_dir)
+            started = start_spawner(environment=environment, log_path=log_path, state_dir=state_dir, user=user)
         except OSError as error:
             raise SpawnError(f"A spawner could not be started: {error}.", hint="see the host's limits") from error
         return await cls.of(started, reaper)
@@ -153,7 +160,7 @@ class SpawnerProcess:
                 (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
                 if length > MAX_FRAME_BYTES:
                     break
-                self._take(decoder_of(SpawnerNotice).decode(await reader.readexactly(length)))
+                self._take(parsed(await reader.readexactly(length), SpawnerNotice))
         except (asyncio.IncompleteReadError, OSError, *MALFORMED) as error:
             _log.info("spawner_ended", pid=self.pid, why=type(error).__name__)
         finally:
@@ -182,10 +189,16 @@ class SpawnerProcess:
         if not pid:
             awaited.set_exception(SpawnError(f"The spawner could not fork: {message}.", hint="see the host's limits"))
             return
+        stat = read_stat(pid)
+        if stat is not None and stat.parent != self.pid:  # a script has taken its spawner over: it may name any process
+            awaited.set_exception(SpawnError(f"The spawner names {pid}, which it did not start.", hint="end its jobs"))
+            return
         awaited.set_result(SpawnedProcess(pid, self._reaper.watch(pid), self))
 
 
-def start_cold(order: Order, *, environment: Mapping[str, str], log_path: Path, reaper: Reaper) -> SpawnedProcess:
+def start_cold(
+    order: Order, *, environment: Mapping[str, str], log_path: Path, reaper: Reaper, user: WorkerUser | None = None
+) -> SpawnedProcess:
     """Start a process in a fresh interpreter, as a child of the daemon. Raises SpawnError."""
     if isinstance(order, WorkerOrder):
         environment = order.environment
@@ -195,10 +208,11 @@ def start_cold(order: Order, *, environment: Mapping[str, str], log_path: Path, 
             undo.callback(ours.close)  # the process ends when this is closed
             with theirs:
                 pid = launch(
-                    [sys.executable, "-P", "-m", "host_daemon.spawning.child", TITLE_ROOM],
+                    interpreter_of("host_daemon.spawning.child"),
                     environment=environment,
                     log_path=log_path,
                     descriptor=theirs.fileno(),
+                    user=user,
                 )
             ours.sendall(frame(order))
             undo.pop_all()

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from flyball.process_title import TITLE_ROOM
+from flyball.worker_user import WorkerUser
 from host_daemon.kernel.processes import launch
+from host_daemon.spawning.spawn_wire import interpreter_of
 
 
 class StartedSpawner(NamedTuple):
@@ -22,17 +22,20 @@ class StartedSpawner(NamedTuple):
     environment: Mapping[str, str]
 
 
-def start_spawner(*, environment: Mapping[str, str], log_path: Path, state_dir: Path) -> StartedSpawner:
-    """Launch it. Raises OSError."""
+def start_spawner(
+    *, environment: Mapping[str, str], log_path: Path, state_dir: Path, user: WorkerUser | None = None
+) -> StartedSpawner:
+    """Launch it, as the user that its workers will be. Raises OSError."""
     ours, theirs = socket.socketpair()
     with contextlib.ExitStack() as undo:
         undo.callback(ours.close)
         with theirs:
             pid = launch(
-                [sys.executable, "-P", "-m", "host_daemon.spawning.spawner", "--state-dir", str(state_dir), TITLE_ROOM],
+                interpreter_of("host_daemon.spawning.spawner", "--state-dir", str(state_dir)),
                 environment=environment,
                 log_path=log_path,
                 descriptor=theirs.fileno(),
+                user=user,
             )
         undo.pop_all()
     return StartedSpawner(pid, ours, environment)

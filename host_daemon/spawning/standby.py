@@ -10,6 +10,7 @@ from pathlib import Path
 import structlog
 
 from flyball.contracts.clock import Clock
+from flyball.worker_user import WorkerUser
 from host_daemon.kernel.reaper import Reaper
 from host_daemon.spawning.spawn_wire import Order
 from host_daemon.spawning.spawner_client import SpawnedProcess, SpawnerProcess, SpawnError, start_cold
@@ -27,9 +28,18 @@ class Standbys:
     """Keeps a spawner ready for every job that asked for one. Starts processes through it, or cold."""
 
     def __init__(
-        self, *, state_dir: Path, log_path: Path, reaper: Reaper, clock: Clock, started: StartedSpawner | None = None
+        self,
+        *,
+        state_dir: Path,
+        log_path: Path,
+        reaper: Reaper,
+        clock: Clock,
+        user: WorkerUser | None = None,
+        started: StartedSpawner | None = None,
     ) -> None:
-        """`started`: a spawner that is already running; the first job with its environment gets it."""
+        """`user`: whose all processes are. `started`: a spawner that is already running; the first job with its
+        environment gets it."""
+        self._user = user
         self._state_dir = state_dir
         self._log_path = log_path
         self._reaper = reaper
@@ -50,7 +60,15 @@ class Standbys:
         started = None
         if self._started is not None and self._started.environment == environment:
             started, self._started = self._started, None
-        return _Standby(environment, self._state_dir, self._log_path, self._reaper, self._clock, started=started)
+        return _Standby(
+            environment,
+            state_dir=self._state_dir,
+            log_path=self._log_path,
+            reaper=self._reaper,
+            clock=self._clock,
+            user=self._user,
+            started=started,
+        )
 
     def drop(self, job: str) -> None:
         """The job no longer needs one."""
@@ -85,14 +103,16 @@ class _Standby:
     def __init__(
         self,
         environment: dict[str, str],
+        *,
         state_dir: Path,
         log_path: Path,
         reaper: Reaper,
         clock: Clock,
-        *,
+        user: WorkerUser | None,
         started: StartedSpawner | None,
     ) -> None:
         self.environment = environment
+        self._user = user
         self._state_dir = state_dir
         self._log_path = log_path
         self._reaper = reaper
@@ -118,7 +138,9 @@ class _Standby:
                 return await self.spawner.spawn(order)
             except SpawnError as error:
                 _log.warning("cold_start", reason=str(error))
-        return start_cold(order, environment=self.environment, log_path=self._log_path, reaper=self._reaper)
+        return start_cold(
+            order, environment=self.environment, log_path=self._log_path, reaper=self._reaper, user=self._user
+        )
 
     def close(self) -> None:
         self._task.cancel()
@@ -149,7 +171,11 @@ class _Standby:
             spawner = await SpawnerProcess.of(started, self._reaper)
         else:
             spawner = await SpawnerProcess.start(
-                environment=self.environment, log_path=self._log_path, state_dir=self._state_dir, reaper=self._reaper
+                environment=self.environment,
+                log_path=self._log_path,
+                state_dir=self._state_dir,
+                reaper=self._reaper,
+                user=self._user,
             )
         try:
             unfit = await spawner.unfit()

@@ -94,5 +94,6 @@ class Allegiance:
             unanswered_s=self._clock.monotonic_s() - self._replied_at_s,
             jobs=self._held(self._clock.wall_s()),
             ended=ended,
+            end_seals=await self._records.end_seals(),
             committed=self._outbox.forgotten(),
         )

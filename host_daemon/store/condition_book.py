@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import msgspec
 import structlog
 
-from flyball.contracts.reports.conditions import ConditionKey, HostCondition
+from flyball.contracts.reports.conditions import ConditionKey, HostCondition, Severity
 from flyball.contracts.reports.signals import ConditionBegan, ConditionEnded, ConditionsStand
 from flyball.contracts.wire import MALFORMED, decoder_of
 from host_daemon.store.database import Work
@@ -72,6 +72,19 @@ class ConditionBook:
         source, kind, subject = condition.key
         await self._outbox.put(ConditionEnded(source, kind, subject), also=self._noted())
         self._outbox.repeat(lambda body: isinstance(body, ConditionBegan) and body.condition.key == condition.key)
+
+    async def note(self, source: str, kind: str, message: str, now: float) -> bool:
+        """Have it on record for as long as there is a message. Returns whether that changed anything. Raises
+        FlyballError when the disk is full."""
+        condition = HostCondition(kind, Severity.INFO, message[:2_000] or "It is over.", source, now)
+        standing = self.standing.get(condition.key)
+        if message and standing is None:
+            await self.begin(condition)
+        elif not message and standing is not None:
+            await self.end(standing)
+        else:
+            return False
+        return True
 
     async def forget(self, keys: Iterable[ConditionKey]) -> None:
         """Drop conditions that ended by themselves: the supervisor knows when."""

@@ -14,8 +14,8 @@ import msgspec
 
 from flyball.contracts import wire
 from flyball.contracts.errors import InvalidMessage, StateVersionMismatch, StorageFull
-from flyball.contracts.identity import Fence
-from flyball.contracts.reports.standings import CommandId, LastObeyed
+from flyball.contracts.identity import CommandId, Fence
+from flyball.contracts.reports.standings import LastObeyed
 from flyball.state_folder import clear_errors, write_private
 
 SLOT_BYTES = 4096

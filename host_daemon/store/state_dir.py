@@ -5,21 +5,47 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from flyball.contracts.errors import ConfigurationError
-from flyball.contracts.on_host.engine_wire import ENGINE_PID_FILE, ENGINE_SOCKET, HOST_STATE_VERSION, NOTIFY_SOCKET
+from flyball.contracts.errors import ConfigurationError, FlyballError
+from flyball.contracts.on_host.engine_wire import (
+    DAEMON_PID_FILE,
+    ENGINE_LOG,
+    ENGINE_PID_FILE,
+    ENGINE_SOCKET,
+    HOST_STATE_VERSION,
+    NOTIFY_SOCKET,
+)
 from flyball.contracts.on_host.injected import INJECT_FOLDER
-from flyball.state_folder import StateFolder, clear_errors, write_private
+from flyball.contracts.on_host.os_text import from_text
+from flyball.state_folder import StateFolder, clear_errors, create_once, write_private
+from flyball.worker_files import read_worker_file
+from flyball.worker_user import WorkerUser
 
 DATABASE_FILE = "daemon.sqlite"
-PID_FILE = "daemon.pid"  # locked by the daemon while it runs
+HOST_FILE = "host-id"  # whose folder it is
+MAX_HOST_BYTES = 256
+_PASSABLE = 0o711  # for whoever knows the names below
+
+
+def host_of(state_dir: Path) -> str:
+    """The host with this state folder, '' if that is not known: a daemon of 0.1.0 does not say so."""
+    try:
+        return read_worker_file(str(state_dir / HOST_FILE), MAX_HOST_BYTES).decode(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 class HostStateDir:
     """Names the files of one host, and holds the lock that admits a single daemon."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, user: WorkerUser | None = None) -> None:
+        """`user`: whose the workers are, None: this process's."""
         self.root = root.resolve()
+        self._user = user
         self._folder = StateFolder(self.root, version=HOST_STATE_VERSION, in_use=self._in_use)
+
+    @property
+    def has_worker_user(self) -> bool:
+        return self._user is not None
 
     @property
     def database(self) -> Path:
@@ -43,7 +69,7 @@ class HostStateDir:
 
     @property
     def engine_log(self) -> Path:
-        return self.root / "engine.log"
+        return self.root / ENGINE_LOG
 
     def keep_peer_key(self, key: str) -> Path:
         """Write the key that the cluster's engines share, for this host's engine alone."""
@@ -62,7 +88,7 @@ class HostStateDir:
 
     def rank_log(self, log_dir: str, job: str, generation: int, rank: int) -> Path:
         """stdout and stderr of one rank. `log_dir` is the job's own folder for logs, '' for this one."""
-        base = Path(log_dir) if log_dir else self.root / "logs"
+        base = Path(from_text(log_dir)) if log_dir else self.root / "logs"
         return base / job / f"g{generation}" / f"rank{rank}.log"
 
     def job_logs(self, job: str) -> Path:
@@ -76,7 +102,7 @@ class HostStateDir:
             return
         link.parent.mkdir(exist_ok=True)
         link.unlink(missing_ok=True)
-        link.symlink_to(Path(log_dir) / job)
+        link.symlink_to(Path(from_text(log_dir)) / job)
 
     def store_log(self, log_dir: str, job: str, generation: int) -> Path:
         """Output of the process that hosts a generation's rendezvous store."""
@@ -86,13 +112,60 @@ class HostStateDir:
         """TORCHELASTIC_ERROR_FILE of one rank."""
         return self.root / "errors" / job / f"g{generation}-r{rank}.json"
 
-    def open(self) -> None:
-        """Create the folder (0700) or check its version, and lock it for this process.
+    def make_rank_folders(self, log_dir: str, job: str, generation: int) -> None:
+        """The folders of the logs and error files of a generation's ranks. Workers of another user own what they write
+        into, and can go through what is above it. Raises OSError."""
+        logs = self.rank_log(log_dir, job, generation, 0).parent
+        errors = self.error_file(job, generation, 0).parent
+        user = self._user
+        if user is None:
+            logs.mkdir(parents=True, exist_ok=True)
+            errors.mkdir(parents=True, exist_ok=True)
+            return
+        if log_dir:
+            with user.acting():  # it may be anywhere
+                logs.mkdir(parents=True, exist_ok=True)
+        for folder in (errors,) if log_dir else (logs, errors):
+            folder.mkdir(parents=True, exist_ok=True)
+            for parent in folder.parents:
+                if parent == self.root:
+                    break
+                parent.chmod(_PASSABLE)
+            user.give(folder, 0o700)
 
-        Raises StateVersionMismatch, StorageFull, or ConfigurationError if it cannot be used or has a daemon already.
+    def open(self, host_id: str) -> None:
+        """Create the folder (0700) or check its version and its host, and lock it for this process. For workers of
+        another user it can be gone through, and nothing else in it can.
+
+        Raises StateVersionMismatch, StorageFull, or ConfigurationError if it cannot be used, has a daemon already, or
+        is another host's: its workers would be taken for strays, and ended.
         """
-        self._folder.open(PID_FILE)
-        self._folder.write_lock(PID_FILE, str(os.getpid()))
+        self._folder.open(DAEMON_PID_FILE)
+        self._folder.write_lock(DAEMON_PID_FILE, str(os.getpid()))
+        self._check_host(host_id)
+        if self._user is not None:
+            os.umask(0o077)
+            with clear_errors(self.root):
+                for entry in self.root.iterdir():  # of an earlier daemon
+                    if not entry.is_symlink():
+                        entry.chmod(entry.stat().st_mode & 0o700)
+                self.root.chmod(_PASSABLE)
+
+    def _check_host(self, host_id: str) -> None:
+        path = self.root / HOST_FILE
+        try:
+            with clear_errors(path):
+                if not path.exists():
+                    create_once(path, f"{host_id}\n".encode())
+            mine = host_of(self.root)
+            if mine != host_id:
+                raise ConfigurationError(
+                    f"{self.root} is the state folder of host {mine}, not of {host_id}.",
+                    hint=f"give {host_id} a folder of its own with --state-dir, or name this host --host-id {mine}",
+                )
+        except FlyballError:
+            self._folder.close()
+            raise
 
     def close(self) -> None:
         """Release the lock; the files stay."""

@@ -9,7 +9,9 @@ import msgspec
 
 from flyball.contracts import wire
 from flyball.contracts.cluster import JobSpec, Placement
+from flyball.contracts.credentials import EngineKeys
 from flyball.contracts.identity import Fence
+from flyball.contracts.reports.grant_seals import GrantSeal
 from host_daemon.store.database import HostDatabase, Work
 from host_daemon.store.facts import Facts
 
@@ -18,6 +20,7 @@ _INSERT = (
     " VALUES (?, ?, ?, ?, ?, ?, ?)"
 )
 ENDED_FACT = "ended:"  # followed by a job's name
+END_SEAL_FACT = "end_seal:"  # likewise: the seal of the generation that ended
 MAX_ENDED = 500  # newest ended jobs that are reported
 STORE_RANK = -1  # the process that hosts a generation's rendezvous store
 
@@ -40,6 +43,8 @@ class JobRecord(msgspec.Struct, frozen=True):
     spec: JobSpec
     placement: Placement
     fence: Fence
+    seal: GrantSeal = GrantSeal()  # none: of a daemon or a supervisor of an older release
+    keys: EngineKeys = EngineKeys()  # likewise
 
 
 class WorkerRecords:
@@ -70,7 +75,7 @@ class WorkerRecords:
 
         def work(connection: sqlite3.Connection) -> None:
             connection.execute("DELETE FROM workers WHERE job = ? AND ended = 1", (job,))
-            connection.execute("DELETE FROM facts WHERE name = ?", (ENDED_FACT + job,))
+            connection.execute("DELETE FROM facts WHERE name IN (?, ?)", (ENDED_FACT + job, END_SEAL_FACT + job))
             connection.execute(
                 "INSERT INTO jobs (job, start) VALUES (?, ?) ON CONFLICT (job) DO UPDATE SET start = excluded.start",
                 (job, blob),
@@ -119,6 +124,10 @@ class WorkerRecords:
         def work(connection: sqlite3.Connection) -> None:
             for job, generation in ends.items():
                 connection.execute("DELETE FROM workers WHERE job = ?", (job,))
+                row = connection.execute("SELECT start FROM jobs WHERE job = ?", (job,)).fetchone()
+                if row is not None:
+                    seal = wire.decoder_of(JobRecord).decode(row[0]).seal
+                    Facts.setting(END_SEAL_FACT + job, wire.encode(seal).decode())(connection)
                 connection.execute("DELETE FROM jobs WHERE job = ?", (job,))
                 Facts.setting(ENDED_FACT + job, str(generation))(connection)
 
@@ -136,3 +145,20 @@ class WorkerRecords:
             ).fetchall()
         )
         return {name.removeprefix(ENDED_FACT): int(value) for name, value in rows} | self._unrecorded
+
+    async def end_seals(self) -> dict[str, GrantSeal]:
+        """The seals of jobs that ended on this host, also of those whose end a full disk has not recorded yet."""
+
+        def work(connection: sqlite3.Connection) -> dict[str, GrantSeal]:
+            rows = connection.execute(
+                "SELECT name, value FROM facts WHERE name LIKE ? ORDER BY rowid DESC LIMIT ?",
+                (f"{END_SEAL_FACT}%", MAX_ENDED),
+            )
+            seals = {n.removeprefix(END_SEAL_FACT): wire.decoder_of(GrantSeal).decode(value) for n, value in rows}
+            for (start,) in connection.execute("SELECT start FROM jobs"):
+                record = wire.decoder_of(JobRecord).decode(start)
+                if record.spec.job in self._unrecorded:
+                    seals[record.spec.job] = record.seal
+            return seals
+
+        return await self._database.run(work)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,8 +19,11 @@ from flyball.contracts.on_host.segments import STACKS_SUFFIX, beacon_path
 from flyball.contracts.reports.rank_columns import RankSteps
 from flyball.contracts.reports.signals import RankMarks
 from flyball.contracts.reports.training_health import RankCompute, RankLoss, loss_value
-from flyball.sdk.beacon import BeaconReader, BeaconSnapshot, create_beacon
+from flyball.sdk.beacon import BEFORE_THE_FIRST, BeaconReader, BeaconSnapshot, create_beacon
+from flyball.worker_user import WorkerUser
+from host_daemon.engine.save_watch import TrainedRank
 from host_daemon.kernel.activity import Key, Seen, StalledWorker
+from host_daemon.workers.seen_steps import SEEN_SUFFIX, read_seen, write_seen
 
 MAX_WAITING_STEPS = 10_000  # per rank, while no report gets through
 STEPS_PER_REPORT = 1_000  # per rank
@@ -29,10 +31,11 @@ EAGER_STEPS = 3  # the first steps of a generation are reported at once: they re
 WAITS_EVERY_S = 5.0
 STANDS_AFTER_S = 0.5  # or twice the usual step, if that is longer
 STANDS_UNATTACHED_AFTER_S = 5.0
+REOPEN_S = 1.0  # until a beacon that cannot be opened is tried again
 COMPUTED_STEPS = 10  # in a report of how long a rank computed, at least
+_AHEAD_NS = 5_000_000_000  # of this process's clock: it was read before the beacon was
 USUAL_STEPS = 15  # newest steps, whose median is the usual one
-_SEEN_SUFFIX = ".seen"
-_BESIDE = (_SEEN_SUFFIX, STACKS_SUFFIX)  # files of a beacon
+_BESIDE = (SEEN_SUFFIX, STACKS_SUFFIX)  # files of a beacon
 
 _log = structlog.get_logger(__name__)
 
@@ -55,9 +58,10 @@ class _WatchedBeacon:
     pid: int
     spawned_at: float
     path: str
-    reader: BeaconReader
-    snapshot: BeaconSnapshot
     count: int
+    reader: BeaconReader | None = None  # None: its file cannot be opened, or no more is to be read
+    retry_s: float = 0.0  # when to try to open it again
+    snapshot: BeaconSnapshot = BEFORE_THE_FIRST
     waiting: deque[tuple[int, float]] = field(default_factory=deque)  # (step, wall time)
     marks: RankMarks | None = None  # as last read
     marks_reported: RankMarks | None = None
@@ -65,14 +69,27 @@ class _WatchedBeacon:
     loss_reported: tuple[int, float] | None = None
     computed: tuple[int, int] = (0, 0)  # steps and nanoseconds reported so far
     live: bool = True
+    trouble: str = ""  # why it could not be read last; '' if it could
     removed: bool = False  # its file is gone; kept until everything read from it is reported
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it could ever be read."""
+        return self.snapshot is not BEFORE_THE_FIRST
+
+    def close(self) -> None:
+        """Read no more of it."""
+        if self.reader is not None:
+            self.reader.close()
+        self.reader = None
 
 
 class Beacons:
     """All beacons of this host, ordered by the start of their generations."""
 
-    def __init__(self, *, shm_prefix: str, clock: Clock) -> None:
+    def __init__(self, *, shm_prefix: str, clock: Clock, user: WorkerUser | None = None) -> None:
         self._prefix = shm_prefix
+        self._user = user
         self._clock = clock
         self._watched: dict[tuple[str, int, int], _WatchedBeacon] = {}
         self._seen: Mapping[Key, Seen] = {}
@@ -81,6 +98,8 @@ class Beacons:
         """Create a fresh beacon for a worker that is about to start. Raises MemoryTooSmall."""
         path = beacon_path(self._prefix, job, generation, rank)
         create_beacon(path)
+        if self._user is not None:
+            self._user.give(Path(path), 0o600)
         for suffix in _BESIDE:
             Path(path + suffix).unlink(missing_ok=True)
 
@@ -89,16 +108,17 @@ class Beacons:
         return beacon_path(self._prefix, job, generation, rank)
 
     def watch(self, job: str, generation: int, rank: int, *, pid: int, spawned_at: float) -> None:
-        """Read this beacon from now on. If an earlier daemon watched it, continue where its reports ended."""
+        """Read this beacon from now on. If an earlier daemon watched it, continue where its reports ended.
+
+        While it cannot be read the rank counts as one that does nothing, and is tried again: either it can be read
+        later, or the rank stalls, and its next worker gets a new beacon."""
         path = beacon_path(self._prefix, job, generation, rank)
-        try:
-            reader = BeaconReader(path)
-        except (OSError, StateVersionMismatch) as error:
-            _log.warning("beacon_unreadable", path=path, error=str(error))
-            return
-        self._watched[job, generation, rank] = _WatchedBeacon(
-            job, generation, rank, pid, spawned_at, path, reader, reader.snapshot(), _read_seen(path)
-        )
+        before = self._watched.get((job, generation, rank))
+        if before is not None:
+            before.close()
+        watched = _WatchedBeacon(job, generation, rank, pid, spawned_at, path, read_seen(path))
+        self._watched[job, generation, rank] = watched
+        watched.snapshot = self._look(watched) or watched.snapshot
 
     def sample(self) -> bool:
         """Read all beacons of live workers. Returns whether something should be reported at once."""
@@ -114,6 +134,7 @@ class Beacons:
         if watched is not None and watched.live:
             self._read(watched)
             watched.live = False
+            watched.close()
 
     def last_step(self, job: str, generation: int, rank: int) -> int:
         """The newest step that the rank completed, -1 if none."""
@@ -123,13 +144,13 @@ class Beacons:
     def last_phase(self, job: str, generation: int, rank: int) -> Phase | None:
         """The rank's phase when its beacon was last read, None if it never was."""
         watched = self._watched.get((job, generation, rank))
-        return watched.snapshot.phase if watched else None
+        return watched.snapshot.phase if watched and watched.is_read else None
 
     def positions(self, job: str, *, upto_generation: int) -> tuple[RankPosition, ...]:
         """The newest steps of the ranks of the newest generation, at most `upto_generation`; also of dead ranks."""
         ours = [w for w in self._watched.values() if w.job == job and w.generation <= upto_generation]
         newest = max((w.generation for w in ours), default=0)
-        return tuple(RankPosition(w.rank, w.snapshot.step) for w in ours if w.generation == newest)
+        return tuple(RankPosition(w.rank, w.snapshot.step) for w in ours if w.generation == newest and w.is_read)
 
     def standing(self) -> list[StalledWorker]:
         """Live workers whose beacons have not moved for longer than usual. Pass what these workers do to `see`."""
@@ -145,6 +166,22 @@ class Beacons:
         before, self._seen = self._seen, seen
         stopped = {key for key, found in seen.items() if found.activity is Activity.STOPPED}
         return any(key not in before or before[key].activity is not Activity.STOPPED for key in stopped)
+
+    def trained(self) -> tuple[TrainedRank, ...]:
+        """Live workers that have completed steps."""
+        return tuple(
+            TrainedRank(
+                job=w.job,
+                generation=w.generation,
+                rank=w.rank,
+                spawned_at=w.spawned_at,
+                first_step_at=w.marks.first_step_at,
+                steps=w.snapshot.step_count,
+                newest_step=w.snapshot.step,
+            )
+            for w in self._watched.values()
+            if w.live and w.marks is not None and w.marks.first_step_at > 0.0
+        )
 
     def statuses(self) -> tuple[RankStatus, ...]:
         """Live workers as their beacons show them, and what the stalled ones do."""
@@ -212,7 +249,7 @@ class Beacons:
         for path, count in readings.seen:
             if Path(path).exists():
                 try:
-                    _write_seen(path, count)
+                    write_seen(path, count)
                 except OSError as error:  # usually a full disk; a restarted daemon then reports some steps twice
                     _log.warning("reported_steps_not_stored", path=path, error=str(error))
         for key, watched in list(self._watched.items()):
@@ -243,7 +280,7 @@ class Beacons:
             older = before_generation is None or watched.generation < before_generation
             if watched.job == job and older and not watched.removed:
                 watched.removed, watched.live = True, False
-                watched.reader.close()
+                watched.close()
                 for suffix in ("", *_BESIDE):
                     Path(watched.path + suffix).unlink(missing_ok=True)
 
@@ -256,10 +293,8 @@ class Beacons:
         def wall(moment_ns: int) -> float:
             return wall_s - (now_ns - moment_ns) / 1e9 if moment_ns else 0.0
 
-        try:
-            snapshot = watched.reader.snapshot()
-        except ValueError as error:  # a phase that does not exist: something overwrote the page
-            _log.warning("beacon_garbled", path=watched.path, error=str(error))
+        snapshot = self._look(watched)
+        if snapshot is None:
             return False
         new = snapshot.steps_since(watched.count)
         watched.snapshot = snapshot
@@ -268,6 +303,26 @@ class Beacons:
         _drop_oldest(watched)
         watched.marks = _marks(watched, wall)
         return bool(new) and snapshot.step_count - len(new) < EAGER_STEPS
+
+    def _look(self, watched: _WatchedBeacon) -> BeaconSnapshot | None:
+        """What the beacon shows; None if it cannot be opened, its script shortened it, or it says what cannot be."""
+        now_ns = self._now()[0]
+        try:
+            if watched.reader is None:
+                if now_ns / 1e9 < watched.retry_s:
+                    return None
+                watched.retry_s = now_ns / 1e9 + REOPEN_S
+                watched.reader = BeaconReader(watched.path)
+            snapshot = watched.reader.snapshot()
+            if not snapshot.is_plausible(now_ns + _AHEAD_NS):
+                raise ValueError("it says what cannot be")
+        except (OSError, ValueError, StateVersionMismatch) as error:
+            if not watched.trouble:
+                _log.warning("beacon_unreadable", path=watched.path, error=str(error))
+            watched.trouble = str(error) or "it cannot be read"
+            return None
+        watched.trouble = ""
+        return snapshot
 
 
 def _age_s(watched: _WatchedBeacon, now_ns: int, wall_s: float) -> float:
@@ -339,18 +394,3 @@ def _drop_oldest(watched: _WatchedBeacon) -> None:
         _log.warning("steps_not_reported", job=watched.job, rank=watched.rank, steps=lost)
         for _ in range(lost):
             watched.waiting.popleft()
-
-
-def _read_seen(path: str) -> int:
-    try:
-        return int.from_bytes(Path(path + _SEEN_SUFFIX).read_bytes(), "little")
-    except FileNotFoundError:
-        return 0
-
-
-def _write_seen(path: str, count: int) -> None:
-    descriptor = os.open(path + _SEEN_SUFFIX, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        os.pwrite(descriptor, count.to_bytes(8, "little"), 0)
-    finally:
-        os.close(descriptor)

@@ -53,7 +53,9 @@ class Channel:
 
 
 def _append_to(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    # As flyball.worker_files does: a script may have put a FIFO or a link there.
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | flags, 0o600)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -11,21 +11,25 @@ import asyncio
 import contextlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import structlog
 
 from flyball.contracts.on_host.segments import STACKS_SUFFIX
 from flyball.contracts.reports.rank_stands import RankStand
 from flyball.sdk.stack_file import DUMP_SIGNAL
+from flyball.worker_files import open_worker_fifo, read_worker_file_from
 from host_daemon.kernel.activity import seen_call
-from host_daemon.kernel.processes import open_pidfd_of, read_stat, signal_pidfd
+from host_daemon.kernel.processes import open_pidfd_of, read_stat, signal_pidfd, user_of
+from host_daemon.kernel.worker_reads import NotReadable, WorkerReads
 from host_daemon.workers.stack_reading import SeenProcess, main_thread, stand_of
 
 MAX_DUMP_BYTES = 256 << 10
 AT_ONCE = 16  # ranks whose stacks are taken together
+READ_WITHIN_S = 2.0  # of what a process shows: what takes longer hangs
 _LOOK_S = 0.01
 _PY_SPY_SHARE = 0.5  # of the time that is left; the signal needs the rest if py-spy does not answer
 _KILLED_S = 1.0  # for a killed py-spy to be gone
@@ -38,6 +42,7 @@ _PIPE_VARIABLE, _BUFFER_VARIABLES = (
 _DUMP_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _DEFAULT_DUMP = "/tmp/nccl_trace_rank_"  # of torch
 
+T = TypeVar("T")
 _log = structlog.get_logger(__name__)
 
 
@@ -50,7 +55,21 @@ class StackSource(NamedTuple):
     beacon: str
 
 
-async def take_stands(sources: Sequence[StackSource], timeout_s: float) -> tuple[RankStand, ...]:
+class _ReadProcess:
+    """A rank's process as it is read: in threads, since it may wait for that process, or for its file system."""
+
+    def __init__(self, source: StackSource, reads: WorkerReads, until_s: float) -> None:
+        self.source = source
+        self.until_s = until_s
+        self._reads = reads
+
+    async def read(self, work: Callable[[], T]) -> T:
+        """Raises NotReadable."""
+        left_s = self.until_s - asyncio.get_running_loop().time()
+        return await self._reads.read(self.source.pid, work, timeout_s=max(min(left_s, READ_WITHIN_S), 0.0))
+
+
+async def take_stands(sources: Sequence[StackSource], timeout_s: float, reads: WorkerReads) -> tuple[RankStand, ...]:
     """Find where these ranks stand, within `timeout_s`. A rank whose stack cannot be had in time is returned without
     one, and with what the kernel shows."""
     until_s = asyncio.get_running_loop().time() + timeout_s
@@ -58,19 +77,23 @@ async def take_stands(sources: Sequence[StackSource], timeout_s: float) -> tuple
 
     async def one(source: StackSource) -> RankStand | None:
         async with slots:
-            return await _stand(source, until_s)
+            return await _stand(_ReadProcess(source, reads, until_s))
 
     found = await asyncio.gather(*map(one, sources))
     return tuple(stand for stand in found if stand is not None)
 
 
-async def _stand(source: StackSource, until_s: float) -> RankStand | None:
-    process = await _seen(source.pid)
+async def _stand(of: _ReadProcess) -> RankStand | None:
+    source = of.source
+    process = await _seen(of)
     if process is None:
         return None
-    recorder = await asyncio.to_thread(trigger_flight_recorder, source.pid, source.rank)
-    dump, note = await _dump(source, process, until_s)
-    if not dump and (later := await _seen(source.pid)) is not None:
+    try:
+        recorder = await of.read(partial(trigger_flight_recorder, source.pid, source.rank))
+        dump, note = await _dump(of, process)
+    except NotReadable:
+        recorder, dump, note = "", "", "no stack: the process is not readable"
+    if not dump and (later := await _seen(of)) is not None:
         process = later  # it may have been stopped just now
     frames = main_thread(dump)
     if dump and not frames:
@@ -78,9 +101,9 @@ async def _stand(source: StackSource, until_s: float) -> RankStand | None:
     return stand_of(source.rank, frames, process, "; ".join(filter(None, (note, recorder))))
 
 
-async def _seen(pid: int) -> SeenProcess | None:
+async def _seen(of: _ReadProcess) -> SeenProcess | None:
     """What the kernel shows of the main thread, before it is disturbed."""
-    state = ""
+    state, pid = "", of.source.pid
     for _ in range(_LOOKS_AT_STATE):
         stat = read_stat(pid)
         if stat is None or stat.state in "ZX":
@@ -89,12 +112,16 @@ async def _seen(pid: int) -> SeenProcess | None:
         if state != "S":
             break
         await asyncio.sleep(_LOOK_S)
-    call, target = seen_call(pid) if state in "SD" else ("", "")
+    try:
+        call, target = await of.read(partial(seen_call, pid)) if state in "SD" else ("", "")
+    except NotReadable:
+        call, target = "", ""
     return SeenProcess(state, call, target)
 
 
-async def _dump(source: StackSource, process: SeenProcess, until_s: float) -> tuple[str, str]:
-    """The dump of a process's stacks, or why there is none."""
+async def _dump(of: _ReadProcess, process: SeenProcess) -> tuple[str, str]:
+    """The dump of a process's stacks, or why there is none. Raises NotReadable."""
+    source, until_s = of.source, of.until_s
     py_spy = shutil.which("py-spy")
     if py_spy is not None:
         now_s = asyncio.get_running_loop().time()
@@ -103,7 +130,7 @@ async def _dump(source: StackSource, process: SeenProcess, until_s: float) -> tu
     if process.state in "TtD":
         return "", "no stack: the process cannot answer"
     path = Path(source.beacon + STACKS_SUFFIX)
-    if not answers_requests(source.pid, path):
+    if not await of.read(partial(answers_requests, source.pid, path)):
         return "", "no stack: the process answers no request for it"
     return await _by_signal(source, path, until_s)
 
@@ -146,18 +173,16 @@ async def _by_signal(source: StackSource, path: Path, until_s: float) -> tuple[s
     if descriptor is None:
         return "", "no stack: the process ended"
     try:
-        before = size = path.stat().st_size
+        before = size = path.lstat().st_size  # a link of the script's is not followed, to wherever it leads
         signal_pidfd(descriptor, DUMP_SIGNAL)
         grew_s = clock()
         while clock() < until_s and (size == before or clock() - grew_s < _QUIET_S):
             await asyncio.sleep(_LOOK_S)
             if size == before and (stat := read_stat(source.pid)) is not None and stat.state in "TtD":
                 return "", "no stack: the process cannot answer"
-            if (now := path.stat().st_size) != size:
+            if (now := path.lstat().st_size) != size:
                 size, grew_s = now, clock()
-        with path.open("rb") as file:
-            file.seek(before)
-            dump = file.read(MAX_DUMP_BYTES).decode(errors="replace")
+        dump = read_worker_file_from(path, before, MAX_DUMP_BYTES)[0].decode(errors="replace")
     except OSError as error:
         return "", f"no stack: {error.strerror}"
     finally:
@@ -175,7 +200,7 @@ def answers_requests(pid: int, path: Path) -> bool:
     program that was executed since then has neither. And whether its main thread lets the signal through: another
     thread would answer otherwise."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()  # of the main thread
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")  # of the main thread
         masks = dict(line.split(":", 1) for line in status.splitlines() if line.startswith(("SigCgt:", "SigBlk:")))
         caught, blocked = int(masks["SigCgt"], 16), int(masks["SigBlk"], 16)
         is_open = any(_refers(link, path) for link in Path(f"/proc/{pid}/fd").iterdir())
@@ -199,15 +224,16 @@ def trigger_flight_recorder(pid: int, rank: int) -> str:
     """
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
+        owner = user_of(pid)
+    except (OSError, ValueError):
         return ""
     variables = dict(entry.decode(errors="replace").partition("=")[::2] for entry in entries)
     stem = variables.get(_PIPE_VARIABLE, "")
     if not stem or all(variables.get(name, "0") in ("", "0") for name in _BUFFER_VARIABLES):
         return ""
     try:
-        descriptor = os.open(f"{stem}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # no reader: torch has not made its process group yet
+        descriptor = open_worker_fifo(f"{stem}{rank}.pipe", owner)
+    except (OSError, ValueError):  # no reader: torch has not made its process group yet; or it is something else
         return ""
     try:
         os.write(descriptor, b"1\n")

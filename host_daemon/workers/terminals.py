@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import json
 import os
 import struct
 import sys
@@ -30,7 +31,8 @@ from flyball.contracts.on_host.console_request import (
     control_path,
     request_path,
 )
-from flyball.contracts.wire import MALFORMED, decoder_of
+from flyball.contracts.wire import MALFORMED, MAX_MESSAGE_BYTES, decoder_of
+from flyball.worker_files import read_worker_file
 from host_daemon.kernel.processes import launch, read_stat
 from host_daemon.kernel.reaper import Reaper
 from host_daemon.spawning.spawn_wire import WorkerStreamPaths
@@ -56,9 +58,13 @@ class Terminals:
         self._keepers: set[asyncio.Task[None]] = set()
 
     def requested(self, job: str) -> ConsoleRequest | None:
-        """The launching command's request; None if it has none, runs elsewhere or is gone."""
+        """The launching command's request; None if it has none, runs elsewhere or is gone, or the workers are another
+        user's: its terminals are ours."""
+        if self._state_dir.has_worker_user:
+            return None
         try:
-            request = decoder_of(ConsoleRequest).decode(request_path(self._state_dir.root, job).read_bytes())
+            path = request_path(self._state_dir.root, job)
+            request = decoder_of(ConsoleRequest).decode(read_worker_file(path, MAX_MESSAGE_BYTES))
         except (OSError, *MALFORMED):
             return None
         return request if read_stat(request.pid) else None
@@ -159,7 +165,7 @@ class _GenerationTerminals:
         os.mkfifo(control, 0o600)
         order = {"channels": self.channels, "control": str(control), "keyboard": self._request.keyboard}
         pid = launch(
-            [sys.executable, "-I", "-S", pump.__file__, str(self._root), msgspec.json.encode(order).decode()],
+            [sys.executable, "-I", "-S", pump.__file__, str(self._root), json.dumps(msgspec.to_builtins(order))],
             environment={"LC_ALL": "C.UTF-8"},
             log_path=self._log,
             kept=self._far,
@@ -196,7 +202,7 @@ class _GenerationTerminals:
         path.unlink(missing_ok=True)
         os.mkfifo(path, 0o600)
         self._far.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-        self._near.append(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
+        self._near.append(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))  # whatever has the name by now
         self._add_channel(self._far[-1], log, stream, is_terminal=False)
         return str(path)
 

@@ -3,7 +3,6 @@ log's last lines."""
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 from pathlib import Path
@@ -14,6 +13,7 @@ from flyball.contracts.cluster import WorkerError
 from flyball.contracts.error_classes import SECONDARY, ErrorClass, classify
 from flyball.contracts.reports.signals import MAX_LOG_TAIL_CHARS
 from flyball.contracts.wire import MALFORMED
+from flyball.worker_files import read_worker_file, read_worker_file_from
 from host_daemon.kernel.processes import ExitStatus
 
 MAX_MESSAGE_CHARS = 4_000
@@ -21,6 +21,7 @@ MAX_TRACEBACK_CHARS = 12_000
 MAX_LOG_LINES = 20
 SECONDARY_LOG_LINES = 5  # many ranks may lose their connections at once, and their logs do not show why
 _TAIL_BYTES = 32 << 10
+MAX_ERROR_FILE_BYTES = 1 << 20  # torch's has a message and a traceback
 _LONGEST_LINE = 1_000
 _SIGNALS_OF_FAILURE = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
@@ -71,7 +72,7 @@ def read_error(error_file: Path, log_path: Path, status: ExitStatus) -> WorkerEr
 
 def _from_error_file(path: Path) -> WorkerError | None:
     try:
-        content = msgspec.json.decode(path.read_bytes())
+        content = msgspec.json.decode(read_worker_file(path, MAX_ERROR_FILE_BYTES))
     except (OSError, *MALFORMED):
         return None
     message = content.get("message") if isinstance(content, dict) else None
@@ -93,9 +94,7 @@ def _last_lines(path: Path) -> list[str]:
 
 def _read_tail(path: Path) -> str:
     try:
-        with path.open("rb") as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
-            return log.read(_TAIL_BYTES).decode(errors="replace")
+        return read_worker_file_from(path, -_TAIL_BYTES, _TAIL_BYTES)[0].decode(errors="replace")
     except OSError:
         return ""
 

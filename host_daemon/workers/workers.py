@@ -12,15 +12,19 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from flyball.batch_step import leader_of
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError
+from flyball.contracts.on_host.os_text import from_text, to_text
+from host_daemon.kernel.kin import WorkerOrigin, kin_of
 from host_daemon.kernel.processes import (
     ExitStatus,
+    catches_signal,
+    group_of,
     is_alive,
     open_pidfd_of,
     read_stat,
     send_signal,
-    session_members,
     signal_group,
     unreaped_failure,
 )
@@ -53,12 +57,12 @@ class Worker:
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     ended_at: float | None = None  # wall clock, of when its end was seen
     expected: bool = False  # the daemon ended it
-    had_children: bool = False  # other processes of its session outlived it
+    had_children: bool = False  # processes that it had started outlived it
     handled: asyncio.Event = field(default_factory=asyncio.Event)  # its end was reported as a signal
 
     @property
     def log_path(self) -> Path:
-        return Path(self.record.log_path)
+        return Path(from_text(self.record.log_path))
 
     def ran_s(self, now: float) -> float:
         """How long it ran until now, or until its end."""
@@ -67,6 +71,11 @@ class Worker:
     @property
     def is_store(self) -> bool:
         return self.record.rank == STORE_RANK
+
+    @property
+    def origin(self) -> WorkerOrigin:
+        record = self.record
+        return WorkerOrigin(record.pid, record.start_ticks, record.job, record.rank, record.generation)
 
 
 ExitHandler = Callable[[Worker, ExitStatus], Awaitable[None]]
@@ -125,7 +134,7 @@ class WorkerTable:
             pid=process.pid,
             start_ticks=stat.start_ticks if stat else 0,
             spawned_at=self._clock.wall_s(),
-            log_path=str(log_path),
+            log_path=to_text(str(log_path)),
         )
         return Worker(record, error_file, process.exit_status)
 
@@ -142,7 +151,8 @@ class WorkerTable:
         return worker
 
     async def stop(self, workers: list[Worker], grace_s: float) -> None:
-        """End these workers and everything in their sessions: SIGTERM, the grace, SIGKILL.
+        """End these workers and everything that they started, in whatever session: SIGTERM, the grace, SIGKILL. In a
+        step of a batch system, where they begin with SIGTERM ignored, those without a handler get no grace.
 
         Returns once none is left, and forgets them. Raises WorkersRemain.
         """
@@ -152,17 +162,25 @@ class WorkerTable:
             else:
                 worker.expected = True
         targets = [w for w in workers if not w.gone.is_set() or w.had_children]
-        if grace_s > 0 and targets:
-            for worker in targets:
-                signal_group(worker.record.pid, signal.SIGTERM)
-                signal_group(worker.record.pid, signal.SIGCONT)  # a stopped one could not react
-            await self._sessions_end(targets, grace_s)
+        caring, known = targets, dict[int, int]()
+        if leader_of(os.environ):
+            caring = [worker for worker in targets if await asyncio.to_thread(_handles_term, worker.origin)]
+        if grace_s > 0 and caring:
+            known = await asyncio.to_thread(kin_of, [w.origin for w in caring], known)
+            groups = {worker.record.pid for worker in caring}
+            for number in (signal.SIGTERM, signal.SIGCONT):  # a stopped one could not react
+                for group in groups:
+                    signal_group(group, number)
+                for pid in _outside(known, groups):
+                    send_signal(pid, number)
+            known = await self._kin_ends(caring, grace_s, known)
+        known |= await asyncio.to_thread(kin_of, [w.origin for w in targets], known)
         for worker in targets:
             signal_group(worker.record.pid, signal.SIGKILL)
             if not worker.gone.is_set():
                 send_signal(worker.record.pid, signal.SIGKILL)
         await self._all_gone(targets, KILL_TIMEOUT_S)
-        await self._sessions_end(targets, KILL_TIMEOUT_S, kill=True)
+        await self._kin_ends(targets, KILL_TIMEOUT_S, known, kill=True)
         left = [f"rank {w.record.rank} (pid {w.record.pid})" for w in targets if not w.gone.is_set()]
         if left:
             raise WorkersRemain(f"Killed, but still there: {', '.join(left)}.", hint="reboot the host")
@@ -177,24 +195,23 @@ class WorkerTable:
             for wait in pending:
                 wait.cancel()
 
-    async def _sessions_end(self, workers: list[Worker], timeout_s: float, *, kill: bool = False) -> None:
-        """Wait until these sessions are empty, or time is up."""
+    async def _kin_ends(
+        self, workers: list[Worker], timeout_s: float, known: dict[int, int], *, kill: bool = False
+    ) -> dict[int, int]:
+        """Wait until nothing of these workers is left, or time is up. Returns what is: pid -> start ticks."""
+        deadline = self._clock.monotonic_s() + timeout_s  # also of the wait for the leaders
         await self._all_gone(workers, 0.0 if kill else timeout_s)
-        leaders = {w.record.pid: w.record.start_ticks for w in workers}
-        deadline = self._clock.monotonic_s() + timeout_s
-        while leaders:
-            members = await asyncio.to_thread(session_members, leaders)
-            left = [pid for pid, session in members.items() if not _is_recycled(session, leaders[session])]
-            if not left:
-                return
+        origins = [worker.origin for worker in workers]
+        while origins and (known := await asyncio.to_thread(kin_of, origins, known)):
             if self._clock.monotonic_s() > deadline:
                 break
             if kill:
-                for pid in left:
+                for pid in known:
                     send_signal(pid, signal.SIGKILL)
             await asyncio.sleep(_RESCAN_S)
-        if kill and leaders:
-            raise WorkersRemain(f"Killed, but still there: processes {left}.", hint="reboot the host")
+        if kill and known:
+            raise WorkersRemain(f"Killed, but still there: processes {sorted(known)}.", hint="reboot the host")
+        return known
 
     def _watch(self, worker: Worker) -> None:
         record = worker.record
@@ -228,7 +245,7 @@ class WorkerTable:
         try:
             await self._on_exit(worker, status)
             if not worker.expected:
-                worker.had_children = bool(await asyncio.to_thread(session_members, [worker.record.pid]))
+                worker.had_children = bool(await asyncio.to_thread(kin_of, [worker.origin], {}))
         finally:
             worker.handled.set()
 
@@ -245,7 +262,11 @@ class WorkerTable:
         return ExitStatus()
 
 
-def _is_recycled(session: int, start_ticks: int) -> bool:
-    """Whether the id of an ended session now belongs to a new process, which is none of ours."""
-    leader = read_stat(session)
-    return leader is not None and leader.start_ticks != start_ticks
+def _handles_term(origin: WorkerOrigin) -> bool:
+    """Whether a worker, or what it started, has a handler for SIGTERM."""
+    return any(catches_signal(pid, signal.SIGTERM) for pid in kin_of([origin], {}))
+
+
+def _outside(processes: Iterable[int], groups: set[int]) -> list[int]:
+    """Those that a signal to the groups does not reach."""
+    return [pid for pid in processes if group_of(pid) not in groups]

@@ -21,6 +21,8 @@ from flyball.contracts.decisions import (
 from flyball.contracts.events import Event
 from flyball.contracts.reports.standings import HostStanding, LastObeyed
 
+ASK_AGAIN_S = 30.0  # a host whose word is needed
+AHEAD_AGAIN_S = 30.0  # a host whose standing was settled is ahead again no sooner: none ends epochs at will
 ANSWER_SLACK_S = 2.0  # beyond the daemon's own deadline, for its answer to arrive
 
 
@@ -91,6 +93,7 @@ class PlaybookStep(msgspec.Struct, frozen=True):
     restore: RestorePlan | None = None
     events: tuple[Event, ...] = ()
     wake_at: float = 0.0
+    job_message: str = ""  # replaces the job's, if the action finds that the decision's was not the whole truth
 
 
 class ActionStore(Protocol):
@@ -113,11 +116,13 @@ class ActionStore(Protocol):
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """The identity of the database that gives commands, and which of the asking hosts are ahead of it."""
+    """The identity of the database that gives commands, which of the asking hosts are ahead of it, and which of them
+    should report their standing all the same."""
 
     cluster: str
     incarnation: str
     ahead: frozenset[str]
+    asked: frozenset[str] = frozenset()
 
 
 class Standings(Protocol):

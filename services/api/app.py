@@ -45,6 +45,7 @@ from services.api.routes import (
 from services.api.runs import Runs
 from services.api.stream import EventStreams
 from services.dashboard import pages
+from services.dashboard.ended_sessions import EndedSessions
 from services.dashboard.site import Site, wants_page
 from services.runtime.health import Health, HealthVerdict
 from services.runtime.http.auth import Authenticator
@@ -89,13 +90,14 @@ class Dependencies:
 
 def create_app(deps: Dependencies) -> FastAPI:
     """Build the application. Everything but health, metrics and the dashboard's login needs a token."""
+    background = dict(deps.background)
     app = FastAPI(
         title="Flyball",
         version=__version__,
         docs_url=None,  # loads scripts from another site: `pages` serves /docs
         redoc_url=None,
         generate_unique_id_function=lambda route: openapi.operation_id(route.name),
-        lifespan=lambda app: running(app, deps.wakeup, deps.background, deps.clock, deps.health.give_up),
+        lifespan=lambda app: running(app, deps.wakeup, background, deps.clock, deps.health.give_up),
     )
     site = _site(deps, deps.api) if deps.api else None
 
@@ -124,7 +126,10 @@ def create_app(deps: Dependencies) -> FastAPI:
         app.include_router(audit.router(part.audit))
         app.include_router(hosts.token_router(deps.authenticator))
         app.include_router(events.router(part.events, part.streams, deps.wakeup))
-        app.include_router(pages.router(site, deps.authenticator, _reference, secure=deps.tls))
+        ended = EndedSessions(part.audit, deps.authenticator, deps.clock)
+        background |= {"ended-sessions": ended.follow}
+        app.state.ended_sessions = ended
+        app.include_router(pages.router(site, deps.authenticator, ended, _reference, secure=deps.tls))
         app.mount("/static", pages.static_files(), name="static")
     limits = RateLimits(deps.max_requests_per_s)
     app.add_middleware(Guard, authenticator=deps.authenticator, limits=limits, clock=deps.clock, answer=answer)

@@ -80,6 +80,7 @@ ACCESS: dict[tuple[Method, str], frozenset[Role | None]] = {
     ("POST", "/v1/jobs/{job}/stop"): OPERATORS,
     ("GET", "/v1/jobs/{job}/recoverability"): READERS,
     ("POST", "/v1/jobs/{job}/checkpoint"): OPERATORS,
+    ("POST", "/v1/jobs/{job}/adopt"): OPERATORS,
     ("GET", "/v1/jobs/{job}/logs"): READERS,
     ("POST", "/v1/hosts/{host_id}/log-pieces"): DAEMONS,
     ("GET", "/v1/incidents"): READERS,
@@ -187,7 +188,7 @@ class Guard:
         if not scope["path"].startswith(UNCOUNTED) and (principal is None or principal.role is not Role.DAEMON):
             address = (scope.get("client") or ("",))[0]
             # Behind a proxy all browsers have one address, but each has its own login.
-            user = f"{principal.role.value} {principal.session}" if principal else STRANGER
+            user = principal.users(address)[1] if principal else STRANGER
             self._limits.take(user, address, self._clock.monotonic_s())
         return principal
 

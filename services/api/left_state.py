@@ -61,7 +61,7 @@ class LeftReads(SqlReadModels):
         if self._ended_at is None or JobState(job["state"]).ended:
             return job
         at = datetime.fromtimestamp(self._ended_at, UTC)
-        was = "running" if job["state"] == JobState.RUNNING else "waiting for hosts"
+        was = "waiting for hosts" if job["state"] == JobState.SUBMITTED else job["state"]
         return job | {
             "state": INTERRUPTED,
             "recorded_state": job["state"],

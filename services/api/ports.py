@@ -76,6 +76,8 @@ class OrderStore(Protocol):
 
     def checkpoint(self, job: str, reason: str, now: float) -> Order: ...
 
+    def adopt(self, job: str, reason: str, now: float) -> Order: ...
+
 
 class HostRemoval(Protocol):
     def remove(self, host_id: str, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Records what operators do, and answers a repeated Idempotency-Key with the first answer."""
+"""Records what operators do and programs on hosts report; answers a repeated Idempotency-Key with the first answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from starlette.responses import Response
 from flyball.contracts.errors import FlyballError
 from services.api.auth import principal_in
 from services.api.ports import AuditLog
-from services.record.audit_records import Attempt
+from services.record.audit_records import OPERATOR, Attempt
 from services.runtime.http.auth import Role
 from services.runtime.http.bodies import read_body
 from services.runtime.http.problem_details import FieldError, InvalidFields, details_of
@@ -40,7 +40,8 @@ async def recorded(request: Request, operation: str, handle: Callable[[Request],
     """Handle a request that changes something. Raises InvalidFields for an unusable key, and Conflict if the key was
     used for another request or its first request is still in progress."""
     audit: AuditLog | None = getattr(request.app.state, "audit", None)
-    if audit is None or principal_in(request.scope).role is not Role.OPERATOR:
+    role = principal_in(request.scope).role
+    if audit is None or role not in (Role.OPERATOR, Role.DAEMON):  # a host reports a condition
         return await handle(request)
     if request.query_params.get("dry_run", "").lower() in _TRUE:
         return await handle(request)
@@ -85,12 +86,12 @@ async def _attempt(request: Request, operation: str) -> Attempt:
         raise InvalidFields([wrong], hint="a UUID is a good key")
     whole = [request.method, request.url.path, sorted(request.query_params.multi_items()), body]
     return Attempt(
-        role=Role.OPERATOR.value,
+        role=principal_in(request.scope).role.value,
         token=_fingerprint(request.headers.get("authorization") or f"page {request.headers.get('x-csrf-token', '')}"),
         client=request.client.host[:64] if request.client else "",
         operation=operation,
         target=str(path.get("host_id") or path.get("job") or "")[:200],
-        detail=_shown(query, body),
+        detail=_shown(query, body, principal_in(request.scope).name),
         key=key,
         digest=hashlib.sha256(msgspec.json.encode(whole)).hexdigest()[:32],
     )
@@ -101,7 +102,8 @@ def _fingerprint(authorization: str) -> str:
     return hashlib.sha256(authorization.partition(" ")[2].strip().encode()).hexdigest()[:8]
 
 
-def _shown(query: dict[str, str], body: bytes) -> str:
+def _shown(query: dict[str, str], body: bytes, operator: str) -> str:
+    """As JSON. Without a name the token is the shared one, and nobody knows who it was."""
     found: dict[str, Any] = {name: value[:MAX_SHOWN_CHARS] for name, value in query.items()}
     try:
         message = msgspec.json.decode(body) if body else None
@@ -116,7 +118,7 @@ def _shown(query: dict[str, str], body: bytes) -> str:
                 found[name] = value
             elif isinstance(value, list):
                 found[name] = ", ".join(map(str, value[:MAX_SHOWN_ITEMS]))[:MAX_SHOWN_CHARS]
-    return msgspec.json.encode(found).decode()
+    return msgspec.json.encode(found | ({OPERATOR: operator} if operator else {})).decode()
 
 
 def _status_of(error: Exception) -> tuple[int, str]:

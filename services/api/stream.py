@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -21,6 +22,7 @@ from services.runtime.wakeup import AsyncWakeup
 BATCH = 500
 HEARTBEAT_S = 10.0
 RECONNECT_MS = 1000
+_OWNERS_SHARE, _BROWSERS_SHARE = 0.5, 0.25  # of all streams: readers together leave room for operators
 
 
 class EventStreams:
@@ -35,21 +37,36 @@ class EventStreams:
         self._metrics = metrics
         self._max_streams = max_streams
         self._poll_interval_s = poll_interval_s
-        self._open = 0
+        self._open: Counter[str] = Counter()  # by user; '': all
         self._stopping = False
 
     def stop(self) -> None:
         """End all streams at their next wake-up. The readers reconnect to the next server."""
         self._stopping = True
 
-    def open(self, *, job: str | None, after: int, kinds: Collection[EventKind], new_events: AsyncWakeup) -> Response:
-        """Return an endless response: the events after position `after`. Empty `kinds`: every kind. Raises TooBusy."""
-        if self._open >= self._max_streams:
-            raise TooBusy(
-                f"{self._open} event streams are open, which is the limit.", retry_after_s=5.0, hint="close one"
-            )
-        self._count(+1)
-        return _Stream(self._follow(job, after, kinds, new_events), on_end=lambda: self._count(-1))
+    def open(
+        self,
+        *,
+        users: Sequence[str],
+        job: str | None,
+        after: int,
+        kinds: Collection[EventKind],
+        new_events: AsyncWakeup,
+    ) -> Response:
+        """Return an endless response: the events after position `after`. Empty `kinds`: every kind. `users`: who asks,
+        the owner of the token first, then his browser or program. Raises TooBusy."""
+        shares = zip(users, (_OWNERS_SHARE, _BROWSERS_SHARE), strict=True)
+        limits = {"": self._max_streams} | {user: max(1, int(self._max_streams * share)) for user, share in shares}
+        for user, most in limits.items():
+            if self._open[user] >= most:
+                whose = " of this token or browser" if user else ""
+                raise TooBusy(
+                    f"{self._open[user]} event streams{whose} are open, which is the limit.",
+                    retry_after_s=5.0,
+                    hint="close one",
+                )
+        self._count(limits, +1)
+        return _Stream(self._follow(job, after, kinds, new_events), on_end=lambda: self._count(limits, -1))
 
     async def _follow(
         self, job: str | None, after: int, kinds: Collection[EventKind], new_events: AsyncWakeup
@@ -74,9 +91,12 @@ class EventStreams:
                 sent_at_s = self._clock.monotonic_s()
             await new_events.wait(seen, wait_s)
 
-    def _count(self, change: int) -> None:
-        self._open += change
-        self._metrics.open_streams.set(self._open)
+    def _count(self, users: Collection[str], change: int) -> None:
+        for user in users:
+            self._open[user] += change
+            if not self._open[user]:
+                del self._open[user]
+        self._metrics.open_streams.set(self._open[""])
 
 
 class _Stream(StreamingResponse):

@@ -201,7 +201,8 @@ class ControllerLoop:
                 rule=decision.rule,
                 reason=decision.reason,
             )
-        if hosts := {draft.host_id for step in steps.values() for draft in step.commands}:
+        asked = (change.host_id for change in outcome.words if change.is_needed)  # with their next poll
+        if hosts := {*asked, *(draft.host_id for step in steps.values() for draft in step.commands)}:
             self._wakeup.notify("commands", hosts)
         if outcome.decisions or outcome.superseded_actions:
             self._wakeup.notify("actions")

@@ -56,6 +56,7 @@ from services.controller.updates import (
     intake,
     operator_orders,
     tracking,
+    unreadable_rows,
 )
 
 Rule = Callable[[Case], Verdict | None]
@@ -91,6 +92,7 @@ FAILURE_RULES: tuple[Rule, ...] = (
     health_rules.leave_the_host_of_a_bad_device,
     health_rules.restart_before_the_harm,
     health_rules.leave_a_recovery_point_that_fails,
+    rollback_rules.fail_when_no_step_restores,
     rollback_rules.restart_from_an_older_recovery_point,
     memory_rules.retry_on_a_larger_host,
     recovery_rules.migrate_to_spare,
@@ -227,11 +229,15 @@ def decide(view: View, signals: Sequence[Signal], settings: PolicySettings, now:
     host_checks.settle_orders(round_)
     intake.settle_hosts(round_)
     host_history.keep_out_hosts_that_fail(round_)
+    unreadable_rows.take_in(round_)
     adoption.take_in(round_)
     for job in round_.jobs.values():
         job_rules.reserve_spares(round_, job)
     for name in list(round_.jobs):
         if name in round_.unadopted:
+            continue
+        if round_.jobs[name].state.ending:
+            job_rules.end_when_workers_are_gone(round_, round_.jobs[name])
             continue
         has_ended, held = round_.jobs[name].state.ended, None
         if has_ended:

@@ -77,14 +77,21 @@ def _incidents(site: Site, state: str, job: str, host_id: str, before: str) -> J
 
 def _incident(site: Site, incident_id: str) -> Json:
     incident = site.reads.incident(_checked(incident_id, _INCIDENT))
-    job = site.reads.job(incident["job"]) if incident["job"] else None
     return {
         "incident": incident,
         "phases": story.phases(incident, site.clock.wall_s()),
         "lines": story.told(incident),
-        "logs": story.log_choices(incident, job["ranks"]) if job else [],
+        "logs": story.log_choices(incident, _ranks(site, incident["job"])),
         "restored_from": story.restored_from(incident["restored_from"]),
     }
+
+
+def _ranks(site: Site, job: str) -> list[Json]:
+    """Return the ranks of a job; none if it was removed, or cannot be read."""
+    try:
+        return list(site.reads.job(job)["ranks"]) if job else []
+    except NotFound:
+        return []
 
 
 def _cost(site: Site, incident_id: str) -> Json:

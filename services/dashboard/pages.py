@@ -16,6 +16,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import Scope
 
 from services.dashboard import goodput_pages, host_pages, incident_pages, recovery_pages, training_pages
+from services.dashboard.ended_sessions import EndedSessions
 from services.dashboard.rendering import templates
 from services.dashboard.sessions import Sessions
 from services.dashboard.site import HEADERS, Site
@@ -37,18 +38,23 @@ def static_files() -> StaticFiles:
 
 
 def router(
-    site: Site, authenticator: Authenticator, reference: Callable[[Request], object], *, secure: bool
+    site: Site,
+    authenticator: Authenticator,
+    ended: EndedSessions,
+    reference: Callable[[Request], object],
+    *,
+    secure: bool,
 ) -> APIRouter:
     """`reference`: what /docs shows about the application of a request, see docs.html. `secure`: with TLS."""
     routes = APIRouter(include_in_schema=False)
-    sessions = Sessions(site, authenticator, secure=secure)
+    sessions = Sessions(site, authenticator, ended, secure=secure)
     described: list[str] = []  # the page /docs, once it was rendered
 
     @routes.get("/")
     def show_training(request: Request, token: Annotated[str | None, Query(max_length=512)] = None) -> Response:
         """With a token, as `flyball up` prints it: log in."""
         if token is not None:
-            return sessions.begin(request, token, "/")
+            return sessions.follow(request, token)
         return training_pages.overview(site, request)
 
     @routes.get("/docs")

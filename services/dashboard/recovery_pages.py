@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from flyball.contracts.errors import NotFound
 from services.dashboard.site import Json, Site
 from services.runtime.list_filters import JobFilter
 from services.runtime.paging import Page
@@ -24,7 +27,8 @@ def router(site: Site) -> APIRouter:
 
 def _recovery(site: Site) -> Json:
     jobs = site.reads.jobs(Page(MAX_JOBS), open_only=True, wanted=JobFilter())
-    return {
-        "open_jobs": site.reads.job_counts()["open"],
-        "jobs": [site.reads.recoverability(job["job"]) for job in reversed(jobs)],
-    }
+    found = []
+    for job in reversed(jobs):
+        with suppress(NotFound):  # removed since
+            found.append(site.reads.recoverability(job["job"]))
+    return {"open_jobs": site.reads.job_counts()["open"], "jobs": found}

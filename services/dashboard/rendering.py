@@ -27,6 +27,7 @@ LOOKS: Mapping[str, frozenset[str]] = {
     ),
     "warn": frozenset(
         (
+            *("stopping", "failing", "completing"),
             *("submitted", "suspect", "degraded", "cordoned", "in_repair", "stopped", "starting", "restoring"),
             *("waiting", "parked", "open", "deciding", "acting", "verifying", "queued", "dispatched", "acknowledged"),
             "superseded",

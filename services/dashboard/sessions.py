@@ -8,14 +8,16 @@ the page asks /session whether it is true.
 
 from __future__ import annotations
 
+import asyncio
 from urllib.parse import parse_qs, urlsplit
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from flyball.contracts.errors import FlyballError
-from services.dashboard.site import HEADERS, MAY_LOOK, Site, local_path
-from services.runtime.http.auth import Authenticator, Role
+from services.dashboard.ended_sessions import EndedSessions
+from services.dashboard.site import HEADERS, MAY_LOOK, Site, filters_of, local_path
+from services.runtime.http.auth import SESSION_S, Authenticator, Role
 from services.runtime.http.bodies import read_body
 
 MAX_FORM_BYTES = 4 << 10
@@ -24,24 +26,35 @@ WRONG = (
 )
 HOSTS = "This is a host's token, which opens no pages. Use the operator's or a reader's token."
 FOREIGN = "This form was sent by another site. Type the token here."
+ASKED = "A link asks to log you in with the token below. Log in only if you trust whoever gave you the link."
 
 
 class Sessions:
     """`secure`: the service uses TLS, so the cookie must not travel without it."""
 
-    def __init__(self, site: Site, authenticator: Authenticator, *, secure: bool) -> None:
+    def __init__(self, site: Site, authenticator: Authenticator, ended: EndedSessions, *, secure: bool) -> None:
         self._site = site
         self._authenticator = authenticator
+        self._ended = ended
         self._secure = secure
 
-    def begin(self, request: Request, token: str, after: str) -> Response:
-        """Exchange a token for the cookie, and lead on to the page `after`."""
+    def follow(self, request: Request, token: str) -> Response:
+        """Log in by a link with a token, if its user opened it by hand, as from a terminal. Of any other link, ask:
+        another site could log somebody in as whom it likes, and watch."""
+        if request.headers.get("sec-fetch-site") == "none":
+            return self.begin(request, token, "/")
+        return self._site.login(request, problem=ASKED, status=200, after="/", token=token)
+
+    def begin(self, request: Request, token: str, after: str, filters: str = "") -> Response:
+        """Exchange a token for the cookie, and lead on to the page `after`, with the `filters` of its list."""
         principal = self._authenticator.owner(token.strip().encode())
         if principal is None or principal.role not in MAY_LOOK:
-            return self._site.login(request, problem=WRONG if principal is None else HOSTS, after=after)
-        session = self._authenticator.new_session()
+            problem = WRONG if principal is None else HOSTS
+            return self._site.login(request, problem=problem, after=after, filters=filters)
+        session = self._authenticator.new_session(principal.role, principal.name)
         csrf_token = session.csrf_token if principal.role is Role.OPERATOR else ""
-        address = f"{local_path(after)}#operator={csrf_token}"
+        query = f"?{kept}" if (kept := filters_of(filters)) else ""
+        address = f"{local_path(after)}{query}#operator={csrf_token}"
         answer = RedirectResponse(address, status_code=303, headers=HEADERS)
         answer.set_cookie(
             self._authenticator.cookie_name,
@@ -49,6 +62,7 @@ class Sessions:
             httponly=True,
             samesite="lax",  # so that a link in a chat or an alert opens its page; what changes needs the CSRF token
             secure=self._secure,
+            max_age=int(SESSION_S),
             path="/",
         )
         return answer
@@ -69,12 +83,17 @@ class Sessions:
             except FlyballError as error:
                 return self._site.login(request, problem=error.message, status=error.status)
             form = parse_qs(body.decode("ascii", "replace"))
-            return self.begin(request, form.get("token", [""])[0], form.get("after", ["/"])[0])
+            token, after, filters = (form.get(name, [""])[0] for name in ("token", "after", "filters"))
+            return self.begin(request, token, after or "/", filters)
 
         @routes.post("/logout")
         async def log_out(request: Request) -> Response:
             if _is_foreign(request):
                 return self._site.login(request, problem=FOREIGN, status=403)
+            principal = self._authenticator.principal(request.scope["headers"])
+            if principal is not None and principal.session:
+                client = request.client.host if request.client else ""
+                await asyncio.to_thread(self._ended.end, principal, client)
             answer = RedirectResponse("/login", status_code=303, headers=HEADERS)
             answer.delete_cookie(self._authenticator.cookie_name, path="/")
             return answer

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Annotated, Any, Protocol
+from urllib.parse import parse_qsl, urlencode
 
 from fastapi import Query, Request
 from starlette.responses import HTMLResponse, Response
@@ -25,6 +26,7 @@ RUN_PATTERN = r"^(job|simulation):[A-Za-z0-9][A-Za-z0-9._-]{0,98}$"
 DECISION = re.compile(r"dec-[0-9]{1,18}")
 Name = Annotated[str, Query(pattern=f"^$|{NAME_PATTERN}")]  # of a job or a host; '': of any
 Before = Annotated[str, Query(max_length=32)]  # the item that a page of a list ends before; '': the newest page
+MAX_FILTERS = 32
 MAY_LOOK = (Role.READER, Role.OPERATOR)
 
 CONTENT_SECURITY_POLICY = "; ".join(
@@ -42,7 +44,6 @@ CONTENT_SECURITY_POLICY = "; ".join(
 HEADERS = {
     "Content-Security-Policy": CONTENT_SECURITY_POLICY,
     "Referrer-Policy": "same-origin",
-    "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
 
@@ -144,10 +145,22 @@ class Site:
             part = templates().get_template("part_error.html").render(error=error)
         return HTMLResponse(part, headers=HEADERS)
 
-    def login(self, request: Request, *, problem: str = "", status: int = 401, after: str = "") -> Response:
-        """Respond with the login, which leads on to the page `after`; '': to where the request wanted to go."""
-        wanted = after or request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        page = templates().get_template("login.html").render(problem=problem, after=local_path(wanted))
+    def login(
+        self,
+        request: Request,
+        *,
+        problem: str = "",
+        status: int = 401,
+        after: str = "",
+        filters: str = "",
+        token: str = "",
+    ) -> Response:
+        """Respond with the login, which leads on to the page `after` with its `filters`, a query; '': to the page that
+        was requested. `token`: is filled in."""
+        if not after:
+            after, filters = request.url.path, request.url.query
+        then = {"after": local_path(after), "filters": filters_of(filters)}
+        page = templates().get_template("login.html").render(problem=problem, token=token, **then)
         return HTMLResponse(page, status, HEADERS)
 
     def may_look(self, request: Request) -> bool:
@@ -167,6 +180,17 @@ def wants_page(request: Request) -> bool:
 
 
 def local_path(wanted: str) -> str:
-    """Return `wanted` if it is a page of this site, else "/": nobody is sent to another site."""
-    is_local = wanted.startswith("/") and not wanted.startswith(("//", "/\\", "/login", "/logout", "/?token="))
-    return wanted if is_local and wanted.isprintable() and wanted.isascii() else "/"
+    """Return the path in `wanted` if it is of a page of this site, else "/": nobody is sent to another site, nor to a
+    link that logs in, nor to a page with a fragment of another site."""
+    path = re.split(r"[?#]", wanted, maxsplit=1)[0]
+    is_local = path.startswith("/") and not path.startswith(("//", "/\\", "/login", "/logout"))
+    return path if is_local and path.isprintable() and path.isascii() else "/"
+
+
+def filters_of(query: str) -> str:
+    """Return the query of a list, encoded anew and without a token: nothing in it leaves the query."""
+    try:
+        pairs = parse_qsl(query, max_num_fields=MAX_FILTERS)
+    except ValueError:
+        return ""
+    return urlencode([(name, value) for name, value in pairs if name != "token"])

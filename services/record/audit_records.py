@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 KEY_KEPT_S = 86_400.0  # an answer, for requests with the same Idempotency-Key
+OPERATOR = "operator"  # in `Attempt.detail`: the name of who it was
 IN_PROGRESS_S = 60.0  # a first request without an answer for this long is over: its process died
 
 
@@ -19,6 +22,15 @@ class Attempt(msgspec.Struct, frozen=True):
     detail: str  # JSON
     key: str  # Idempotency-Key; '': none
     digest: str  # of method, path, query and body
+
+
+class Noted(msgspec.Struct, frozen=True):
+    """What a host said that changes what the controller does. No operator asked for it."""
+
+    at: float
+    operation: str
+    target: str  # a host, or a job
+    detail: Mapping[str, object]
 
 
 class Answer(msgspec.Struct, frozen=True):

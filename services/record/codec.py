@@ -33,10 +33,13 @@ def plain(value: object) -> Any:  # noqa: ANN401 - JSON has no static type
     return msgspec.json.decode(msgspec.json.encode(value))
 
 
+MAX_NUMBER = 2**62  # of incidents and decisions: columns hold a little more
+
+
 def number_of(identifier: str) -> int:
     """17 for "dec-17". Raises NotFound for anything but an identifier."""
     _, _, digits = identifier.rpartition("-")
-    if not digits.isascii() or not digits.isdigit() or len(digits) > 18:
+    if not digits.isascii() or not digits.isdigit() or len(digits) > 19 or int(digits) > MAX_NUMBER:
         raise NotFound(f"{identifier!r} names nothing.", hint="identifiers look like dec-17 or inc-4")
     return int(digits)
 

@@ -15,7 +15,7 @@ from services.controller.round.view import DrainView, HostView, JobView, RankVie
 
 
 class CachedHost(msgspec.Struct, gc=False):
-    """The stored facts about a host. `last_report_at`: of the newest stored report."""
+    """The stored facts about a host. `sent_at`, `last_report_at`: of its newest stored report, which may come late."""
 
     host_id: str
     version: int = -1
@@ -32,6 +32,7 @@ class CachedHost(msgspec.Struct, gc=False):
     copies: tuple[ShardCopy, ...] = ()
     copies_of: frozenset[str] = frozenset()  # jobs
     last_report_at: float = 0.0
+    sent_at: float = 0.0
     workers: Mapping[str, int] = {}
     fabric: str = ""
     memory_bytes: int = 0
@@ -99,7 +100,7 @@ def host_views(
             reason=row.reason,
             stale_jobs=_stale_jobs(row.workers, newest, placed.get(row.host_id)),
             drain=drains.get(row.host_id),
-            stored_report_at=row.last_report_at,
+            stored_report_at=min(row.sent_at, row.last_report_at),
             left_at=row.left_at,
             recent_losses=losses.get(row.host_id, 0),
             conditions=conditions.get(row.host_id, ()),

@@ -7,12 +7,21 @@ from collections.abc import Mapping
 import msgspec
 
 from flyball.contracts.cluster import Placement
-from flyball.contracts.decisions import ActionPlan, ActionState, Command, StartWorkers
+from flyball.contracts.decisions import (
+    ActionPlan,
+    ActionState,
+    CheckHost,
+    Command,
+    CommandBody,
+    StartWorkers,
+    WarmUp,
+)
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.identity import Fence
 from flyball.contracts.reports.standings import issued_id
 from services.actuator.ports import CommandDraft, PlaybookStep
 from services.record.lease_terms import Issuer
+from services.rules.grant_seals import GrantSeals
 
 STOP_PHASE = "stop"
 
@@ -67,14 +76,30 @@ def fence_generation(plan: ActionPlan, draft: CommandDraft, granted: int | None)
     return max(plan.generation, granted if granted is not None else -1)
 
 
-def command_of(position: Position, draft: CommandDraft, granted: int | None, issuer: Issuer) -> Command:
-    """The command for a host. `granted`: the job's newest generation. Pure."""
+def job_and_generation(body: CommandBody) -> tuple[str, int]:
+    """The job that a command is about, and the generation whose ranks its answer tells of; '' and -1: none. Pure."""
+    match body:
+        case WarmUp():
+            return body.spec.job, -1
+        case StartWorkers():
+            return body.spec.job, body.placement.generation
+        case CheckHost():
+            return body.job, -1
+    return body.job, body.generation
+
+
+def command_of(
+    position: Position, draft: CommandDraft, granted: int | None, issuer: Issuer, seals: GrantSeals
+) -> Command:
+    """The command for a host; a start is sealed. `granted`: the job's newest generation. Pure."""
+    fence = Fence(issuer.epoch, fence_generation(position.plan, draft, granted))
+    body = draft.body
     return Command(
         command_id=issued_id(draft.command_id, issuer.incarnation),
         action_id=position.action_id,
         host_id=draft.host_id,
-        fence=Fence(issuer.epoch, fence_generation(position.plan, draft, granted)),
-        body=draft.body,
+        fence=fence,
+        body=seals.sealed(draft.host_id, body, fence) if isinstance(body, StartWorkers) else body,
         deadline_s=draft.deadline_s,
     )
 

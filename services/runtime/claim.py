@@ -82,8 +82,8 @@ def is_loopback(listener: socket.socket) -> bool:
     return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
-def url_of(listener: socket.socket, *, tls: bool) -> str:
-    """Return the base URL under which this machine reaches the listener."""
+def url_of(listener: socket.socket, *, tls: bool, everywhere: str = "") -> str:
+    """Return the base URL under which this machine reaches the listener; one on all addresses, as `everywhere`."""
     host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    host = {"0.0.0.0": everywhere or "127.0.0.1", "::": everywhere or "::1"}.get(host, host)
     return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"

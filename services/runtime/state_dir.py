@@ -20,6 +20,8 @@ class SupervisorRecord(msgspec.Struct, frozen=True):
 
     url: str
     pid: int
+    host: str = ""  # the machine with that process: the folder may be shared with others
+    elsewhere: str = ""  # its URL for other machines; '': it listens on this one only
 
 
 class SupervisorStateDir:

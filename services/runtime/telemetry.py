@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import logging.handlers
+import os
 import sys
 import threading
 from collections.abc import Iterable, MutableMapping
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,7 @@ def configure_logging(*, level: str, json: bool, file: Path | None) -> None:
         else [structlog.dev.ConsoleRenderer(colors=file is None and sys.stderr.isatty())]
     )
     handler: logging.Handler = (
-        logging.handlers.RotatingFileHandler(file, maxBytes=LOG_FILE_SIZE_BYTES, backupCount=LOG_FILES_KEPT)
+        _PrivateLog(file, maxBytes=LOG_FILE_SIZE_BYTES, backupCount=LOG_FILES_KEPT)
         if file
         else logging.StreamHandler(sys.stderr)
     )
@@ -70,6 +72,15 @@ def configure_logging(*, level: str, json: bool, file: Path | None) -> None:
         logger.propagate = False
     # It logs whole URLs, which may hold a token; uvicorn's own switch does not work if a parent logger has a handler.
     logging.getLogger("uvicorn.access").disabled = True
+
+
+class _PrivateLog(logging.handlers.RotatingFileHandler):
+    """Only its owner may read it, whatever the umask."""
+
+    def _open(self) -> TextIOWrapper:
+        descriptor = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        os.fchmod(descriptor, 0o600)  # one of an earlier release
+        return os.fdopen(descriptor, "a", encoding="utf-8")
 
 
 def _redact(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

@@ -10,7 +10,8 @@ import msgspec
 from flyball.contracts.decisions import ActionState, DecisionKind, IncidentState, StartWorkers
 from services.controller.replay import Replay, StoredRound, compared, differences
 from services.controller.round.diagnosis import BESIDE_FAILURES, DOMAIN_SILENT
-from services.controller.updates.adoption import DATABASE_NEW, DATABASE_OLDER, NOT_ADOPTED
+from services.controller.updates.adoption import DATABASE_NEW, DATABASE_OLDER
+from services.controller.updates.held_jobs import NOT_ADOPTED
 from simulator.checks.record import ActionRecord, DecisionRecord, GenerationRecord, IncidentRecord, Record
 
 # Causes that may stay open beside a failure of the generation.

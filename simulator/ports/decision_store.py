@@ -133,6 +133,11 @@ class MemoryDecisionStore:
             news += _store_jobs(memory, outcome.jobs, now)
             if outcome.adoption is not None:
                 news += standings.adopt(memory, outcome.adoption, now)
+            standings.need(memory, outcome, now)
+            for one in outcome.withdrawn:
+                row = memory.standings.get(one.standing.host_id)
+                if row is not None and row.received_at == one.told_at:
+                    del memory.standings[one.standing.host_id]
             if inputs is not None:
                 self._keep(inputs, signals, epoch, now)
             memory.changed([*news, *outcome.events])

@@ -127,12 +127,13 @@ class ActionRow(msgspec.Struct):
 
 
 class StandingRow(msgspec.Struct):
-    """A host's standing that was ahead of this database."""
+    """A host's standing that was ahead of this database, or whose word is needed. None: it has not given it."""
 
-    standing: HostStanding
+    standing: HostStanding | None
     received_at: float
     first_received_at: float
     is_settled: bool = False
+    is_needed: bool = False
 
 
 class StateChange(msgspec.Struct, frozen=True):

@@ -88,12 +88,16 @@ class MemoryStatusStore:
             marks = self._memory.watermarks
             return {sender: marks[sender] for sender in senders if sender in marks}
 
-    def hosts_with_placement(self) -> dict[str, float]:
-        """Hosts that should run workers of running jobs -> when any sensor last received a report of each."""
+    def expected_hosts(self) -> dict[str, float]:
+        """Hosts that should report -> when any sensor last received a report of each: those with ranks of running jobs,
+        and the others that did not leave and are not known to be gone."""
         memory = self._memory
         with memory.transaction():
+            gone = (HostState.SILENT, HostState.IN_REPAIR)
+            free = {name for name, host in memory.hosts.items() if host.state not in gone and not host.left_at}
             named = sorted(
-                {
+                free
+                | {
                     part.host_id
                     for name, job in memory.jobs.items()
                     if job.state is JobState.RUNNING and (name, job.generation) in memory.generations

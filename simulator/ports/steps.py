@@ -8,7 +8,10 @@ from services.actuator.ports import CommandDraft, PlaybookStep
 from services.record import step_events
 from services.record.lease_terms import Issuer
 from services.record.step_events import Position
+from services.rules.grant_seals import GrantSeals
 from simulator.ports.memory import ActionRow, CommandRow, Memory, StateChange
+
+SEALS = GrantSeals("a simulated cluster")
 
 
 def position_of(row: ActionRow) -> Position:
@@ -32,6 +35,8 @@ def store(memory: Memory, row: ActionRow, step: PlaybookStep, now: float) -> lis
     row.version += 1
     row.ended_at = now if step.state.ended else 0.0
     _issue(memory, row, step, now)
+    if step.job_message and row.plan.job in memory.jobs:
+        memory.jobs[row.plan.job].message = step.job_message
     if step.placement is not None:
         generation = memory.generations[step.placement.job, step.placement.generation]
         generation.started_at = now
@@ -63,4 +68,4 @@ def _issue(memory: Memory, row: ActionRow, step: PlaybookStep, now: float) -> No
 def _command(memory: Memory, row: ActionRow, draft: CommandDraft) -> Command:
     job = memory.jobs.get(row.plan.job)
     issuer = Issuer(memory.held.epoch, memory.incarnation)
-    return step_events.command_of(position_of(row), draft, job.generation if job is not None else None, issuer)
+    return step_events.command_of(position_of(row), draft, job.generation if job is not None else None, issuer, SEALS)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from flyball.contracts.cluster import Phase
 from flyball.contracts.decisions import ActionState, DecisionKind, Incident, IncidentState
 from flyball.contracts.reports.host_checks import CheckState
+from flyball.contracts.reports.signals import RankMarks
 from services.controller.round.choices.spare_choice import recent_losses
 from services.controller.round.view import (
     ActionView,
@@ -14,13 +15,14 @@ from services.controller.round.view import (
     JobView,
     PastRecovery,
     RankView,
-    ReportedStanding,
     View,
 )
 from services.record.answers import failed_in, sum_up
-from services.record.codec import number_of
+from services.record.codec import load, number_of
 from services.record.host_views import host_views, placement_of
 from services.record.recoveries import RECOVERING, newest_recoveries
+from services.record.report_events import RankRow
+from simulator.ports import standings
 from simulator.ports.memory import ActionRow, JobRow, Memory
 from simulator.ports.stored_copies import wanted_copies
 
@@ -32,7 +34,9 @@ def load_view(memory: Memory) -> View:
     incidents = tuple(i for _, i in sorted(memory.incidents.items()) if not i.state.closed)
     actions = tuple(_action(memory, row) for row in _wanted(memory, incidents))
     named = {incident.job for incident in incidents} | {action.plan.job for action in actions}
-    named |= {held.spec.job for row in memory.standings.values() for held in row.standing.jobs}
+    told = standings.told(memory)
+    named |= {held.spec.job for one in told for held in one.standing.jobs}
+    named.update(job for one in told for job in one.ended)
     rows = [memory.hosts[name] for name in sorted(memory.hosts)]
     named.update(*(row.workers for row in rows))
     troubled = {incident.job for incident in incidents}
@@ -65,11 +69,9 @@ def load_view(memory: Memory) -> View:
         next_incident=max(memory.incidents, default=0) + 1,
         next_decision=max((memory.decision_floor, *memory.decisions)) + 1,
         cluster=memory.cluster_id,
-        standings=tuple(
-            ReportedStanding(row.standing, row.received_at, row.first_received_at)
-            for _, row in sorted(memory.standings.items())
-            if not row.is_settled
-        ),
+        standings=told,
+        asked=tuple(sorted(host for host, row in memory.standings.items() if row.standing is None)),
+        epoch=memory.held.epoch,
     )
 
 
@@ -114,6 +116,11 @@ def _recoveries(memory: Memory, job: str) -> tuple[PastRecovery, ...]:
     )
 
 
+def _first_step_at(rank: RankRow | None) -> float:
+    marks: RankMarks | None = load(rank.marks, RankMarks) if rank is not None and rank.marks else None
+    return marks.first_step_at if marks is not None else 0.0
+
+
 def _generation(memory: Memory, job: JobRow) -> GenerationView | None:
     key = (job.spec.job, job.generation)
     row = memory.generations.get(key)
@@ -135,6 +142,7 @@ def _generation(memory: Memory, job: JobRow) -> GenerationView | None:
         ran_before_s=row.plan.ran_before_s,
         too_few_hosts=row.plan.too_few_hosts,
         step_s=row.plan.step_s,
+        first_step_at=_first_step_at(memory.ranks[key].get(0)),
         ranks=tuple(
             RankView(
                 rank=number,

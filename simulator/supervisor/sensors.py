@@ -72,7 +72,9 @@ class Sensor(SimulatedProcess):
         """Exchange state with the database: expected hosts, neighbours, learned jobs, vouches."""
         vouch = self._ingest.vouches.take(self.clock.monotonic_s())
         try:
-            self._ingest.expect_hosts(self._status.hosts_with_placement())
+            expected = self._status.expected_hosts()
+            self._ingest.expect_hosts(expected)
+            self._detector.expect_no_others(expected.keys())
             self._ingest.know_stored(stored_points(self._memory))
             if plan := next((g.plan for g in reversed(self._memory.generations.values())), None):
                 self._detector.set_neighbours(neighbours(plan.hosts, plan.peers))

@@ -27,6 +27,7 @@ from flyball.contracts.decisions import (
 from flyball.contracts.errors import FlyballError, NotFound, PortInUse, StorageFull
 from flyball.contracts.identity import Fence
 from flyball.contracts.reports import standings
+from flyball.contracts.reports.grant_seals import GrantSeal
 from flyball.contracts.reports.host_checks import CheckMeasure, CheckStage
 from flyball.contracts.reports.signals import WorkerStartFailed
 from flyball.contracts.reports.standings import HeldJob
@@ -63,6 +64,7 @@ class Commands:
         self._engine_fences: dict[str, Fence] = {}
         self.obeyed = standings.LastObeyed()
         self.ended: dict[str, int] = {}  # job -> generation
+        self.end_seals: dict[str, GrantSeal] = {}  # likewise: of the generation in which the host was placed
         self._jobs: dict[str, tuple[StartWorkers, Fence]] = {}  # newest per job
         self._owed: dict[str, tuple[Command, EndJob]] = {}  # ended jobs whose memory the engine has yet to free
         self._ran_s: dict[int, float] = {}  # generation that is not stopped -> the longest that an ended rank ran
@@ -97,7 +99,7 @@ class Commands:
             live = {rank: worker for (of, rank), (_, worker) in self._host.workers.items() if of == generation}
             known = self._ran_s.get(generation, self._stopped_ran_s)
             ran_s = [known, *(self._world.now - worker.began_at for worker in live.values())]
-            held.append(HeldJob(body.spec, body.placement, fence, tuple(sorted(live)), max(ran_s)))
+            held.append(HeldJob(body.spec, body.placement, fence, tuple(sorted(live)), max(ran_s), body.seal))
         return tuple(held)
 
     def worker_ended(self, generation: int, worker: SimulatedWorker) -> None:
@@ -177,6 +179,7 @@ class Commands:
         self._engine_obeys(running.command)
         self._stopped_ran_s = 0.0
         self.ended.pop(body.spec.job, None)
+        self.end_seals.pop(body.spec.job, None)
         self._unrecorded.pop(body.spec.job, None)
         problem = self._start_problem(body)
         if problem is None:
@@ -207,6 +210,8 @@ class Commands:
         result = CommandResult(positions=self._positions(body.generation))
         held = self._jobs.pop(body.job, None)
         self.ended[body.job] = body.generation
+        if held is not None:
+            self.end_seals[body.job] = held[0].seal
         self._owed[body.job] = running.command, body
         if self._host.is_disk_full and held is not None:
             self._unrecorded[body.job] = held

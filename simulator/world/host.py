@@ -311,7 +311,7 @@ class Host:
                 self._send_again()
                 self.conditions.say_what_stands()
             self._database = judged.incarnation
-        if self.host_id in judged.ahead or self._has_gap:
+        if self.host_id in judged.ahead or self.host_id in judged.asked or self._has_gap:
             self.control.send_standing(self, self._standing())
 
     def _send_again(self) -> None:
@@ -333,6 +333,7 @@ class Host:
             unanswered_s=self.world.now - self._answered_at,
             jobs=self.commands.held(),
             ended=self.commands.ended,
+            end_seals=self.commands.end_seals,
             committed=self._forgotten(),
         )
 

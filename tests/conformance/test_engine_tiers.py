@@ -10,13 +10,14 @@ from typing import Protocol
 import numpy as np
 import pytest
 from safetensors.numpy import save
+from support.stores.memory_target import MemoryTarget
 from support.stores.shards import make_manifest, put_in_slot
 
 from ckpt_engine.format import integrity
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.format.shard_names import ShardKey
-from ckpt_engine.format.verified_read import MemorySink, MemorySource, read_verified
+from ckpt_engine.format.verified_read import MemorySource, TargetSink, read_verified
 from ckpt_engine.tiers.folder import FolderStorage
 from ckpt_engine.tiers.memory import MemoryTier, PeerTier, SlotTier
 from ckpt_engine.tiers.shard_store import ShardStore
@@ -80,7 +81,7 @@ class Slots:
             view, described, _ = found
             target = bytearray(described.payload_bytes)
             source = MemorySource(entry.segments.payload(view.index))
-            read_verified(source, described, MemorySink(memoryview(target), before=lambda: None))
+            read_verified(source, described, TargetSink(MemoryTarget(memoryview(target)), before=lambda: None))
             return bytes(target)
 
     def flip_a_byte(self, step: int, rank: int = 0) -> None:

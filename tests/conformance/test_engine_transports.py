@@ -34,6 +34,7 @@ from ckpt_engine.contracts.peer_wire import (
 from ckpt_engine.counters import Counters
 from ckpt_engine.peers.peer_server import PeerServer
 from ckpt_engine.peers.transport.handshake import admit, introduce
+from ckpt_engine.peers.transport.peer_keys import PeerKeys
 from ckpt_engine.peers.transport.pool import ConnectionPool
 from ckpt_engine.peers.transport.port import ByteCounters, Connection, Identity, Listener
 from ckpt_engine.peers.transport.tcp import TcpConnection, TcpListener, connect_tcp
@@ -181,7 +182,7 @@ class Server:
         self.server = PeerServer(
             self.listener,
             identity=SERVER,
-            token=TOKEN,
+            keys_of=PeerKeys(TOKEN).to_answer,
             settings=settings,
             counters=Counters(),
             handle=self._answer,
@@ -526,7 +527,7 @@ def test_every_stage_of_the_handshake_has_its_deadline(transport: Tcp, threads: 
     pair = Pair(transport, SETTINGS)
     if stage == "hello":
         with pytest.raises(Unreachable, match="timed out"):
-            admit(pair.theirs, identity=SERVER, token=TOKEN, timeout_s=0.1, on_shown=lambda: None)
+            admit(pair.theirs, identity=SERVER, keys_of=PeerKeys(TOKEN).to_answer, timeout_s=0.1, on_shown=lambda: None)
     else:
         if stage == "welcome":
             pair.theirs.send(Challenge(PEER_PROTOCOL, "0" * 64), timeout_s=60)
@@ -595,7 +596,7 @@ def test_one_too_many_with_the_token_is_refused_with_a_reason(transport: Tcp) ->
             stack.enter_context(server.dial(settings=PATIENT))
         with pytest.raises(Unreachable, match="all 4 connections are in use"):
             server.dial(settings=PATIENT)
-        server.server.expect(linked_hosts=4)  # room for all hosts of a larger job
+        server.server.expect(linked_hosts=4, jobs=1)  # room for all hosts of a larger job
         stack.enter_context(server.dial(settings=PATIENT))
     server.server.close()
 
@@ -627,20 +628,20 @@ def test_the_pool_keeps_a_good_connection_and_drops_a_dead_one(server: Server) -
         dialled.append(host_id)
         return server.dial()
 
-    pool = ConnectionPool(dial, connections_per_peer=1)
+    pool = ConnectionPool(lambda host_id, job: dial(host_id, ""), connections_per_peer=1)
     for _ in range(3):
-        with pool.connection("server") as connection:
+        with pool.connection("server", "job") as connection:
             assert bulk_of(connection) == BULK
     assert dialled == ["server"]
-    with pytest.raises(RuntimeError), pool.connection("server"):
+    with pytest.raises(RuntimeError), pool.connection("server", "job"):
         raise RuntimeError("a transfer broke off")  # what is left in the connection is unknown
-    with pool.connection("server") as connection:
+    with pool.connection("server", "job") as connection:
         assert dialled == ["server"] * 2
     server.server.close()
     ended = select.poll()
     ended.register(connection.fileno(), select.POLLIN)
     assert ended.poll(60_000)  # its end is about to arrive
-    with pytest.raises(Unreachable), pool.connection("server"):
+    with pytest.raises(Unreachable), pool.connection("server", "job"):
         pass
     pool.close()
 
@@ -649,15 +650,19 @@ def test_the_pool_closes_what_hosts_ended_that_nobody_asks_any_more(server: Serv
     gone = Server(transport)
     servers = {"gone": gone, "server": server}
     pool = ConnectionPool(lambda host_id, address: servers[host_id].dial(), connections_per_peer=1)
-    with pool.connection("gone") as connection:
+    with pool.connection("gone", "job") as connection:
         assert bulk_of(connection) == BULK
     gone.server.close()
     ended = select.poll()
     ended.register(connection.fileno(), select.POLLIN)
     assert ended.poll(60_000)
-    with pool.connection("server") as other:
+    with pool.connection("server", "job") as other:
         assert bulk_of(other) == BULK
     assert connection.fileno() == -1
+    assert (set(pool._idle), set(pool._lent)) == ({("server", "job")}, set())  # nothing stays of a host that left
+    pool._take(("server", "job"))
+    assert not pool._idle
+    other.close()
     pool.close()
 
 

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.stores.job_stores import SEALS
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import Unreachable
 from services.assembly import Assembly
+from services.rules.engine_keys import EngineKeyring
 from services.runtime.health import Health
 from services.runtime.http.auth import Authenticator
 from services.sensor.reports.ingest import Ingest
@@ -98,7 +100,7 @@ def test_a_sensor_with_a_wrong_clock_still_records_when_a_host_reported(
     new_database_url: Callable[[str], str], tmp_path: Path, skew_s: float
 ) -> None:
     settings = load_settings(state_dir=tmp_path, database_url=new_database_url("mariadb"))
-    assembly = Assembly(settings, frozenset({"sensor"}), SkewedClock(skew_s))
+    assembly = Assembly(settings, frozenset({"sensor"}), SkewedClock(skew_s), SEALS, EngineKeyring("a secret"))
     migrate(assembly.db)
     assembly.build()
     health = Health(loops=assembly.loops, checks=assembly.checks, clock=SystemClock())

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 import pytest
 from sqlalchemy import func, select
+from support.stores.job_stores import SEALS
 
 from flyball.contracts.cluster import JobSpec
-from flyball.contracts.errors import Conflict, NotFound
+from flyball.contracts.errors import Conflict, NotFound, Unreachable
+from flyball.contracts.reports.conditions import HostCondition, Severity
 from flyball.contracts.reports.drains import DrainRequest
+from flyball.contracts.reports.signals import ConditionBegan, ConditionEnded, PreemptionNotice
 from services.controller.round.view import PolicySettings
+from services.dashboard.ended_sessions import FOLLOW_S, OVERLAP_S, EndedSessions
 from services.record.audit_records import IN_PROGRESS_S, KEY_KEPT_S, Answer, Attempt
 from services.record.retention_rules import DAY_S, RetentionSettings
 from services.rehearsing import Rehearsals
+from services.runtime.http.auth import Authenticator, Principal, Role
 from services.runtime.list_filters import AuditFilter
 from services.runtime.paging import Page
 from services.store.decisions.audit_store import SqlAuditLog
@@ -102,7 +108,7 @@ def test_records_go_by_age(audit: SqlAuditLog, db: Database, clock) -> None:
 
 def test_what_is_only_tried_changes_nothing(stores, clock) -> None:
     stores.run_job()
-    rehearsals = Rehearsals(stores.db, PolicySettings(), clock)
+    rehearsals = Rehearsals(stores.db, PolicySettings(), clock, SEALS)
 
     def everything() -> dict[str, list[object]]:
         with stores.db.read() as connection:
@@ -131,3 +137,71 @@ def test_what_is_only_tried_changes_nothing(stores, clock) -> None:
     with pytest.raises(NotFound):
         rehearsals.run(lambda on: on.drains.drain("none", DrainRequest(), now))
     assert everything() == before
+
+
+def test_what_hosts_say_of_themselves_is_on_record_with_the_host(stores, make) -> None:
+    hot = HostCondition("hot", Severity.CRITICAL, "It is hot.", "probe gpus", make.T)
+    bodies = (PreemptionNotice(make.T + 60.0, "cloud"), ConditionBegan(hot), ConditionEnded("probe gpus", "hot"))
+    signals = [make.signal(seq, body) for seq, body in enumerate((*bodies, make.exited()), 1)]
+    stores.commit(signals=tuple(signals))
+    entries = SqlAuditLog(stores.db, stores.clock).entries(*ALL)
+    assert [(e["operation"], e["target"], e["role"], e["status"]) for e in entries] == [
+        ("report_preemption_notice", "host-a", "daemon", 200),
+        ("report_condition_began", "host-a", "daemon", 200),
+        ("report_condition_ended", "host-a", "daemon", 200),
+    ]
+    assert entries[1]["detail"] == {"kind": "hot", "severity": "critical", "subject": ""}
+
+
+class Counted(SqlAuditLog):
+    """Notes how many records each look reads, and can be away."""
+
+    def __init__(self, db: Database, clock) -> None:
+        super().__init__(db, clock)
+        self.read: list[int] = []
+        self.is_away = False
+
+    def entries(self, page: Page, wanted: AuditFilter) -> list[dict[str, Any]]:
+        if self.is_away:
+            raise Unreachable("It is away.")
+        found = super().entries(page, wanted)
+        self.read.append(len(found))
+        return found
+
+
+def test_each_look_for_logouts_reads_what_is_new(db: Database, clock) -> None:
+    """Every server looks each five seconds, and a login lasts half a day."""
+    clock.sleep(1e6)
+    mine, other = Authenticator("the secret of a cluster", clock=clock), Authenticator("another", clock=clock)
+    log = Counted(db, clock)
+    elsewhere, here = EndedSessions(log, other, clock), EndedSessions(log, mine, clock)
+    cookies = {number: mine.new_session().cookie for number in range(4)}
+
+    def log_out(number: int) -> None:
+        elsewhere.end(Principal(Role.OPERATOR, session=cookies[number].rpartition(".")[0]), "::1")
+
+    def known() -> list[int]:
+        headers = {n: [(b"cookie", f"{mine.cookie_name}={cookie}".encode())] for n, cookie in cookies.items()}
+        return [number for number, sent in headers.items() if mine.principal(sent) is None]
+
+    log_out(0)
+    clock.sleep(3600.0)
+    here.recall()
+    assert (log.read, known()) == ([1], [0])
+    log_out(1)
+    clock.sleep(FOLLOW_S)
+    here.recall()
+    assert (log.read[1:], known()) == ([1], [0, 1]), "what is known is not read again"
+    clock.sleep(OVERLAP_S)
+    log_out(2)
+    log.is_away = True
+    for _ in range(3):
+        clock.sleep(OVERLAP_S)
+        with pytest.raises(Unreachable):
+            here.recall()
+    log.is_away = False
+    here.recall()
+    assert known() == [0, 1, 2], "nothing is missed after an outage"
+    clock.sleep(2 * OVERLAP_S)
+    here.recall()
+    assert log.read[-1] == 0 and known() == [0, 1, 2], "and what was learned is kept"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 from sqlalchemy import select
 from support.clocks.waits import until
+from support.stores.job_stores import SEALS
 
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.events import EventKind
@@ -38,7 +39,7 @@ def submitted(stores, make):
 
 def controller(stores, holder: str, clock, *, ttl_s: float = 3.0) -> ControllerLoop:
     return ControllerLoop(
-        store=SqlDecisionStore(stores.db, clock),
+        store=SqlDecisionStore(stores.db, clock, SEALS),
         bus=EmbeddedBus(stores.db),
         wakeup=LocalWakeup(),
         clock=clock,

@@ -10,6 +10,7 @@ import threading
 
 import pytest
 from support.clocks.waits import until
+from support.stores.job_stores import SEALS
 
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.clock import SystemClock
@@ -50,6 +51,7 @@ from services.bus.embedded import EmbeddedBus
 from services.controller.loop import ControllerLoop
 from services.rules.stream import Cursor, Delivered
 from services.controller.round.view import PolicySettings
+from services.rules.grant_seals import GrantSeals
 from services.runtime.wakeup import LocalWakeup
 from services.store.actions.action_store import SqlActionStore
 from services.store.sql.database import Database
@@ -57,11 +59,13 @@ from services.store.decisions.decision_store import SqlDecisionStore
 
 url, incarnation = sys.argv[1:]
 db, clock, wakeup, stop = Database(url), SystemClock(), LocalWakeup(), threading.Event()
+seals = GrantSeals("the secret of a cluster")
 loop = ControllerLoop(
-    store=SqlDecisionStore(db, clock), bus=EmbeddedBus(db), wakeup=wakeup, clock=clock,
+    store=SqlDecisionStore(db, clock, seals), bus=EmbeddedBus(db), wakeup=wakeup, clock=clock,
     settings=PolicySettings(spare_fresh_s=3600.0), holder="controller#" + incarnation,
 )
-threading.Thread(target=Executor(store=SqlActionStore(db, clock), wakeup=wakeup, clock=clock).run, args=(stop,)).start()
+executor = Executor(store=SqlActionStore(db, clock, seals), wakeup=wakeup, clock=clock)
+threading.Thread(target=executor.run, args=(stop,)).start()
 threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
 loop.run(stop)
 """
@@ -145,7 +149,7 @@ def cluster(stores, make) -> PlayedDaemons:
 def controller(stores, holder: str = "controller#1", wakeup: LocalWakeup | None = None) -> ControllerLoop:
     clock = SystemClock()
     return ControllerLoop(
-        store=SqlDecisionStore(stores.db, clock),
+        store=SqlDecisionStore(stores.db, clock, SEALS),
         bus=EmbeddedBus(stores.db),
         wakeup=wakeup or LocalWakeup(),
         clock=clock,
@@ -232,7 +236,7 @@ def test_an_outage_is_waited_out(running, cluster: PlayedDaemons, stores, monkey
     """The database is away for some rounds; the loop's thread survives and finishes its work afterwards."""
     away = threading.Event()
     refused = threading.Event()
-    store = SqlDecisionStore(stores.db, SystemClock())
+    store = SqlDecisionStore(stores.db, SystemClock(), SEALS)
     really = store.revision
 
     def revision() -> int:
@@ -283,7 +287,7 @@ class BusAtTimes(EmbeddedBus):
 
 def with_bus(stores, bus: BusAtTimes) -> ControllerLoop:
     return ControllerLoop(
-        store=SqlDecisionStore(stores.db, SystemClock()),
+        store=SqlDecisionStore(stores.db, SystemClock(), SEALS),
         bus=bus,
         wakeup=LocalWakeup(),
         clock=SystemClock(),

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from sqlalchemy import Connection, insert
 
+from flyball.contracts.decisions import DecisionKind
 from services.store.decisions.past_actions import WINDOW_S, PastActions
 from services.store.sql.tables import actions, decisions
 
@@ -83,3 +84,14 @@ def rows_read(connection: Connection, *, is_sqlite: bool) -> int:
     return sum(
         int(count) for name, count in found if name != "Handler_read_rnd_next"
     )  # the status itself is such a read
+
+
+@pytest.mark.parametrize(("kind", "counts"), [(DecisionKind.RESTART_IN_PLACE, True), (DecisionKind.CORDON, False)])
+def test_the_end_of_strays_is_no_action_about_the_job(stores, make, kind: DecisionKind, counts: bool) -> None:
+    """A host that claims to have them without end would use up the actions that the job may have in an hour."""
+    stores.run_job()
+    decision = msgspec.structs.replace(make.restart(), kind=kind)
+    incident = make.incident(action_id="act-2")
+    stores.commit(incidents=(incident,), decisions=(decision,), steps={"act-2": make.stop_step(decision)})
+    (job,) = stores.other_decisions().load_view().jobs
+    assert bool(job.acted_at) is counts

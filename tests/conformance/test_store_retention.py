@@ -8,10 +8,17 @@ from sqlalchemy import delete, func, insert, select
 from flyball.contracts.cluster import HostState, JobState
 from flyball.contracts.errors import Conflict, NotFound
 from flyball.contracts.events import Event, EventKind
+from flyball.contracts.reports.conditions import HostCondition, Severity
+from flyball.contracts.reports.drains import DrainRequest
+from flyball.contracts.reports.standings import HostStanding, LastObeyed
 from services.controller.replay import RoundInputs
 from services.controller.round.view import HostChange, JobChange, Outcome, PolicySettings
 from services.record.retention_rules import DAY_S, RetentionSettings
 from services.store.decisions import rounds as round_store
+from services.store.decisions.condition_store import SqlConditionStore
+from services.store.decisions.drain_store import SqlDrainStore
+from services.store.decisions.order_store import SqlOrderStore
+from services.store.decisions.standing_store import SqlStandings
 from services.store.read.read_models import SqlReadModels
 from services.store.retention.host_removal import SqlHostRemoval
 from services.store.retention.sweep import Sweeper
@@ -167,6 +174,32 @@ def test_a_host_is_removed_at_once_by_an_operator(stores, make) -> None:
         SqlReadModels(stores.db).host("host-c")
     stores.status.record_reports([(make.report("host-c", sent_at=T + 61), T + 61)])
     assert SqlReadModels(stores.db).host("host-c")["state"] == "healthy", "it may join again"
+
+
+def test_a_removed_host_leaves_nothing_behind(stores, make) -> None:
+    """Neither what it said when it was ahead of the database: nobody could forget that any more."""
+    stores.run_job()
+    stores.status.record_reports([(make.report("host-c"), T)])
+    obeyed = LastObeyed("", 1, "act-deadbeef-9.stop.host-c.1")
+    SqlStandings(stores.db, stores.clock).record(HostStanding("host-c", "i", 1.0, obeyed, 0.0))
+    SqlOrderStore(stores.db).cordon("host-c", "for a test", T)
+    SqlDrainStore(stores.db).drain("host-c", DrainRequest(reason="for a test"), T)
+    SqlConditionStore(stores.db).begin("host-c", HostCondition("hot", Severity.INFO, "It is warm.", "operator", 1.0))
+    assert {"hosts", "standings", "drains", "host_conditions"} <= _tables_that_name(stores, "host-c")
+    SqlHostRemoval(stores.db).remove("host-c", T + 60)
+    assert _tables_that_name(stores, "host-c") <= {"signals", "incidents", "audit_entries"}, "history alone"
+
+
+def _tables_that_name(stores, host_id: str) -> set[str]:
+    """Tables with a row about a host."""
+    with stores.db.read() as connection:
+        return {
+            table.name
+            for table in tables.metadata.sorted_tables
+            for column in table.columns
+            if column.name in ("host_id", "target")
+            and connection.execute(select(table).where(column == host_id)).first() is not None
+        }
 
 
 def test_watermarks_of_incarnations_that_others_followed_go_with_their_signals(stores, make) -> None:

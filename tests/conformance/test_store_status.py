@@ -127,7 +127,7 @@ def test_a_host_that_a_sensor_vouches_for_reported_then(running, make) -> None:
     vouch = running.status.vouch
     vouch(sensor="s", at=make.T + 20.0, hosts=("host-a", "host-b"), ages_ms=(500, 12_000))
     vouch(sensor="t", at=make.T + 15.0, hosts=("host-a",), ages_ms=(0,))
-    assert running.status.hosts_with_placement() == {"host-a": make.T + 19.5, "host-b": make.T + 8.0}
+    assert running.status.expected_hosts() == {"host-a": make.T + 19.5, "host-b": make.T + 8.0}
     vouch(sensor="s", at=make.T + 30.0, hosts=None, ages_ms=(500, 22_000))
     received = {host.host_id: host.last_report_at for host in running.decisions.load_view().hosts}
     assert received == {"host-a": make.T + 29.5, "host-b": make.T + 8.0}
@@ -268,10 +268,19 @@ def test_what_was_never_granted_is_ignored(running, make) -> None:
     assert (running.decisions.load_view().jobs, running.kinds()) == before
 
 
-def test_hosts_with_a_placement_are_those_of_running_jobs(running, make) -> None:
-    assert running.status.hosts_with_placement() == {"host-a": make.T, "host-b": make.T}
+def test_hosts_should_report_unless_they_left_or_are_known_to_be_gone(running, make) -> None:
+    at = make.T
+    known = {"host-a": at, "host-b": at}
+    assert running.status.expected_hosts() == known
+    running.status.record_reports([(make.report(name, sent_at=at), at) for name in ("spare-c", "spare-d")])
+    assert running.status.expected_hosts() == known | {"spare-c": at, "spare-d": at}
+    running.status.record_reports([(make.report("spare-d", sent_at=at + 1.0, seq=2, leaves=True), at + 1.0)])
+    running.commit(hosts=(HostChange("spare-c", HostState.SILENT, "it reports no more"),))
+    assert running.status.expected_hosts() == known
+    running.commit(hosts=(HostChange("host-a", HostState.SILENT, "it reports no more"),))
+    assert running.status.expected_hosts() == known, "it has ranks"
     running.commit(jobs=(JobChange("job", JobState.SUCCEEDED, "done"),))
-    assert running.status.hosts_with_placement() == {}
+    assert running.status.expected_hosts() == {"host-b": at}
 
 
 def test_the_newest_step_of_a_job_comes_from_the_hosts_of_its_ranks(sql_stores, make) -> None:

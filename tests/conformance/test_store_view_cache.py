@@ -103,7 +103,8 @@ def test_hosts_answers_to_an_action_are_seen_and_read_once(sql_stores, make, che
     sql_stores.begin_restart()
 
     def answer(host: str, state: str, *steps: int) -> None:
-        positions = tuple(RankPosition(rank, step) for rank, step in enumerate(steps))
+        first = 0 if host == "host-a" else 2
+        positions = tuple(RankPosition(rank, step) for rank, step in enumerate(steps, first))
         update = make.update(f"act-2.stop.{host}.1", state, result=CommandResult(positions=positions))
         sql_stores.actions.record(update)
 
@@ -116,7 +117,7 @@ def test_hosts_answers_to_an_action_are_seen_and_read_once(sql_stores, make, che
     assert before.actions[0].positions == {"0": 9}  # a view that was returned does not change
     answer("host-b", "succeeded", 11)
     last = check()
-    assert last.actions[0].positions == {"0": 11, "1": 8}
+    assert last.actions[0].positions == {"0": 7, "1": 8, "2": 11}
     monkeypatch.setattr(action_cache, "load", None)  # nothing is decoded again
     assert sql_stores.decisions.load_view() == last
 
@@ -275,10 +276,16 @@ def test_a_host_that_joined_since_is_known_when_something_names_it(
     assert not sql_stores.decisions._views._hosts._expired, "a name that is no host is not read again"
 
 
+def test_a_report_that_was_under_way_for_long_tells_what_was_when_it_was_sent(sql_stores, make, check) -> None:
+    sql_stores.status.record_reports([(make.report("host-a", sent_at=1001.0), 1020.0)])
+    sql_stores.status.record_reports([(make.report("host-b", sent_at=1025.0), 1020.0)])  # its clock is ahead
+    assert {host.host_id: host.known_at for host in check().hosts} == {"host-a": 1001.0, "host-b": 1020.0}
+
+
 def test_hosts_that_could_not_be_read_do_not_count_as_known(
     sql_stores, make, check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sql_stores.status.record_reports([(make.report("host-a"), 1001.0)])
+    sql_stores.status.record_reports([(make.report("host-a", sent_at=1001.0), 1005.0)])
 
     def cut_off(connection, query, host_ids):
         raise ConnectionError("cut off")
@@ -351,7 +358,8 @@ def test_a_focused_view_equals_that_part_of_a_whole_view(sql_stores, make, check
     stores = sql_stores
     stores.run_job()
     stores.status.record_reports([(make.report(host), make.T) for host in ("host-c", "host-d")])
-    stores.place("other", 1, "host-c", "host-d")
+    stores.place("other", 1, "host-a", "host-b")
+    stores.place("other", 2, "host-c", "host-d")
     stores.status.record_reports([(make.report("host-e", sent_at=1005.0), 1005.0)])
     exit_of_other = make.signal(1, make.exited(job="other"), source="host-c")
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing
 import msgspec
 import pytest
 from sqlalchemy import delete, select
+from support.stores.job_stores import SEALS
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import Phase
@@ -74,7 +75,7 @@ def bus_and_loss(request: pytest.FixtureRequest, stores) -> Iterator[tuple[Signa
 @pytest.fixture
 def loop(stores, bus_and_loss) -> ControllerLoop:
     return ControllerLoop(
-        store=SqlDecisionStore(stores.db, SystemClock()),
+        store=SqlDecisionStore(stores.db, SystemClock(), SEALS),
         bus=bus_and_loss[0],
         wakeup=LocalWakeup(),
         clock=SystemClock(),

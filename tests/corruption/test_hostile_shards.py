@@ -218,7 +218,7 @@ def test_a_hostile_tree_is_corrupt(tree: str) -> None:
 
 def test_an_unknown_format_names_the_release_that_is_needed() -> None:
     payload = shard_of({"__metadata__": {"flyball.format": "99", "flyball.state": "{}"}, "a": U8})
-    with pytest.raises(CorruptShard, match=r"format 99.*reads up to 1"):
+    with pytest.raises(CorruptShard, match=r"format 99.*reads up to 2"):
         read_state(MemorySource(memoryview(payload)), manifest_of(payload))
 
 
@@ -227,27 +227,10 @@ LEAVES = st.sampled_from(
 )
 TAGS = st.sampled_from(
     [
-        "$tensor",
-        "$array",
-        "$complex_tensor",
-        "$tuple",
-        "$set",
-        "$dict",
-        "$ordered",
-        "$size",
-        "$float",
-        "$complex",
-        "$bytes",
-        "$dtype",
-        "$device",
-        "$numpy",
-        "$dtensor",
-        "$other",
-        "state",
-        "param_groups",
-        "params",
-        "0",
-        "local",
+        *("$tensor", "$array", "$complex_tensor", "$tuple", "$set", "$dict", "$ordered", "$size", "$float", "$complex"),
+        *("$bytes", "$dtype", "$device", "$numpy", "$dtensor", "$metadata", "$namedtuple", "$fields", "$enum"),
+        *("$frozenset", "$deque", "$maxlen", "$defaultdict", "$factory", "$path", "$datetime", "$range", "$view"),
+        *("$strided", "$parameter", "$other", "state", "param_groups", "params", "0", "local"),
     ]
 )
 
@@ -317,7 +300,7 @@ ENTRY = {"fqn": "a", "dtype": "U8", "shape": [4], "global_shape": [4], "offsets"
         manifest_json(world_size=0),
         manifest_json(version=1),
         manifest_json(version="2"),
-        manifest_json(version=4),
+        manifest_json(version=5),
         manifest_json(version=2, tensors=[ENTRY, ENTRY]),
         manifest_json(version=2, tensors=[{**ENTRY, "shape": [1 << 62, 1 << 62]}]),
         manifest_json(version=2, tensors=[{**ENTRY, "byte_range": [0, 1 << 62]}]),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from frameworks.trainer_files import files_of, without_times
 from support.commands.framework_runs import EXAMPLES, Place
 from support.jobs.rank_alone import rank_alone
 from torch import Tensor, nn
@@ -16,22 +16,25 @@ from torch import Tensor, nn
 from flyball.contracts.errors import UnsupportedState, UsageError
 from flyball.sdk.trainer import Job
 
-TIMES = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
-
 
 def history(output: Path) -> list[dict[str, Any]]:
-    state = json.loads((output / "trainer_state.json").read_text())
-    return [{name: value for name, value in entry.items() if name not in TIMES} for entry in state["log_history"]]
+    return without_times(output / "trainer_state.json")["log_history"]  # type: ignore[no-any-return]
 
 
 def test_a_killed_trainer_has_the_losses_and_weights_of_one_that_was_not(place: Place) -> None:
     script = EXAMPLES / "hugging_face.py"
-    place.uninterrupted(script, "whole", ranks=2)
-    place.killed(script, "killed", kills={40: 1, 130: 0}, ranks=2)
-    whole, killed = place.folder / "whole", place.folder / "killed"
-    assert history(killed) == history(whole)
+    place.uninterrupted(script, "out", ranks=2)
+    (place.folder / "out").rename(place.folder / "whole")
+    place.killed(script, "out", kills={40: 1, 130: 0}, ranks=2)
+    whole, killed = place.folder / "whole", place.folder / "out"
     assert len(history(whole)) == 250 // 3 + 1
-    assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    expected = files_of(whole)
+    assert [name for name in expected if name.endswith("optimizer.pt")] == [
+        f"checkpoint-{step}/optimizer.pt" for step in (100, 150, 200, 250, 50)
+    ]
+    found = files_of(killed)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if found[name] != expected[name]] == []
 
 
 class Sum(nn.Module):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from frameworks.trainer_files import flat
 from support.commands.framework_runs import EXAMPLES, Place
 
 import flyball
@@ -18,14 +18,6 @@ from flyball.contracts.errors import UnsupportedState
 @dataclass
 class Shape:
     width: int
-
-
-def flat(value: Any, path: str = "") -> dict[str, Any]:  # noqa: ANN401 - Lightning's checkpoint
-    if isinstance(value, dict):
-        return {name: leaf for key, item in value.items() for name, leaf in flat(item, f"{path}.{key}").items()}
-    if isinstance(value, list | tuple):
-        return {name: leaf for key, item in enumerate(value) for name, leaf in flat(item, f"{path}.{key}").items()}
-    return {path: value.tolist() if isinstance(value, torch.Tensor) else value}
 
 
 def test_a_killed_trainer_has_the_weights_and_the_progress_of_one_that_was_not(place: Place) -> None:

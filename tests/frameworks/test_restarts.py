@@ -3,6 +3,8 @@ nothing is missed. Compared to the last bit with training that was not stopped."
 
 from __future__ import annotations
 
+import random
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from frameworks.one_process import Stopped, stopped, whole
+from frameworks.trainer_files import TIMES, files_of, flat
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -106,6 +109,75 @@ def test_hugging_face_goes_on_from_any_step(tmp_path: Path, seedable: bool) -> N
         assert stopped(str(tmp_path / f"stopped-{step}"), train, step) == expected, step
 
 
+def train_with_saves_of_its_own(job: Job, stop_after: int | None, *, folder: Path) -> dict[str, Any]:
+    """Hugging Face's Trainer as it is used: it saves, keeps the best, stops early, and has two callbacks of a class."""
+    from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_callback import ExportableState
+
+    from ckpt_engine.frameworks.huggingface import FlyballTrainerCallback
+
+    class Counts(TrainerCallback, ExportableState):  # type: ignore[misc]
+        def __init__(self, stops: bool = False) -> None:
+            self.stops, self.saves = stops, 0
+
+        def state(self) -> dict[str, Any]:
+            return {"args": {"stops": self.stops}, "attributes": {"saves": self.saves}}
+
+        def on_save(self, *_: object, **__: object) -> None:
+            self.saves += 1
+
+        def on_step_end(self, args: object, state: Any, control: object, **_: object) -> None:  # noqa: ANN401
+            if self.stops and stop_after is not None and state.global_step - 1 == stop_after:
+                raise Stopped
+
+    counts = Counts()
+    arguments = TrainingArguments(
+        output_dir=str(folder / "out"),
+        per_device_train_batch_size=2,
+        num_train_epochs=20,
+        learning_rate=0.3,
+        logging_steps=0.01,
+        eval_strategy="steps",
+        eval_steps=3,
+        save_steps=3,
+        save_total_limit=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        restore_callback_states_from_checkpoint=True,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    data = [{"x": x, "labels": y} for x, y in zip(*rows(), strict=True)]
+    trainer = Trainer(
+        model=Regression(),
+        args=arguments,
+        train_dataset=data,
+        eval_dataset=data,
+        callbacks=[counts, EarlyStoppingCallback(early_stopping_patience=5), Counts(stops=True)],
+    )
+    torch.rand(job.generation)
+    trainer.train(resume_from_checkpoint=FlyballTrainerCallback(trainer, job).resume_from())
+    job.close()
+    log = [{k: v for k, v in entry.items() if not k.endswith(TIMES)} for entry in trainer.state.log_history]
+    seen = {"saves": counts.saves, "best": trainer.state.best_model_checkpoint, "log": log}
+    found: dict[str, Any] = files_of(folder / "out") | seen | weights_of(trainer.model)
+    shutil.rmtree(folder / "out")
+    return found
+
+
+def test_hugging_faces_own_saves_go_on_from_any_step(tmp_path: Path) -> None:
+    train = partial(train_with_saves_of_its_own, folder=tmp_path)
+    expected = whole(str(tmp_path / "whole"), train)
+    last = int(expected["log"][-1]["step"])
+    assert 20 < last < 200, "it stopped early"
+    assert len([name for name in expected if name.endswith("trainer_state.json")]) == 2
+    for step in sorted(random.Random(7).sample(range(1, last - 1), 6)):
+        found = stopped(str(tmp_path / f"stopped-{step}"), train, step)
+        assert found.keys() == expected.keys(), step
+        assert [name for name in expected if found[name] != expected[name]] == [], step
+
+
 def train_with_lightning(
     job: Job, stop_after: int | None, *, folder: Path, accumulated: int, workers: int, by_hand: bool
 ) -> list[Any]:
@@ -199,3 +271,68 @@ def test_lightning_goes_on_from_any_step(tmp_path: Path, accumulated: int, worke
     assert len([event for event in expected[0] if event[0] == "validation"]) == 2 * EPOCHS
     for step in STOPS[3:4] if workers else STOPS:
         assert stopped(str(tmp_path / f"stopped-{step}"), train, step) == expected, step
+
+
+def train_with_checkpoints_of_its_own(job: Job, stop_after: int | None, *, folder: Path) -> dict[str, Any]:
+    """Lightning as it is used: a folder for the logs of each start, the best by validation, early stopping."""
+    import lightning
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+    from ckpt_engine.frameworks.lightning import FlyballCallback
+
+    class Stops(lightning.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:  # noqa: ANN401
+            if stop_after is not None and trainer.global_step - 1 == stop_after:
+                raise Stopped
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+        def validation_step(self, batch: list[Tensor], index: int) -> None:
+            self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.3)
+
+    best = ModelCheckpoint(monitor="val_loss", save_top_k=2, every_n_train_steps=2, filename="{step}-{val_loss:.3f}")
+    newest = ModelCheckpoint(every_n_train_steps=3, save_top_k=-1, save_last=True)
+    data = TensorDataset(*rows())
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=20,
+        accumulate_grad_batches=2,
+        val_check_interval=0.5,
+        default_root_dir=folder / "out",
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[best, newest, EarlyStopping("val_loss", patience=7), Stops(), FlyballCallback(job)],
+    )
+    trainer.fit(Module(), DataLoader(data, batch_size=2, shuffle=True), DataLoader(data, batch_size=7))
+    job.close()
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    paths = [best.best_model_path, best.best_k_models, newest.last_model_path]
+    logs = folder / "out" / "lightning_logs"
+    found = {
+        f"{path.relative_to(logs)}:{name}": value
+        for path in sorted(logs.rglob("*.ckpt"))
+        for name, value in flat(torch.load(path, weights_only=False)).items()
+    }
+    shutil.rmtree(folder / "out")
+    return found | {"steps": trainer.global_step, "metrics": metrics, "paths": str(paths)}
+
+
+def test_lightnings_own_checkpoints_go_on_from_any_step(tmp_path: Path) -> None:
+    train = partial(train_with_checkpoints_of_its_own, folder=tmp_path)
+    expected = whole(str(tmp_path / "whole"), train)
+    last = int(expected["steps"])
+    assert 20 < last < 120, "it stopped early"
+    for step in sorted({3, 6, *random.Random(7).sample(range(1, last - 1), 5)}):
+        found = stopped(str(tmp_path / f"stopped-{step}"), train, step)
+        assert found.keys() == expected.keys(), step
+        assert [name for name in expected if found[name] != expected[name]] == [], step

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import msgspec
 import pytest
 import torch
 from support.jobs.gpu_training import Training, assert_same, contents, keep_busy, saved_tensors
 
 from ckpt_engine.trainer.capture import device_copies
 from ckpt_engine.trainer.capture.device_copies import CudaStreams, pin_memory, unpin_memory
-from flyball.contracts.checkpoints import CaptureMode, CheckpointSpec
 from flyball.sdk.trainer import Job
 from flyball.sdk.worker_identity import WorkerIdentity
 
@@ -19,17 +15,19 @@ DEADLINE_S = 60.0
 KINDS = {"foreach": {"foreach": True}, "fused": {"fused": True}, "capturable": {"capturable": True}}
 
 
-def capture_of(rank: WorkerIdentity, mode: CaptureMode) -> CheckpointSpec:
-    return msgspec.structs.replace(rank.checkpoint, capture=mode)
+@pytest.fixture(params=["snapshot", "direct"])
+def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether there is room in the device's memory for a copy of the state."""
+    if request.param == "direct":
+        monkeypatch.setattr(CudaStreams, "room", lambda self, device: 0)
+    return str(request.param)
 
 
-@pytest.mark.parametrize("mode", list(CaptureMode))
+@pytest.mark.usefixtures("room")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_save_has_the_state_at_the_call_while_training_goes_on(
-    rank: WorkerIdentity, kind: str, mode: CaptureMode
-) -> None:
+def test_a_save_has_the_state_at_the_call_while_training_goes_on(rank: WorkerIdentity, kind: str) -> None:
     training = Training(**KINDS[kind])
-    with Job(replace(rank, checkpoint=capture_of(rank, mode))) as job:
+    with Job(rank) as job:
         for step in range(4):
             training.step()
             expected = contents(training.state)
@@ -41,9 +39,9 @@ def test_a_save_has_the_state_at_the_call_while_training_goes_on(
         job.check_for_errors()
 
 
-def test_the_host_does_not_wait_for_what_the_device_has_queued(rank: WorkerIdentity) -> None:
+def test_save_waits_for_the_snapshot_and_not_for_its_way_to_the_host(rank: WorkerIdentity, room: str) -> None:
     training = Training(fused=True)
-    training.extra["large"] = torch.zeros(64 << 20, device="cuda")
+    training.extra["large"] = torch.zeros(256 << 20, device="cuda")
     with Job(rank) as job:
         for step in range(3):  # each slot is made, and pinned
             training.step()
@@ -51,15 +49,15 @@ def test_the_host_does_not_wait_for_what_the_device_has_queued(rank: WorkerIdent
             assert job.wait_until_finished(DEADLINE_S)
         training.step()
         busy = keep_busy()
-        expected = contents(training.state)
         handle = job.save(3, training.state)
-        assert not busy.query(), "save returned while the device was busy with what came before"
-        with torch.no_grad():
-            training.model.average.add_(1.0)  # a buffer: anybody may write to it
-            training.extra["strided"].zero_()
+        assert busy.query(), "what was queued before the call is part of the state"
+        assert bool(handle.staged) == (room == "direct")
+        expected = contents(training.state)
+        side = torch.cuda.Stream()
+        with torch.no_grad(), torch.cuda.stream(side):  # another stream, that waits for nobody
             training.extra["large"].add_(1.0)
+            training.extra["strided"].zero_()
         training.step()
-        assert not busy.query(), "the step was queued, too"
         assert job.wait_captured(DEADLINE_S) and handle.staged, handle.error
         assert_same(saved_tensors(job, 3), expected)
 
@@ -79,29 +77,7 @@ def test_saves_in_a_row_each_have_their_own_state(rank: WorkerIdentity) -> None:
         assert 7 in job.all_steps()
 
 
-def test_a_write_that_is_not_a_step_is_found_and_later_saves_copy_first(rank: WorkerIdentity) -> None:
-    training = Training()
-    with Job(rank) as job:
-        training.step()
-        job.save(0, training.state)
-        assert job.wait_captured(DEADLINE_S)
-        training.step()
-        keep_busy()
-        handle = job.save(1, training.state)
-        with torch.no_grad():
-            training.model.first.weight.clamp_(-0.1, 0.1)
-        assert job.wait_captured(DEADLINE_S)
-        assert "'model.first.weight' was written" in handle.error
-        training.step()
-        expected = contents(training.state)
-        handle = job.save(2, training.state)
-        assert handle.staged, "blocking from now on"
-        with torch.no_grad():
-            training.model.first.weight.clamp_(-0.01, 0.01)
-        assert_same(saved_tensors(job, 2), expected)
-
-
-def test_a_step_through_a_gradient_scaler_waits_for_the_copy(rank: WorkerIdentity) -> None:
+def test_a_step_through_a_gradient_scaler_changes_nothing_that_was_saved(rank: WorkerIdentity) -> None:
     training = Training(fused=True)
     training.model.last.float()  # the scaler takes no gradients in bfloat16
     scaler = torch.amp.GradScaler("cuda")
@@ -128,8 +104,7 @@ def test_a_step_through_a_gradient_scaler_waits_for_the_copy(rank: WorkerIdentit
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
-def test_replays_of_a_graph_wait_for_the_copy(rank: WorkerIdentity, kind: str) -> None:
-    """A replayed step calls no hook."""
+def test_replays_of_a_graph_change_nothing_that_was_saved(rank: WorkerIdentity, kind: str) -> None:
     weight = torch.nn.Parameter(torch.randn(4096, 4096, device="cuda"))
     inputs = torch.randn(64, 4096, device="cuda")
     optimizer: torch.optim.Optimizer = (
@@ -165,9 +140,9 @@ def test_replays_of_a_graph_wait_for_the_copy(rank: WorkerIdentity, kind: str) -
             assert_same(saved_tensors(job, number), expected)
 
 
-def test_a_step_that_is_recorded_while_it_is_copied_waits_for_the_copy(rank: WorkerIdentity) -> None:
-    """`capture_begin` does not wait for the device, unlike `torch.cuda.graph`: the copy's thread asks the device while
-    this one records, which CUDA forbids."""
+def test_a_step_may_be_recorded_while_a_snapshot_is_transferred(rank: WorkerIdentity) -> None:
+    """`capture_begin` does not wait for the device, unlike `torch.cuda.graph`: the transfer's thread asks the device
+    while this one records, which CUDA forbids."""
     weight = torch.nn.Parameter(torch.randn(4096, 4096, device="cuda"))
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.SGD([weight], lr=1e-2)
@@ -180,9 +155,7 @@ def test_a_step_that_is_recorded_while_it_is_copied_waits_for_the_copy(rank: Wor
         expected = contents(state)
         side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         side.wait_stream(torch.cuda.current_stream())
-        keep_busy()
         handle = job.save(3, state)
-        assert not handle.staged
         with torch.cuda.stream(side):
             graph.capture_begin()
             optimizer.step()

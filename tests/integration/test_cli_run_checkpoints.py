@@ -10,13 +10,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import safe_open
+from support.commands.flyball import run_flyball
 from support.commands.run_folders import environment_of, run_folder
 
 from flyball.cli.reach.client import ApiClient
 from flyball.cli.reach.places import find_supervisor
+from flyball.contracts.cluster import IN_MEMORY_ALONE
 
 TIMEOUT_S = 300.0
 
@@ -124,3 +127,54 @@ def test_a_job_that_succeeded_leaves_its_newest_saved_step_in_the_store(place: P
     assert process.returncode == 0, output
     (step,) = sealed_steps(place)
     assert 0 < step <= int((place / "step").read_text())
+
+
+UNTIL_THE_STORE_IS_AWAY = """
+import os, time
+import torch
+import flyball
+job = flyball.attach()
+x = torch.zeros(1000)
+start = job.restore({"x": x})
+print("starts at", start, flush=True)
+for step in range(start, 41):
+    x += 1
+    job.step(step)
+    job.save(step, {"x": x})
+    if step == 20 and start == 0:
+        while not os.path.exists("store/job") or not any("world.manifest" in found[2] for found in os.walk("store")):
+            time.sleep(0.05)
+        os.rename("store", "store.away")
+        open("store", "w").close()
+job.close()
+"""
+
+
+def test_a_job_that_succeeds_while_its_store_cannot_be_written_keeps_its_memory_and_says_so(place: Path) -> None:
+    (place / "train.py").write_text(UNTIL_THE_STORE_IS_AWAY)
+    words = ("run", "--job", "job", "--persistent-ckpt-dir", "store", "--persistent-ckpt-interval", "10", "train.py")
+    first = run_flyball(place, *words)
+    assert first.returncode == 26, first.stderr
+    *_, where, error, hint = first.stderr.splitlines()
+    assert "step 40 of job job stays in this machine's memory; resume with: flyball run --resume job" in where
+    # A step, or none, if the store was looked at after it went away.
+    assert f"step 40 could not be written to {place.resolve() / 'store'}, which has " in error
+    assert "flyball ckpt restore latest --job job" in hint
+    (known,) = (found for found in run_json(place, "get", "jobs")["items"] if found["job"] == "job")
+    assert known["state"] == "succeeded"
+    assert IN_MEMORY_ALONE in known["message"]
+    assert run_json(place, "ckpt", "ls", "--job", "job")["recovery_point"] == 40
+
+    (place / "store").unlink()
+    (place / "store.away").rename(place / "store")
+    again = run_flyball(place, *words)
+    assert again.returncode == 0, again.stderr
+    assert "starts at 41" in again.stdout
+    assert max(int(path.parent.name.removeprefix("step")) for path in (place / "store").rglob("world.manifest")) == 40
+
+
+def run_json(place: Path, *words: str) -> dict[str, Any]:
+    done = run_flyball(place, *words, "-o", "json")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found

@@ -453,10 +453,17 @@ def test_the_page_takes_the_token_once_and_then_a_cookie(empty: Supervisor) -> N
         closed = browser.get("/")
         assert closed.status_code == 401
         assert "needs a token" in closed.text
-        wrong = browser.get("/", params={"token": "<script>alert(1)</script>"})
+        script = '"><script>alert(1)</script>'
+        assert "<script>" not in browser.get("/", params={"token": script}).text
+        wrong = browser.get("/", params={"token": script}, headers={"Sec-Fetch-Site": "none"})
         assert wrong.status_code == 401
         assert "<script>" not in wrong.text
-        answer = browser.get("/", params={"token": empty.token})
+        for elsewhere in ({"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}, {}):
+            asked = browser.get("/", params={"token": empty.token}, headers=elsewhere)
+            assert asked.status_code == 200 and "set-cookie" not in asked.headers, "nobody is logged in unasked"
+            assert "Log in only if you trust" in asked.text and f'value="{empty.token}"' in asked.text
+        by_hand = {"Sec-Fetch-Site": "none"}
+        answer = browser.get("/", params={"token": empty.token}, headers=by_hand)
         assert answer.status_code == 303
         path, _, csrf = answer.headers["location"].partition("#operator=")
         assert path == "/"
@@ -480,10 +487,12 @@ def test_the_login_leads_on_and_out_again(empty: Supervisor) -> None:
     with httpx.Client(base_url=empty.url, timeout=DEADLINE_S) as browser:
         closed = browser.get("/incidents", params={"state": "open"})
         assert closed.status_code == 401
-        assert 'value="/incidents?state=open"' in closed.text
+        assert 'value="/incidents"' in closed.text and 'value="state=open"' in closed.text
+        filters = {"filters": "state=open&token=x&job=a%23b%26c%0d"}
         for token, why in (("", "This token is wrong"), (host_credential(empty.token, "h").token, "a host&#39;s")):
-            refused = browser.post("/login", data={"token": token, "after": "/incidents?state=open"})
-            assert 'value="/incidents?state=open"' in refused.text, "where to go is not forgotten"
+            refused = browser.post("/login", data={"token": token, "after": "/incidents?state=open"} | filters)
+            assert 'value="/incidents"' in refused.text, "where to go is not forgotten"
+            assert 'value="state=open&amp;job=a%23b%26c%0D"' in refused.text
             assert (refused.status_code, why in refused.text) == (401, True)
         form = {"token": f" {empty.token}\n", "after": "/incidents?state=open"}
         for foreign in ({"Origin": "http://elsewhere"}, {"Sec-Fetch-Site": "cross-site", "Origin": empty.url}):
@@ -491,10 +500,20 @@ def test_the_login_leads_on_and_out_again(empty: Supervisor) -> None:
         assert browser.post("/login", data=form | {"after": "x" * MAX_FORM_BYTES}).status_code == 413
         behind_proxy = {"Sec-Fetch-Site": "same-origin", "Origin": "https://flyball.example"}
         led = browser.post("/login", data=form, headers=behind_proxy).headers["location"]
-        assert led.startswith("/incidents?state=open#operator=")
+        assert led.startswith("/incidents#operator="), "`after` is a path"
+        led = browser.post("/login", data=form | filters, headers=behind_proxy).headers["location"]
+        assert led.startswith("/incidents?state=open&job=a%23b%26c%0D#operator="), "a query stays one"
         kept = {"X-CSRF-Token": led.partition("#operator=")[2]}
         assert browser.get("/session", headers=kept).json() == {"role": "operator"}
-        for away in ("//elsewhere", "https://elsewhere", "/\\elsewhere", "/login", "/a\nb"):
+        for away in (
+            "//elsewhere",
+            "https://elsewhere",
+            "/\\elsewhere",
+            "/login",
+            "/a\nb",
+            "/?token=x",
+            "/#operator=x",
+        ):
             led = browser.post("/login", data={"token": reader_token(empty.token), "after": away})
             assert led.headers["location"] == "/#operator=", "a reader has no CSRF token, and nobody is led away"
         assert browser.get("/session", headers=kept).json() == {"role": "reader"}, "the operator's session is over"

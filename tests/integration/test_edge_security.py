@@ -158,7 +158,7 @@ def daemon_of(supervisor: Supervisor, root: Path, host_id: str, clock: Any) -> A
         token_file.write_text(host_credential(supervisor.token, host_id).text())
     arguments = ["--state-dir", str(root / "state"), "--host-id", host_id, "--supervisor", supervisor.url]
     state_dir = HostStateDir(root / "state")
-    state_dir.open()
+    state_dir.open(host_id)
     settings = parse_settings([*arguments, "--token-file", str(token_file)], {})
     agent = Agent(settings, state_dir, clock)
     outbox, reporter = agent._outbox, agent._reporter

@@ -1,6 +1,6 @@
 """Make the step of this release that two ranks stored once, and that later releases must read:
 
-    PYTHONPATH=.:tests python tests/kept_checkpoints/make_stored_once.py tests/kept_checkpoints/0.1
+    PYTHONPATH=.:tests python tests/kept_checkpoints/make_stored_once.py tests/kept_checkpoints/stored_layout_2
 
 Once for a format, never again: what is kept is not made anew. It is small, so what is worth sharing is set lower here
 than in an engine; the layout is the same.
@@ -9,12 +9,14 @@ than in an engine; the layout is the same.
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 import tempfile
 import threading
 from pathlib import Path
 
 from support.jobs.saved_steps import truth
+from support.stores.kept_json import in_json
 
 from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.counters import Counters
@@ -85,8 +87,12 @@ def main() -> None:
         for thread in threads:
             thread.join()
         memory.close()
+    made = sorted((folder / "g1" / f"step{STEP}").iterdir())
+    if not (folder / "truth.json").exists():
+        (folder / "truth.json").write_text(json.dumps(in_json(truth())) + "\n")
+        made.append(folder / "truth.json")
     with (folder / "SHA256SUMS").open("a") as sums:
-        for path in sorted((folder / "g1" / f"step{STEP}").iterdir()):
+        for path in made:
             sums.write(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(folder)}\n")
 
 

@@ -4,12 +4,13 @@ during a capture, engines with all they had not written down, and hosts are lost
 use fewer or more slots.
 
 After every move the worst is assumed: if everything were killed now (with replicas: and any one host lost), every rank
-must still have the newest world step, at least.
+must still have the newest world step, at least. Replicas of a step that a generation restored come later: until one of
+its own steps is complete, a lost host may cost the restored step. With three slots an older one must then be there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection, Container
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from ckpt_engine.contracts.control_views import AbandonedSteps
+from ckpt_engine.contracts.control_views import NOTHING_KEPT, AbandonedSteps, KeptStep
 from ckpt_engine.contracts.generation import WorldView
 from ckpt_engine.contracts.peer_wire import WorldStep
 from ckpt_engine.rules import slot_rules
@@ -55,8 +56,15 @@ class Slots:
         return [view for view in views if not view.surplus or view.state is not SlotState.EMPTY]
 
     def choose(
-        self, world_step: int, lineage: Lineage, abandoned: Container[int], held: tuple[int, ...] = ()
+        self,
+        world_step: int,
+        lineage: Lineage,
+        abandoned: Container[int],
+        held: Collection[int] = (),
+        kept: KeptStep = NOTHING_KEPT,
     ) -> SlotView | None:
+        if self.in_use > MIN_SLOTS:
+            held = {*held, *slot_rules.kept_steps(self.seen(), kept)}
         for view in unneeded_surplus(self.seen(), world_step, lineage, abandoned, held):
             self.views[view.index] = replace(view, state=SlotState.EMPTY, surplus=False)
         return choose_slot(self.seen(), world_step, lineage, abandoned, held)
@@ -86,17 +94,23 @@ class World(RuleBasedStateMachine):
         self.own = [Slots(self.slots) for _ in range(self.ranks)]
         self.replica = [Slots() for _ in range(self.ranks)]  # of rank r, on the host of rank r + 1
         self.lineage: Lineage = (LineageEntry(1),)
-        self._begin_generation(-1)
+        self.outlives_a_host = -1
+        self._begin_generation(-1, [-1] * self.ranks)
 
-    def _begin_generation(self, restored: int) -> None:
+    def _begin_generation(self, restored: int, known_before: list[int]) -> None:
+        """`known_before`: by rank, the newest older step that its host knows all ranks and their peers to have."""
         self.generation = self.lineage[-1].generation
+        self.unreplicated: set[int] = set()  # ranks whose restored shard is not with their keeper yet
         self.restored = restored
         self.next_step = [restored + 1] * self.ranks
         self.writing: list[int | None] = [None] * self.ranks
         self.saved: list[list[int]] = [[] for _ in range(self.ranks)]
-        start = WorldStep("job", self.generation, restored)
+        start = WorldStep("job", self.generation, restored, kept=known_before[0])
         self.coordinator = Coordinator(start, world_size=self.ranks)
-        self.known = [WorldView(start) for _ in range(self.ranks)]  # by rank
+        self.known = [
+            WorldView(WorldStep("job", self.generation, restored, kept=step, kept_is_sure=rank == 0))
+            for rank, step in enumerate(known_before)
+        ]
         self.received = [[-1] * self.slow_tiers for _ in range(self.ranks)]
         self.named = [-1] * self.slow_tiers
         self.unanswered: list[set[int]] = [
@@ -118,7 +132,7 @@ class World(RuleBasedStateMachine):
         rank %= self.ranks
         if self.writing[rank] is not None:
             return
-        slot = self.own[rank].choose(*self._view(rank), self._held(rank))
+        slot = self.own[rank].choose(*self._view(rank), self._held(rank), self.known[rank].present.kept_step)
         if slot is None:
             self._waits_for_the_world_only(rank)
         else:
@@ -170,7 +184,8 @@ class World(RuleBasedStateMachine):
         """Commit and replicate the oldest captured shard; if the replica slot is busy, retry later."""
         rank %= self.ranks
         captured = [v for v in self.own[rank].views if v.state is SlotState.CAPTURED]
-        if not captured:
+        self.replicate_what_was_restored(rank)
+        if rank in self.unreplicated or not captured:  # newer steps wait for it
             return
         view = min(captured, key=lambda v: v.step)
         if self.replicas and not self._replicate(rank, view):
@@ -179,8 +194,20 @@ class World(RuleBasedStateMachine):
         self.saved[rank].append(view.step)
         self._report(rank)
 
+    @rule(rank=st.integers(0, 2))
+    def replicate_what_was_restored(self, rank: int) -> None:
+        rank %= self.ranks
+        if rank in self.unreplicated:
+            views = (v for v in self.own[rank].views if v.state in WHOLE and v.step == self.restored)
+            view = next((v for v in views if is_alive(v.generation, v.step, self.lineage)), None)
+            if view is None or self._replicate(rank, view):
+                self.unreplicated.discard(rank)
+
     def _replicate(self, rank: int, view: SlotView) -> bool:
-        target = self.replica[rank].choose(*self._view(self._keeper(rank)))
+        keeper, kept = self.known[self._keeper(rank)].present, set[int]()
+        if view.step == self.restored:
+            kept = slot_rules.kept_steps(self.replica[rank].seen(), keeper.kept_step)
+        target = self.replica[rank].choose(*self._view(self._keeper(rank)), kept)
         if target is None:
             return False
         self.replica[rank].put(target.index, SlotState.COMMITTED, view.generation, view.step)
@@ -198,7 +225,8 @@ class World(RuleBasedStateMachine):
         own = self.own[rank]
         if own.in_use < MIN_SLOTS + self.slow_tiers:
             return
-        needed = [v for v in own.seen() if not v.surplus and not slot_rules.may_overwrite(v, *self._view(rank))]
+        kept = slot_rules.kept_steps(own.seen(), self.known[rank].present.kept_step) if own.in_use > MIN_SLOTS else ()
+        needed = [v for v in own.seen() if not v.surplus and not slot_rules.may_overwrite(v, *self._view(rank), kept)]
         assert len(needed) >= MIN_SLOTS, "a save waits for a slow tier"
 
     # --- slow tiers ---
@@ -226,6 +254,8 @@ class World(RuleBasedStateMachine):
     @rule(rank=st.integers(0, 2))
     def memory_runs_short(self, rank: int) -> None:
         self.own[rank % self.ranks].in_use = MIN_SLOTS
+        if self.outlives_a_host < self.restored:  # with two slots, what is older goes
+            self.outlives_a_host = -1
 
     # --- messages ---
 
@@ -297,7 +327,7 @@ class World(RuleBasedStateMachine):
     def find_a_slot_bad_after_it_was_sent(self, rank: int, reported: bool) -> None:
         """The rank loses a step, perhaps unreported, of which a replica exists."""
         rank %= self.ranks
-        for view in self.own[rank].views:
+        for view in self.own[rank].views if rank not in self.unreplicated else ():
             if view.state is SlotState.CAPTURED and self._replicate(rank, view):
                 self.own[rank].views[view.index] = replace(view, state=SlotState.EMPTY)
                 self._will_never_have(rank, view.step)
@@ -328,6 +358,11 @@ class World(RuleBasedStateMachine):
         restored = max(common, default=None)
         sources = [self._source(rank, restored, lost) for rank in range(self.ranks)]
         slots = slots or self.slots
+        known_before = [self._known_before(rank, restored, lost) for rank in range(self.ranks)]
+        if self.coordinator.world_step > self.restored:
+            self.outlives_a_host = self.coordinator.world_step
+        if lost is not None or (slots == MIN_SLOTS and self.outlives_a_host != restored):
+            self.outlives_a_host = -1
         for rank in range(self.ranks):
             for view in self.own[rank].views:
                 if view.state is SlotState.CAPTURED:
@@ -338,15 +373,26 @@ class World(RuleBasedStateMachine):
             if self._keeper(rank) == lost:
                 self.replica[rank] = Slots()
         self.lineage = branch(self.lineage, restored_step=restored, generation=self.generation + 1)
-        self._begin_generation(-1 if restored is None else restored)
+        self._begin_generation(-1 if restored is None else restored, known_before)
         if restored is None:
             return
         for rank, generation in enumerate(sources):
-            for kept in (self.own[rank], self.replica[rank]) if self.replicas else (self.own[rank],):
-                if kept.holds(generation, restored) is None:
-                    slot = kept.choose(restored, self.lineage, ())
-                    assert slot is not None, "the shard that is to be restored finds no slot"
-                    kept.put(slot.index, SlotState.COMMITTED, generation, restored)
+            own, kept_step = self.own[rank], self.known[rank].present.kept_step
+            if own.holds(generation, restored) is None:
+                kept = slot_rules.kept_steps(own.seen(), kept_step)
+                slot = own.choose(restored, self.lineage, (), kept) or own.choose(restored, self.lineage, ())
+                assert slot is not None, "the shard that is to be restored finds no slot"
+                own.put(slot.index, SlotState.COMMITTED, generation, restored)
+            if self.replicas and self.replica[rank].holds(generation, restored) is None:
+                self.unreplicated.add(rank)
+
+    def _known_before(self, rank: int, restored: int | None, lost: int | None) -> int:
+        """What the control words of the rank's host say."""
+        if not self.replicas or rank == lost or restored is None:
+            return -1
+        words = self.coordinator.world if rank == 0 else self.known[rank].present
+        found = words.kept if words.kept >= 0 else words.world_step
+        return found if found < restored else -1
 
     def _source(self, rank: int, step: int | None, lost: int | None) -> int:
         """The generation that wrote the rank's shard of the restore step."""
@@ -407,10 +453,11 @@ class World(RuleBasedStateMachine):
         if world_step < 0:
             return
         assert any(step >= world_step for step in self._common(lost=None)), "nothing common after a kill of all workers"
-        if self.replicas:
+        needed = world_step if world_step > self.restored else self.outlives_a_host
+        if self.replicas and needed >= 0:
             for lost in range(self.ranks):
                 common = self._common(lost)
-                assert any(step >= world_step for step in common), f"nothing common after the loss of host {lost}"
+                assert any(step >= needed for step in common), f"nothing common after the loss of host {lost}"
 
     @invariant()
     def nobody_knows_more_than_is_true(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from ckpt_engine.peers.shard_transfer import receive_payload
 from ckpt_engine.peers.transport.port import ByteCounters
 from ckpt_engine.peers.transport.tcp import TcpConnection
 from ckpt_engine.settings import EngineSettings
+from ckpt_engine.slots.slot_bytes import SlotBytes
 from flyball.contracts.errors import CorruptShard, StaleCommand
 
 payloads = st.binary(min_size=1, max_size=200)
@@ -81,16 +83,22 @@ def received(
     ours, theirs = socket.socketpair()
     sender = threading.Thread(target=theirs.sendall, args=(payload,))
     sender.start()
-    target = bytearray(manifest.payload_bytes)
     try:
-        receive_payload(
-            _Local(ours), manifest, memoryview(target), superseded=lambda: False, read_to_end=read_to_end, chunks=chunks
-        )
+        with slot_of(manifest.payload_bytes) as target:
+            receive_payload(
+                _Local(ours), manifest, target, superseded=lambda: False, read_to_end=read_to_end, chunks=chunks
+            )
+            return os.pread(target.descriptor, len(target), 0)
     finally:
         sender.join()
         ours.close()
         theirs.close()
-    return bytes(target)
+
+
+def slot_of(size_bytes: int) -> SlotBytes:
+    descriptor = os.memfd_create("slot")
+    os.ftruncate(descriptor, size_bytes)
+    return SlotBytes(descriptor, size_bytes)
 
 
 class _Local(TcpConnection):
@@ -129,8 +137,6 @@ def test_only_the_wanted_chunks_are_filled(payload: bytes, chunk_bytes: int, dat
 def test_a_transfer_ends_when_a_newer_generation_begins() -> None:
     ours, theirs = socket.socketpair()
     payload = bytes(100)
-    with ours, theirs, pytest.raises(StaleCommand):
+    with ours, theirs, slot_of(100) as target, pytest.raises(StaleCommand):
         theirs.sendall(payload)
-        receive_payload(
-            _Local(ours), manifest_of(payload, 1), memoryview(bytearray(100)), superseded=iter([False, True]).__next__
-        )
+        receive_payload(_Local(ours), manifest_of(payload, 1), target, superseded=iter([False, True]).__next__)

@@ -118,6 +118,8 @@ def _is_tidy(world: World, held: Iterable[tuple[int, int]], naming: TierNaming) 
         alive = is_alive(generation, step, world.lineage)
         multiple = world.policy.keep_every > 0 and step % world.policy.keep_every == 0
         running = generation == world.generation and step >= naming.step
+        if not alive and not any((world.generation, kept) in world.sealed for kept in naming.kept):
+            continue  # it may have been left out since it could not be restored
         if naming.kept and not (alive and (step in naming.kept or multiple or running or step >= max(naming.kept))):
             return False
     return True

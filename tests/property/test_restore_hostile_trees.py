@@ -31,7 +31,10 @@ STRANGE: list[Any] = [
     *({"$dtensor": {"local": {"$tensor": "model.weight"}}}, {"$dtensor": {"local": {"$dtensor": {}}}}, {"$dtensor": 1}),
     *({"$numpy": ["O", "AAAA"]}, {"$numpy": ["<f4", ""]}, {"$dtype": "zeros"}, {"$device": "nope"}, {"$bytes": "!"}),
     *({"$set": [[1]]}, {"$size": ["a"]}, {"$dict": [[1]]}, {"$dict": [[[1], 2]]}, {"$complex": [1]}, {"$float": {}}),
-    *({"$unknown": 1}, {"$tuple": 1}),
+    *({"$unknown": 1}, {"$tuple": 1}, {"$enum": "A"}, {"$enum": ["A"]}, {"$namedtuple": [1]}, {"$range": [1, 2, 0]}),
+    *({"$ordered": [], "$metadata": [1]}, {"$deque": [1], "$maxlen": -1}, {"$defaultdict": [], "$factory": "eval"}),
+    *({"$path": ["Path", "x"]}, {"$datetime": ["x", 0]}, {"$datetime": ["2026-01-01", 9]}, {"$timedelta": [1e300]}),
+    *({"$view": ["model.weight", "float32", [9], [9], 9, False]}, {"$strided": 1}, {"$parameter": [[], True]}),
 ]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 from slots_world import Slots, World
 
-from ckpt_engine.contracts.control_views import AbandonedSteps
+from ckpt_engine.contracts.control_views import AbandonedSteps, KeptStep
 from ckpt_engine.rules import slot_rules
 from ckpt_engine.rules.coordinator import MAX_ABANDONED, Coordinator
 from ckpt_engine.rules.slot_rules import SlotState, SlotView
@@ -33,6 +33,12 @@ class WithReplicas(World):
 class ThreeRanksWithReplicas(World):
     ranks = 3
     replicas = True
+
+
+class ThreeSlotsWithReplicas(World):
+    ranks = 3
+    replicas = True
+    slots = 3
 
 
 class SlowTierAndTwoSlots(World):
@@ -83,7 +89,7 @@ FLAWED = settings(  # stop at the first history that shows the flaw, without shr
 )
 
 WORLDS = [
-    *(World, ThreeRanks, WithReplicas, ThreeRanksWithReplicas),
+    *(World, ThreeRanks, WithReplicas, ThreeRanksWithReplicas, ThreeSlotsWithReplicas),
     *(SlowTierAndTwoSlots, SlowTier, TwoSlowTiersWithReplicas),
     *(Healing, HealingWithReplicas, HealingWithSlowTiers),
 ]
@@ -109,6 +115,44 @@ def test_the_model_finds_the_flaw_of_a_weaker_rule(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(slot_rules, "may_overwrite", lambda *case: right(*case) or weaker(*case[:4]))
     with pytest.raises(AssertionError):
         run_state_machine_as_test(ThreeRanks, settings=FLAWED)
+
+
+def _nothing(_slots: Iterable[SlotView], _kept: KeptStep) -> set[int]:
+    return set()
+
+
+def _what_this_host_knows(slots: Iterable[SlotView], kept: KeptStep) -> set[int]:
+    """As if no news of a newer step could have been lost."""
+    return {kept.step} & {slot.step for slot in slots}
+
+
+def _save_after_a_restart(world: World, *, lost_news: bool) -> None:
+    """All are killed when they have a step without replicas. Each then saves two, before anything is replicated."""
+    for _ in range(2):
+        world.everyone_saves(received=True)
+    world.everyone_saves(received=not lost_news)  # the newest step that is also with the peers
+    for rank in range(world.ranks):
+        world.begin_save(rank)
+        world.finish_capture(rank)
+    world.kill_all_workers(3)
+    for rank in (*range(world.ranks), *range(world.ranks)):
+        world.begin_save(rank)
+        world.finish_capture(rank)
+        world.the_world_step_is_there_for_all()
+
+
+@pytest.mark.parametrize("lost_news", [False, True])
+def test_a_host_that_is_lost_after_a_restart_does_not_take_the_older_step_too(
+    monkeypatch: pytest.MonkeyPatch, lost_news: bool
+) -> None:
+    world = ThreeSlotsWithReplicas()
+    world.begin()
+    _save_after_a_restart(world, lost_news=lost_news)
+    flawed = ThreeSlotsWithReplicas()
+    flawed.begin()
+    monkeypatch.setattr(slot_rules, "kept_steps", _what_this_host_knows if lost_news else _nothing)
+    with pytest.raises(AssertionError, match="after the loss of host"):
+        _save_after_a_restart(flawed, lost_news=lost_news)
 
 
 def test_the_model_finds_a_rule_that_forgets_the_slow_tiers(monkeypatch: pytest.MonkeyPatch) -> None:

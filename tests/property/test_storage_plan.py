@@ -18,7 +18,15 @@ from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format import shard_format, stored_layout
 from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.format.shard_format import Block, TensorHeader
-from ckpt_engine.format.stored_layout import HEADER_TENSOR, Composition, Extent, StoredLayout, StoredTogether
+from ckpt_engine.format.stored_layout import (
+    HEADER_TENSOR,
+    Composition,
+    Extent,
+    FileHeader,
+    StoredLayout,
+    StoredTogether,
+    check_file_header,
+)
 from ckpt_engine.format.verified_read import MemorySource
 from ckpt_engine.rules import storage_plan
 from ckpt_engine.rules.storage_plan import HeldShard, StoragePlan, StoredPart, plan
@@ -116,6 +124,7 @@ def test_every_shard_is_put_together_from_files_that_have_nothing_twice(
         assert stored.manifest == shards[rank].manifest and stored.layout == part.layout
         assert stored.file_size() == part.size_bytes
         reads = {member: MemorySource(memoryview(files[member])).read_into for member in part.layout.file_bytes}
+        check_file_header(part.layout, reads[rank])
         whole = Composition(part.layout, reads)
         target = bytearray(len(payloads[rank]))
         whole.read_into(memoryview(target), 0)
@@ -308,10 +317,31 @@ def test_a_layout_that_does_not_fit_is_refused(
         stored_layout.decode(data, manifest)
 
 
+@pytest.mark.parametrize(
+    ("version", "header", "size_bytes"),
+    [
+        *((1, (100, GOOD_PLAN), 500), (2, (501, GOOD_PLAN), 500), (2, (0, GOOD_PLAN), 500), (2, (9, "x" * 32), 500)),
+        (2, (100, GOOD_PLAN), 0),  # no byte is in the rank's own file
+    ],
+)
+def test_a_checksum_of_a_header_that_does_not_fit_is_refused(
+    version: int, header: tuple[int, str], size_bytes: int
+) -> None:
+    manifest = _manifest()
+    owner = 1 if size_bytes else 0
+    files = ((0, 500), (1, 500))
+    extents = [Extent(manifest.payload_bytes, owner, 0)]
+    data = {"version": version, "together": [GOOD_PLAN, files], "extents": extents, "header": header}
+    with pytest.raises(CorruptShard):
+        stored_layout.decode(msgspec.json.encode(data), manifest)
+    right = data | {"version": 2, "header": (100, GOOD_PLAN), "extents": [Extent(manifest.payload_bytes, 1, 0)]}
+    assert stored_layout.decode(msgspec.json.encode(right), manifest).header == FileHeader(100, GOOD_PLAN)
+
+
 def test_every_flipped_byte_of_a_manifest_file_with_a_layout_is_found() -> None:
     manifest = _manifest()
     together = StoredTogether(GOOD_PLAN, ((1, 500),))
-    layout = StoredLayout(1, together, (Extent(manifest.payload_bytes, 1, 0),))
+    layout = StoredLayout(2, together, (Extent(manifest.payload_bytes, 1, 0),), FileHeader(100, GOOD_PLAN))
     lines = stored_layout.as_file(manifests.encode(manifest), stored_layout.encode(layout))
     assert stored_layout.read_file(lines, "m").layout == layout
     for at in range(len(lines)):

@@ -96,6 +96,7 @@ from ckpt_engine.counters import Counters
 from ckpt_engine.peers.peer_access import PeerAccess
 from ckpt_engine.peers.peer_server import PeerServer
 from ckpt_engine.peers.shard_transports import ShardTransports
+from ckpt_engine.peers.transport.peer_keys import PeerKeys
 from ckpt_engine.peers.transport.port import ByteCounters, Identity
 from ckpt_engine.peers.transport.rdma.nics import Nics
 from ckpt_engine.peers.transport.tcp import TcpListener
@@ -113,20 +114,21 @@ def receive(connection, request):
 ours, theirs = Slot("ours", 4 << 20), Slot("theirs", 4 << 20)
 ours.fill()
 listener = TcpListener("127.0.0.1", 0, fallback=False, settings=PATIENT, total=ByteCounters())
-common = dict(token=b"token", settings=PATIENT, counters=Counters())
+common, keys = dict(settings=PATIENT, counters=Counters()), PeerKeys(b"token")
 server = PeerServer(
-    listener, identity=Identity("b", "", "1"), handle=receive, on_hello=lambda peer: None,
+    listener, identity=Identity("b", "", "1"), keys_of=keys.to_answer, handle=receive, on_hello=lambda peer: None,
     answer_offer=transports("b").answer, **common,
 )
 server.start()
 chosen = transports("a")
 peers = PeerAccess(
-    Identity("a", "127.0.0.1:1", "2"), total=ByteCounters(), transports=chosen, on_up=lambda host: None, **common
+    Identity("a", "127.0.0.1:1", "2"), keys=keys, total=ByteCounters(), transports=chosen, on_up=lambda host: None,
+    **common,
 )
 peers.learn_addresses({"b": f"127.0.0.1:{listener.port}"})
 for attempt in range(3):
     try:
-        with peers.dial_shards("b", "") as connection:
+        with peers.dial_shards("b", "", "job") as connection:
             connection.send(LIST, timeout_s=60)
             connection.receive(Reply, timeout_s=60)
             give(connection, ours)

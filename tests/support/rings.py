@@ -28,6 +28,7 @@ PROOFS = (
     "integration/flows/test_cli_demo.py",
     "integration/benchmarks/test_benchmark_goodput.py",
     "integration/recovery/",
+    "first_contact/",
     "integration/flows/",
     "integration/benchmarks/",
 )

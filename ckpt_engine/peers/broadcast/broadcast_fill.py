@@ -17,7 +17,7 @@ from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.counters import Counters
 from ckpt_engine.format import integrity
 from ckpt_engine.format.chunk_runs import chunk_range
-from ckpt_engine.format.verified_read import FileSource, copy_bytes
+from ckpt_engine.format.verified_read import FileSource
 from ckpt_engine.peers.broadcast.bandwidths import Way
 from ckpt_engine.peers.broadcast.broadcast_load import BroadcastLoad, Filling
 from ckpt_engine.peers.broadcast.passed_on import PassedOn
@@ -26,6 +26,7 @@ from ckpt_engine.peers.transport.pool import Dial
 from ckpt_engine.rules.broadcast import ChunkPlace, Pairs
 from ckpt_engine.rules.peer_patience import PeerPatience
 from ckpt_engine.settings import EngineSettings
+from ckpt_engine.slots.slot_bytes import SlotBytes
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from ckpt_engine.tiers.shard_listing import side_by_side
 from ckpt_engine.tiers.storage import StoredBytes
@@ -59,13 +60,13 @@ class BroadcastFill:
         rank: int,
         *,
         stored: StoredBytes,
-        target: memoryview,
+        target: SlotBytes,
         memory: MemoryTier,
         dial: Dial,
         settings: EngineSettings,
         counters: Counters,
     ) -> None:
-        """`stored` is the rank's shard in the store, `target` the slot's memory."""
+        """`stored` is the rank's shard in the store, `target` the slot."""
         self._load = load
         self._generation = generation
         self._rank = rank
@@ -133,8 +134,7 @@ class BroadcastFill:
 
     def _put(self, filling: Filling, chunk: int, data: memoryview) -> None:
         """These bytes, which match the chunk's checksum, are the chunk's."""
-        begin, size_bytes = chunk_range(chunk, self._manifest)
-        copy_bytes(self._target[begin : begin + size_bytes], data)
+        self._target.write(data, chunk_range(chunk, self._manifest)[0])
         self._load.note(filling, chunk)
 
     # --- the store ---

@@ -1,4 +1,4 @@
-"""Keeps a few connections per peer open between transfers of shards."""
+"""Keeps a few connections per peer and job open between transfers of shards."""
 
 from __future__ import annotations
 
@@ -10,46 +10,53 @@ from contextlib import contextmanager
 from ckpt_engine.peers.transport.port import Connection
 
 Dial = Callable[[str, str], Connection]  # host id, address ('': the newest known); Unreachable, Unauthorized
+Key = tuple[str, str]  # host id, job
 
 
 class ConnectionPool:
-    """Lends connections by host. One that was used without an error is kept, up to a limit per peer."""
+    """Lends connections by host and job. One that was used without an error is kept, up to a limit per peer and job."""
 
     def __init__(
         self,
-        dial: Dial,
+        dial: Callable[[str, str], Connection],
         *,
         connections_per_peer: int,
         is_outdated: Callable[[Connection], bool] = lambda connection: False,
     ) -> None:
-        """An idle connection that `is_outdated` is closed, and the peer called anew, when one is wanted."""
+        """`dial` gets host id and job. When an idle connection that `is_outdated` is wanted, it is closed, and the peer
+        called anew."""
         self._dial = dial
         self._is_outdated = is_outdated
         self._connections_per_peer = connections_per_peer
-        self._idle: dict[str, list[Connection]] = {}
-        self._lent: dict[str, list[Connection]] = {}
+        self._idle: dict[Key, list[Connection]] = {}
+        self._lent: dict[Key, list[Connection]] = {}
         self._lock = threading.Lock()
 
     @contextmanager
-    def connection(self, host_id: str) -> Iterator[Connection]:
-        """A connection to the engine of `host_id`, for the body of the with statement."""
-        connection = self._take(host_id) or self._dial(host_id, "")
+    def connection(self, host_id: str, job: str) -> Iterator[Connection]:
+        """A connection to the engine of `host_id` for a job, for the body of the with statement."""
+        key = host_id, job
+        connection = self._take(key) or self._dial(host_id, job)
         with self._lock:
-            self._lent.setdefault(host_id, []).append(connection)
+            self._lent.setdefault(key, []).append(connection)
         kept = False
         try:
             yield connection
-            kept = self._keep(host_id, connection)
+            kept = self._keep(key, connection)
         finally:
             with self._lock:
-                self._lent[host_id].remove(connection)
+                lent = self._lent[key]
+                lent.remove(connection)
+                if not lent:
+                    del self._lent[key]
             if not kept:
                 connection.close()
 
     def abort(self, host_id: str) -> None:
         """The host is lost: break its connections, so that nobody waits for its answers."""
         with self._lock:
-            for connection in (*self._lent.get(host_id, ()), *self._idle.get(host_id, ())):
+            known = [key for key in {**self._lent, **self._idle} if key[0] == host_id]
+            for connection in (one for key in known for one in (*self._lent.get(key, ()), *self._idle.get(key, ()))):
                 connection.abort()
 
     def close(self) -> None:
@@ -61,32 +68,33 @@ class ConnectionPool:
         for connection in idle:
             connection.close()
 
-    def _take(self, host_id: str) -> Connection | None:
+    def _take(self, key: Key) -> Connection | None:
         while True:
             with self._lock:
-                idle = self._idle.get(host_id)
+                idle = self._idle.get(key)
                 connection = idle.pop() if idle else None
+                if idle is not None and not idle:
+                    del self._idle[key]
             if connection is None or not (_is_spent(connection) or self._is_outdated(connection)):
                 return connection
             connection.close()
 
-    def _keep(self, host_id: str, connection: Connection) -> bool:
+    def _keep(self, key: Key, connection: Connection) -> bool:
         with self._lock:
             self._drop_spent_locked()
-            idle = self._idle.setdefault(host_id, [])
-            if len(idle) >= self._connections_per_peer:
+            if len(self._idle.get(key, ())) >= self._connections_per_peer:
                 return False
-            idle.append(connection)
+            self._idle.setdefault(key, []).append(connection)
             return True
 
     def _drop_spent_locked(self) -> None:
         """Nobody asks again for connections to former peers: they would stay open for good."""
-        for host_id, idle in list(self._idle.items()):
+        for key, idle in list(self._idle.items()):
             for connection in [known for known in idle if _is_spent(known)]:
                 idle.remove(connection)
                 connection.close()
             if not idle:
-                del self._idle[host_id]
+                del self._idle[key]
 
 
 def _is_spent(connection: Connection) -> bool:

@@ -25,11 +25,12 @@ class Transport(StrEnum):
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """An engine, as it introduces itself in a handshake."""
+    """An engine, as it introduces itself in a handshake. `job`: for which it calls; '': for any."""
 
     host_id: str
     address: str
     incarnation: str
+    job: str = ""
 
 
 class ByteCounters:
@@ -102,18 +103,20 @@ class Connection(Protocol):
         """Send bytes of an open file without a frame, past this process if the transport can."""
         ...
 
-    def receive_raw(self, target: memoryview) -> None:
-        """Fill `target` with bytes without a frame. If they stop moving, the connection breaks."""
+    def receive_raw(self, target: memoryview, *, place: tuple[int, int] | None = None) -> bool:
+        """Fill `target` with bytes without a frame. If they stop moving, the connection breaks. In the body of `expect`
+        or `land_in`, `place` says which file they are for (its descriptor), and where in it; without it, `target` is a
+        mapping of that. Returns whether the transport has written all of them there itself."""
         ...
 
     def expect(self, descriptor: int, ranges: Ranges) -> AbstractContextManager[None]:
-        """The next raw bytes are for these ranges of an open file, and `receive_raw` will take them into mappings of
-        it. Enter it before the reply that makes the other side send them. A transport with one-sided writes lets the
-        other side write there, and nowhere else, until the body ends. Leaving it does not raise."""
+        """The next raw bytes are for these ranges of an open file, and `receive_raw` is told so by `place`. Enter it
+        before the reply that makes the other side send them. A transport with one-sided writes lets the other side
+        write there, and nowhere else, until the body ends. Leaving it does not raise."""
         ...
 
     def land_in(self, descriptor: int) -> AbstractContextManager[None]:
-        """In the body, `receive_raw` fills a mapping of this open file, in order and from its beginning. A transport
+        """In the body, `receive_raw` takes the bytes of this open file, in order and from its beginning. A transport
         with one-sided reads may read ahead into it until the body ends. Leaving it does not raise."""
         ...
 

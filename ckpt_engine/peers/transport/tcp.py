@@ -111,13 +111,14 @@ class TcpConnection:
         self.bytes_sent += size_bytes
         self._total.add(sent=size_bytes)
 
-    def receive_raw(self, target: memoryview) -> None:
+    def receive_raw(self, target: memoryview, *, place: tuple[int, int] | None = None) -> bool:
         def receive_some(start: int, end: int) -> int:
             return self._sock.recv_into(target[start:end], 0, socket.MSG_WAITALL)
 
         self._move(len(target), receive_some, "receiving from")
         self.bytes_received += len(target)
         self._total.add(received=len(target))
+        return False
 
     def expect(self, descriptor: int, ranges: Ranges) -> AbstractContextManager[None]:
         return nullcontext()

@@ -9,6 +9,7 @@ from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format import shard_format
 from ckpt_engine.rules.storage_plan import HeldShard
+from ckpt_engine.slots.slot_bytes import SlotBytes
 from ckpt_engine.tiers.memory import MemoryTier
 from flyball.contracts.errors import CorruptShard
 
@@ -26,7 +27,7 @@ class SlotShards:
     ) -> None:
         """The slots stay open until `using` ends."""
         self.held: dict[int, HeldShard] = {}
-        self.payloads: dict[int, memoryview] = {}
+        self.payloads: dict[int, SlotBytes] = {}
         self._unchanged: list[Callable[[], bool]] = []
         for rank in generation.local_ranks:
             entry = using.enter_context(memory.using(rank))
@@ -35,9 +36,9 @@ class SlotShards:
                 continue
             view, manifest, data = found
             try:
-                payload = entry.segments.payload(view.index)
+                payload = using.enter_context(entry.segments.bytes_of(view.index))
                 header = shard_format.read_header(payload)
-            except CorruptShard:  # its own writer reports it
+            except (CorruptShard, OSError):  # its own writer reports it
                 continue
             self.payloads[rank] = payload
             self.held[rank] = HeldShard(header, manifest, manifests.digest(data))

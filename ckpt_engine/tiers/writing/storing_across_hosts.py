@@ -23,13 +23,14 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import structlog
-import xxhash
 
 from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_wire import StorageDecision, StorageStage, StorageVote, TierNaming
 from ckpt_engine.counters import Counters
+from ckpt_engine.format import integrity
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format.manifest import Manifest
+from ckpt_engine.format.payload import Payload
 from ckpt_engine.format.stored_layout import StoredShard, StoredTogether
 from ckpt_engine.rules.storage_plan import HeldShard, StoragePlan, StoredPart, plan
 from ckpt_engine.tiers.memory import MemoryTier
@@ -133,7 +134,7 @@ class StoringAcrossHosts:
                 self._is_answered = self._is_answered or naming.together is not StorageDecision.OPEN
                 self._changed.notify_all()
 
-    def write(self, step: int, payload: memoryview, manifest: Manifest, data: bytes) -> int | None:
+    def write(self, step: int, payload: Payload, manifest: Manifest, data: bytes) -> int | None:
         """As `StoringTogether.write`. None: store the shard without the other hosts. Raises Conflict if it must not be
         stored in any other way than it was."""
         rank, written = manifest.rank, None
@@ -175,7 +176,7 @@ class StoringAcrossHosts:
             self._stopped = True
             self._changed.notify_all()
 
-    def _write(self, step: int, payload: memoryview, manifest: Manifest, data: bytes) -> int | None:
+    def _write(self, step: int, payload: Payload, manifest: Manifest, data: bytes) -> int | None:
         rank = manifest.rank
         if self._is_alone:
             self._set_vote(rank, StorageVote(step, StorageStage.ALONE))
@@ -211,7 +212,7 @@ class StoringAcrossHosts:
         self._counters.add(f"{self._disk.tier}_bytes_shared", manifest.payload_bytes - written)
         return written
 
-    def _store(self, step: int, found: _SharedStep, payload: memoryview, manifest: Manifest, part: StoredPart) -> int:
+    def _store(self, step: int, found: _SharedStep, payload: Payload, manifest: Manifest, part: StoredPart) -> int:
         """Write the rank's file, and wait for the decision. Returns the bytes written. Raises NotTogether."""
         began_s = time.monotonic()
         written = self._disk.write_part(manifest, payload, part, lambda: self._check(step, found))
@@ -323,7 +324,7 @@ class StoringAcrossHosts:
                 payload = here.payloads.get(rank)
                 if payload is None:
                     return others.hash_range(rank, begin, end)
-                return xxhash.xxh3_128_digest(payload[begin:end])
+                return integrity.range_digest(payload, begin, end)
 
             shards = {**here.held, **others.held}
             planned = plan(shards, hash_range, most_hashed_chunks=_MOST_HASHED_CHUNKS)

@@ -21,13 +21,14 @@ from enum import Enum
 from typing import Final
 
 import structlog
-import xxhash
 
 from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_wire import StorageVote, TierNaming
 from ckpt_engine.counters import Counters
+from ckpt_engine.format import integrity
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format.manifest import Manifest
+from ckpt_engine.format.payload import Payload
 from ckpt_engine.format.stored_layout import StoredShard
 from ckpt_engine.rules.storage_plan import StoragePlan, plan
 from ckpt_engine.tiers.memory import MemoryTier
@@ -93,7 +94,7 @@ class StoringTogether:
         sharing."""
         return len(self._generation.local_ranks) == 1 or self._nothing_alike.get(rank) == payload_bytes
 
-    def write(self, step: int, payload: memoryview, manifest: Manifest, data: bytes) -> int | None:
+    def write(self, step: int, payload: Payload, manifest: Manifest, data: bytes) -> int | None:
         """Store a rank's part of a step. `payload` is its slot's, `data` are the manifest's bytes. Returns the bytes
         written; None if the whole shard has to be stored. Raises as `ShardStore.write`."""
         rank = manifest.rank
@@ -231,7 +232,7 @@ class StoringTogether:
             shards = here.held
 
             def hash_range(rank: int, begin: int, end: int) -> bytes:
-                return xxhash.xxh3_128_digest(here.payloads[rank][begin:end])
+                return integrity.range_digest(here.payloads[rank], begin, end)
 
             planned = plan(shards, hash_range)
             if not here.unchanged():

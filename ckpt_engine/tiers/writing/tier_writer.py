@@ -302,12 +302,13 @@ class DiskWriter:
             if view is None or not self._together.may_write_ahead(self._rank, view.payload_bytes):
                 return
             try:
-                written = self._disk.write_ahead(
-                    ShardKey(generation, step, self._rank),
-                    entry.segments.payload(view.index),
-                    lambda: self._await_name(entry, view),
-                    check_wanted=lambda: self._check_wanted(entry, view),
-                )
+                with entry.segments.bytes_of(view.index) as payload:
+                    written = self._disk.write_ahead(
+                        ShardKey(generation, step, self._rank),
+                        payload,
+                        lambda: self._await_name(entry, view),
+                        check_wanted=lambda: self._check_wanted(entry, view),
+                    )
             except NotNamed as error:
                 log.info("write_ahead_dropped", tier=str(self._disk.tier), rank=self._rank, reason=error.message)
             except Exception as error:  # noqa: BLE001 - reported if the step is named and fails again
@@ -366,9 +367,9 @@ class DiskWriter:
                 raise CorruptShard(f"Step {step} was overwritten before it could be written to disk.")
             view, manifest, manifest_bytes = found
             try:
-                payload = entry.segments.payload(view.index)
-                written = self._together.write(step, payload, manifest, manifest_bytes)
-                return self._disk.write(manifest, manifest_bytes, payload) if written is None else written
+                with entry.segments.bytes_of(view.index) as payload:
+                    written = self._together.write(step, payload, manifest, manifest_bytes)
+                    return self._disk.write(manifest, manifest_bytes, payload) if written is None else written
             except CorruptShard:
                 self._drop_if_bad(entry, view, manifest)
                 raise
@@ -376,7 +377,8 @@ class DiskWriter:
     def _drop_if_bad(self, entry: OpenSegments, view: SlotView, manifest: Manifest) -> None:
         """The written bytes did not match the manifest: drop the slot if its bytes are bad, not just overwritten."""
         try:
-            integrity.verify(entry.segments.payload(view.index), manifest.chunk_digests, manifest.chunk_bytes)
+            with entry.segments.bytes_of(view.index) as payload:
+                integrity.verify(payload, manifest.chunk_digests, manifest.chunk_bytes)
         except CorruptShard as error:
             with entry.writing:
                 if not entry.segments.unchanged(view):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -17,17 +16,16 @@ from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format import sealed_file, shard_format
 from ckpt_engine.format.shard_format import LENGTH_BYTES, Block, TensorHeader
 from ckpt_engine.rules.memory_plan import readable_size
+from ckpt_engine.trainer.capture.copy_threads import is_plain
 from ckpt_engine.trainer.capture.device_copies import DeviceStreams
-from ckpt_engine.trainer.capture.hand_writes import Samples, Windows
 from ckpt_engine.trainer.capture.kept_structure import KeptStructure
-from ckpt_engine.trainer.capture.optimizer_watch import Extent, GuardedTensors, extent_of
-from ckpt_engine.trainer.capture.state_copy import is_plain
 from ckpt_engine.trainer.state.state_tree import FlatState
 from flyball.contracts.errors import UnsupportedState
 
 STATE_KEY = "flyball.state"  # the JSON tree, in the safetensors metadata
 FORMAT_KEY = "flyball.format"
-FORMAT = "1"
+FORMAT = "2"  # with `$metadata`, more classes of plain values, and in files what `exact_tensors` keeps
+READ_FORMATS = ("1", "2")
 DEVICES_KEY = "flyball.devices"  # of a sealed file: {device: names of its tensors}, for all but the CPU
 
 DTYPE_NAMES = {
@@ -48,7 +46,7 @@ DTYPE_NAMES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 
-SMALL_BYTES = 16 << 10  # smaller tensors are copied at once: handing them to a thread would cost more
+SMALL_BYTES = 16 << 10  # smaller tensors are copied by the caller: handing them to a thread would cost more
 _HEADER_STEP_BYTES = 4096  # headers are padded to a multiple of it, less the length field, so that data is aligned
 _Signature = tuple[tuple[str, torch.Size, torch.dtype, torch.device, Block | None], ...]
 
@@ -78,44 +76,26 @@ class SlotViews:
 class Routes:
     """How each tensor gets into a slot, as indexes into the plan.
 
-    Valid until a large tensor or an optimizer's tensor moves. Small ones may: a random generator's state always does.
+    Valid until a large tensor moves. Small ones may: a random generator's state always does.
     """
 
     addresses: list[int]  # of the newest state
-    guarded_places: tuple[object, ...] | None
-    is_plain: list[bool]
-    moved: list[int] = field(default_factory=list)  # small and plain: by memcpy, at once
-    copied: list[int] = field(default_factory=list)  # small: by torch, at once
-    eager: list[int] = field(default_factory=list)
-    lazy: list[int] = field(default_factory=list)
-    eager_device: list[int] = field(default_factory=list)
-    lazy_device: list[int] = field(default_factory=list)
-    large: list[int] = field(default_factory=list)  # all but `moved` and `copied`
-    sample_numbers: dict[int, int] = field(default_factory=dict)  # of the plain ones among `lazy`
-    _windows: Windows | None = None
+    moved: list[int] = field(default_factory=list)  # small and plain: by one memcpy
+    plain: list[int] = field(default_factory=list)  # large: in pieces, by several threads
+    strided: list[int] = field(default_factory=list)  # by torch
+    on_device: list[int] = field(default_factory=list)
 
-    def route(
-        self, index: int, tensor: torch.Tensor, size_bytes: int, guarded: Collection[Extent], *, on_device: bool
-    ) -> None:
-        if size_bytes <= SMALL_BYTES and not on_device:
-            (self.moved if self.is_plain[index] else self.copied).append(index)
-            return
-        self.large.append(index)
-        if guarded and extent_of(tensor) in guarded and not tensor.is_inference():
-            chosen = self.lazy_device if on_device else self.lazy
+    def add(self, index: int, tensor: torch.Tensor, size_bytes: int, *, on_device: bool) -> None:
+        if on_device:
+            self.on_device.append(index)
+        elif not is_plain(tensor):
+            self.strided.append(index)
         else:
-            chosen = self.eager_device if on_device else self.eager
-        chosen.append(index)
+            (self.moved if size_bytes <= SMALL_BYTES else self.plain).append(index)
 
-    def read_samples(self, sizes: list[int]) -> Samples | None:
-        """Sample the lazy tensors that are plain; None if nothing is lazy."""
-        if not self.lazy:
-            return None
-        if self._windows is None:
-            plain = [index for index in self.lazy if self.is_plain[index]]
-            self._windows = Windows((self.addresses[index], sizes[index]) for index in plain)
-            self.sample_numbers = {index: number for number, index in enumerate(plain)}
-        return self._windows.read()
+    def is_valid(self, addresses: list[int]) -> bool:
+        """Whether they also hold for a state with these addresses."""
+        return all(self.addresses[index] == addresses[index] for index in (*self.plain, *self.strided, *self.on_device))
 
 
 @dataclass(slots=True)
@@ -171,26 +151,14 @@ class CapturePlan:
             views.unpin(streams)
         self._views.clear()
 
-    def routes(self, flat: FlatState, streams: DeviceStreams, *, lazy: bool) -> Routes:
+    def routes(self, flat: FlatState, streams: DeviceStreams) -> Routes:
         """Made again when something has changed that they depend on."""
         addresses = [tensor.data_ptr() for tensor in flat.tensors.values()]
-        guarded = GuardedTensors() if lazy else None
-        places = guarded.places() if guarded is not None else ()
         known = self._routes
-        if (
-            known is None
-            or self.structure is None  # strides may have changed
-            or known.guarded_places != places
-            or places is None
-            or any(known.addresses[index] != addresses[index] for index in known.large)
-        ):
-            tensors = flat.tensors.values()
-            on_device = [streams.owns(tensor) for tensor in tensors]
-            smallest = 0 if any(on_device) else SMALL_BYTES  # a device copies nothing at once
-            extents = guarded.extents(smallest) if guarded is not None else ()
-            known = self._routes = Routes(addresses, places, [is_plain(tensor) for tensor in tensors])
-            for index, tensor in enumerate(tensors):
-                known.route(index, tensor, self.sizes[index], extents, on_device=on_device[index])
+        if known is None or self.structure is None or not known.is_valid(addresses):  # strides may have changed
+            known = self._routes = Routes(addresses)
+            for index, tensor in enumerate(flat.tensors.values()):
+                known.add(index, tensor, self.sizes[index], on_device=streams.owns(tensor))
         known.addresses = addresses
         return known
 

@@ -1,9 +1,9 @@
-"""Copies from a GPU's memory into a slot: on a stream of their own, straight into the slot, which is pinned.
+"""Copies from a GPU's memory into a slot, which is pinned.
 
-The side stream waits for what the training stream has queued, and an event marks the end of the copies. The training
-stream waits for the event before it writes: at once for eager tensors, at an optimizer's step for lazy ones. So the
-device waits, and the host only in the background thread. The sources are referenced until then, so that their memory is
-not reused.
+When `take` returns, no tensor of the state is read any more: its bytes are in the slot, or in a snapshot in the
+device's own memory, which goes to the slot in the background. The host waits for both, so nothing that is queued later,
+on whatever stream, by whatever kernel or graph, can change them. What finds no
+room in the device goes to the slot at once.
 
 `make test-gpu` runs this on a GPU. Everywhere else a recording stand-in tests the order of these calls.
 """
@@ -13,22 +13,30 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from ckpt_engine.trainer.capture.state_copy import TensorCopy
 
 _log = logging.getLogger("flyball.engine")
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_SPARE_PART = 16  # of the device's memory: stays free beside a snapshot, as blocks of memory do not fit exactly
+
+
+@dataclass(slots=True)
+class DeviceCopy:
+    """One tensor on its way into a slot. `source` becomes its snapshot, if there is one."""
+
+    name: str
+    source: torch.Tensor
+    target: torch.Tensor
 
 
 class DeviceStreams(Protocol):
-    """A GPU runtime, as far as copies need it. Events are of its own type."""
+    """A GPU runtime, as far as copies need it. Events are of its own type. Everything may raise RuntimeError."""
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether these streams copy the tensor."""
@@ -40,16 +48,26 @@ class DeviceStreams(Protocol):
 
     def unpin(self, address: int) -> None: ...
 
-    def start(self, device: torch.device, copies: Sequence[TensorCopy]) -> Any:  # noqa: ANN401 - an event
-        """Queue the copies on the side stream, after everything on the current one; an event marks their end."""
+    def settle(self) -> None:
+        """Wait on the host until everything is done that was queued, on any stream of any device that this process
+        uses: it may write to the host's memory as well, as for offloaded states."""
         ...
 
-    def hold(self, device: torch.device, event: Any) -> None:  # noqa: ANN401
-        """Make what is queued on the current stream from now on wait for the event. The host does not wait."""
+    def room(self, device: torch.device) -> int:
+        """The bytes that a snapshot may take now, so that training still has as much as it ever needed."""
+        ...
+
+    def snapshot(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Queue a contiguous copy within the device."""
+        ...
+
+    def start(self, device: torch.device, copies: Sequence[DeviceCopy]) -> Any:  # noqa: ANN401 - an event
+        """Queue copies to their targets on a stream of their own, after what is done by now; an event marks their
+        end."""
         ...
 
     def wait(self, event: Any) -> None:  # noqa: ANN401
-        """Wait on the host. Raises RuntimeError if the device failed."""
+        """Wait on the host."""
         ...
 
 
@@ -68,21 +86,33 @@ class CudaStreams:
     def unpin(self, address: int) -> None:
         unpin_memory(address)
 
-    def start(self, device: torch.device, copies: Sequence[TensorCopy]) -> torch.cuda.Event:
+    def settle(self) -> None:
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return
+        for index in range(torch.cuda.device_count()):
+            if torch._C._cuda_hasPrimaryContext(index):  # type: ignore[attr-defined]  # else this would make one
+                torch.cuda.synchronize(index)
+
+    def room(self, device: torch.device) -> int:
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        own_bytes = free_bytes + torch.cuda.memory_reserved(device)
+        return own_bytes - torch.cuda.max_memory_allocated(device) - total_bytes // _SPARE_PART
+
+    def snapshot(self, tensor: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+    def start(self, device: torch.device, copies: Sequence[DeviceCopy]) -> torch.cuda.Event:
         side = self._side.get(device)
         if side is None:
             side = self._side[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side), torch.no_grad():
+        with torch.cuda.stream(side), torch.no_grad(), _beside_recordings():
             for copy in copies:
                 # torch would negate the target here on the host, before the bytes are there
                 copy.target.copy_(copy.source.resolve_neg(), non_blocking=True)
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # else the waiting thread spins
             event.record(side)
         return event
-
-    def hold(self, device: torch.device, event: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(device).wait_event(event)
 
     def wait(self, event: torch.cuda.Event) -> None:
         with _beside_recordings():
@@ -125,63 +155,87 @@ def unpin_memory(address: int) -> None:
 
 
 class DeviceCopies:
-    """The tensors of one state that GPUs copy into a slot. `eager` and `lazy` as in StateCopy."""
+    """The tensors of one state that GPUs copy into a slot."""
 
-    def __init__(self, streams: DeviceStreams, eager: list[TensorCopy], lazy: list[TensorCopy]) -> None:
-        self.eager = eager
-        self.lazy = lazy
-        self.error = ""
-        self.was_written = False  # by somebody who did not wait
+    def __init__(self, streams: DeviceStreams, copies: Sequence[DeviceCopy]) -> None:
         self._streams = streams
-        self._lock = threading.Lock()
-        self._members = {id(copy) for copy in (*eager, *lazy)}
-        self._eager_events: dict[torch.device, Any] = {}
-        self._lazy_events: dict[torch.device, Any] = {}
+        self._copies = copies
+        self._late: list[DeviceCopy] = []  # from snapshots
+        self._events: list[Any] = []
+        self.settled_at_s = 0.0  # on the monotonic clock
 
-    def has(self, copy: TensorCopy) -> bool:
-        return id(copy) in self._members
+    @property
+    def is_late(self) -> bool:
+        """Whether `finish` has something to copy."""
+        return bool(self._late)
 
-    def start(self) -> None:
-        """Queue the copies. What the current stream gets later waits for the eager ones. It may overtake the lazy ones:
-        see `hold`."""
+    def settle(self) -> None:
+        """Wait until the state is that of the call: the devices may still be writing to it."""
+        self._streams.settle()
+        self.settled_at_s = time.monotonic()
+
+    def begin(self) -> None:
+        """Make snapshots while there is room, and queue what finds none. Call it after `settle`."""
+        by_device: dict[torch.device, list[DeviceCopy]] = {}
+        for copy in self._copies:
+            by_device.setdefault(copy.source.device, []).append(copy)
+        for device, copies in by_device.items():
+            direct = self._make_snapshots(copies, self._streams.room(device))
+            if direct:
+                self._events.append(self._streams.start(device, direct))
+
+    def _make_snapshots(self, copies: Sequence[DeviceCopy], room_bytes: int) -> list[DeviceCopy]:
+        """Returns the copies without one."""
+        direct = []
+        for copy in copies:
+            if copy.target.nbytes <= room_bytes:
+                try:
+                    copy.source = self._streams.snapshot(copy.source)
+                except torch.OutOfMemoryError:  # in pieces, or another process took it
+                    room_bytes = 0
+                else:
+                    room_bytes -= copy.target.nbytes
+                    self._late.append(copy)
+                    continue
+            direct.append(copy)
+        return direct
+
+    def take(self) -> None:
+        """Return when nothing of the state is read any more."""
+        self._wait()
+        if self._late:
+            self._streams.settle()
+
+    def finish(self) -> None:
+        """Copy the snapshots to the slot, and wait for it."""
         try:
-            self._start(self.eager, self._eager_events)
-            for device, event in self._eager_events.items():
-                self._streams.hold(device, event)
-            self._start(self.lazy, self._lazy_events)
+            for device in {copy.source.device for copy in self._late}:
+                self._events.append(self._streams.start(device, [c for c in self._late if c.source.device == device]))
         except BaseException:
-            self.wait()  # the caller gives the slot up
+            self.give_up()
             raise
+        self._wait()
+        self._late.clear()  # training may have its memory
 
-    def _start(self, copies: list[TensorCopy], events: dict[torch.device, Any]) -> None:
-        for device in {copy.source.device for copy in copies}:
-            here = [copy for copy in copies if copy.source.device == device]
-            events[device] = self._streams.start(device, here)
+    def give_up(self) -> None:
+        """Return when no device writes to the slot any more."""
+        with contextlib.suppress(Exception):
+            self._wait()
+        if self._copies:
+            with contextlib.suppress(Exception):
+                self._streams.settle()  # what was queued when its start failed has no event
 
-    def hold(self, copies: Sequence[TensorCopy]) -> None:
-        """Let devices write to the sources of these lazy copies only once they are copied."""
-        self._check_untouched(copies)
-        for device in {copy.source.device for copy in copies}:
-            self._streams.hold(device, self._lazy_events[device])
-
-    def wait(self) -> None:
-        """Wait until everything is copied."""
-        self._wait(self.eager, self._eager_events)
-        self._wait(self.lazy, self._lazy_events)
-
-    def _wait(self, copies: list[TensorCopy], events: dict[torch.device, Any]) -> None:
-        try:
-            for event in events.values():
-                self._streams.wait(event)
-        except RuntimeError as failure:
-            self.error = self.error or f"the copy from the device failed: {failure}"
-        self._check_untouched(copies)
-
-    def _check_untouched(self, copies: Iterable[TensorCopy]) -> None:
-        """A write may have come first that was queued before the step held back now, or by no step at all."""
-        with self._lock:
-            for copy in copies:
-                if not copy.is_done and copy.was_written:
-                    self.was_written = True
-                    self.error = self.error or copy.written_error
-                copy.is_done = True
+    def _wait(self) -> None:
+        """Wait for everything that was started, also if some of it fails, and through Ctrl-C."""
+        failure: BaseException | None = None
+        while self._events:
+            try:
+                self._streams.wait(self._events[-1])
+            except Exception as error:  # noqa: BLE001 - raised below: the device copies nothing more of this
+                failure = failure or error
+            except BaseException as error:  # noqa: BLE001 - raised below
+                failure = error
+                continue
+            self._events.pop()
+        if failure is not None:
+            raise failure

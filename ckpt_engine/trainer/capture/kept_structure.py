@@ -1,13 +1,15 @@
 """Take a state apart faster, if it has the structure of the previous one.
 
 Between two saves hardly anything changes but numbers. `KeptStructure` walks a state and checks that its containers have
-the same types and keys as before, that its tensors have the same shapes, dtypes, devices, strides and placements, and
-that they share memory in the same way. Then names and JSON of everything with tensors are reused, and only the rest is
-encoded again. If anything differs, `state_tree.flatten` does the work. Addresses are never kept: every save reads them.
+the same types and keys as before, that the versions of its modules are the same, that its tensors have the same shapes,
+dtypes, devices, strides and placements, and that they share memory in the same way. Then names and JSON of everything
+with tensors are reused, and only the rest is encoded again. If anything differs, `state_tree.flatten` does the work.
+Addresses are never kept: every save reads them.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -17,7 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
-from ckpt_engine.trainer.state import sharded_tensors
+from ckpt_engine.trainer.state import exact_tensors, sharded_tensors
 from ckpt_engine.trainer.state.state_tree import (
     PLAIN_TENSORS,
     FlatState,
@@ -26,6 +28,7 @@ from ckpt_engine.trainer.state.state_tree import (
     array_as_tensor,
     encode,
     has_state,
+    is_named_tuple,
     real_view,
 )
 
@@ -74,9 +77,12 @@ class _PlainTensors:
     keys: list[object]
     key_types: list[type]
     json: Json
+    more: object
 
     def describe(self, value: Mapping[object, torch.Tensor], _walk: TreeWalk, found: list[torch.Tensor]) -> Json:
         if type(value) is not self.kind or list(value) != self.keys or list(map(type, value)) != self.key_types:
+            raise _Different
+        if _more(value) != self.more:
             raise _Different
         found += value.values()
         return self.json
@@ -93,9 +99,11 @@ class _Container:
     tag: str
     key_json: list[Json]
     json: Json
+    more: object
+    more_json: dict[str, Json]
 
     def describe(self, value: Any, walk: TreeWalk, found: list[torch.Tensor]) -> Json:  # noqa: ANN401 - any state
-        if type(value) is not self.kind or len(value) != len(self.children):
+        if type(value) is not self.kind or len(value) != len(self.children) or _more(value) != self.more:
             raise _Different
         items = value
         if self.keys is not None:
@@ -106,10 +114,27 @@ class _Container:
         if self.json is not None:
             return self.json
         if self.keys is None:
-            return {self.tag: nodes} if self.tag else nodes
+            return {self.tag: nodes, **self.more_json} if self.tag else nodes
         if not self.tag:
             return dict(zip(cast("list[str]", self.keys), nodes, strict=True))
-        return {self.tag: [[key, item] for key, item in zip(self.key_json, nodes, strict=True)]}
+        return {self.tag: [[key, item] for key, item in zip(self.key_json, nodes, strict=True)], **self.more_json}
+
+
+def _more(value: Any) -> object:  # noqa: ANN401 - any container
+    """What a container has beside its items, for comparison."""
+    if type(value) is OrderedDict:
+        return getattr(value, "_metadata", None)
+    return value.default_factory if type(value) is defaultdict else None
+
+
+def _kept_more(value: object) -> object:
+    """As `_more`, and nobody changes it."""
+    more = _more(value)
+    if not isinstance(more, Mapping):
+        return more
+    if not all(isinstance(local, Mapping) for local in more.values()):
+        raise _Different
+    return {key: dict(local) for key, local in more.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +193,9 @@ class _Keeper:
 
     def root(self, state: Mapping[str, object], tree: dict[str, Json]) -> _Container:
         children = [self._node(value, tree[key], key, 0) for key, value in state.items()]
-        return _Container(type(state), list(state), list(map(type, state)), children, "", [], None)
+        keys: list[object] = list(state)
+        key_types = list(map(type, state))
+        return _Container(type(state), keys, key_types, children, "", [], None, _kept_more(state), {})
 
     def _node(self, value: Any, tree: Any, path: str, depth: int) -> _Node:  # noqa: ANN401 - any state
         known = len(self.names)
@@ -177,7 +204,7 @@ class _Keeper:
         node: _Node | None = None
         if isinstance(value, Mapping):
             node = self._mapping(value, tree, path, depth)
-        elif type(value) in (list, tuple):
+        elif type(value) in (list, tuple) or is_named_tuple(value):
             node = self._sequence(value, tree, path, depth)
         elif has_state(value):
             node = _Object(type(value), self._node(self._walk.state_of(value), tree, path, depth + 1))
@@ -188,6 +215,10 @@ class _Keeper:
 
     def _stored(self, value: Any, tree: dict[str, Any]) -> _Stored:  # noqa: ANN401 - a DTensor, perhaps
         ((tag, content),) = tree.items()
+        if self._walk.exact:
+            tag, content = exact_tensors.source_of(tag, content)
+            if tag != "$tensor" or content not in self._walk.tensors or "$view" in str(tree):
+                raise _Different  # seldom: complex, or a view of another one's memory
         if tag == "$dtensor":
             ((kind, name),) = content["local"].items()
             if kind != "$tensor":  # sharded and complex: seldom
@@ -198,9 +229,12 @@ class _Keeper:
         return _Stored(_plain if tag == "$tensor" else _as_real, _raw(tree))
 
     def _mapping(self, value: Mapping[object, object], tree: dict[str, Any], path: str, depth: int) -> _Node:
-        tag, pairs = "", list(tree.items())
-        if len(pairs) == 1 and pairs[0][0].startswith("$"):
-            tag, pairs = pairs[0]
+        tag, pairs = next(iter(tree), ""), list(tree.items())
+        more = {key: tree[key] for key, _ in pairs[1:]} if tag.startswith("$") else {}
+        if tag.startswith("$"):
+            pairs = tree[tag]
+        else:
+            tag = ""
         known = len(self.names)
         children = [
             self._node(item, content, f"{path}.{key}", depth + 1)
@@ -210,18 +244,19 @@ class _Keeper:
             raise _Different
         keys, key_types = list(value), list(map(type, value))
         if all(isinstance(child, _Stored) and child.tensor_of is _plain for child in children):
-            return _PlainTensors(type(value), keys, key_types, _raw(tree))
+            return _PlainTensors(type(value), keys, key_types, _raw(tree), _kept_more(value))
         constant = _raw(tree) if _are_constant(children) else None
-        return _Container(type(value), keys, key_types, children, tag, [key for key, _ in pairs], constant)
+        key_json: list[Json] = [key for key, _ in pairs]
+        return _Container(type(value), keys, key_types, children, tag, key_json, constant, _kept_more(value), more)
 
     def _sequence(self, value: Collection[object], tree: Any, path: str, depth: int) -> _Node:  # noqa: ANN401
-        ((tag, items),) = tree.items() if isinstance(tree, dict) else (("", tree),)
+        (tag, items), *more = tree.items() if isinstance(tree, dict) else (("", tree),)
         children = [
             self._node(item, content, f"{path}.{index}", depth + 1)
             for index, (item, content) in enumerate(zip(value, items, strict=True))
         ]
         constant = _raw(tree) if _are_constant(children) else None
-        return _Container(type(value), None, [], children, tag, [], constant)
+        return _Container(type(value), None, [], children, tag, [], constant, None, dict(more))
 
 
 def _raw(tree: Json) -> msgspec.Raw:
@@ -244,8 +279,9 @@ class KeptStructure:
         if list(dict.fromkeys(self._names)) != list(walk.tensors):  # a tensor in a set, or in a key
             raise _Different
         found: list[torch.Tensor] = []
-        self._root.describe(state, TreeWalk(walk.states), found)
-        self._properties = _properties(found)
+        self._root.describe(state, TreeWalk(walk.states, exact=walk.exact), found)
+        self._exact = walk.exact
+        self._properties = _properties(found, exact=self._exact)
         self._addresses = _addresses(found)
         self._sharing = _sharing(self._addresses)
 
@@ -253,20 +289,27 @@ class KeptStructure:
         """As `state_tree.flatten`, with an unused walk. Raises _Different if the state has another structure."""
         found: list[torch.Tensor] = []
         tree = cast("dict[str, Json]", self._root.describe(state, walk, found))
-        if walk.tensors or _properties(found) != self._properties:
+        if walk.tensors or _properties(found, exact=self._exact) != self._properties:
             raise _Different
         addresses = _addresses(found)
         if addresses != self._addresses and _sharing(addresses) != self._sharing:
             raise _Different
+        if addresses.count(0) != self._addresses.count(0):  # one's memory was freed, which is refused
+            raise _Different
         tensors = dict(zip(self._names, found, strict=True))  # of aliases, any one
+        if self._exact and addresses != self._addresses and exact_tensors.overlap(exact_tensors.spans(tensors)):
+            raise _Different
         return FlatState(tensors, encode(tree), self._blocks)
 
 
-def _properties(tensors: list[torch.Tensor]) -> tuple[list[object], ...]:
-    """Everything that decides how tensors are stored and copied, except for their addresses."""
+def _properties(tensors: list[torch.Tensor], *, exact: bool) -> tuple[list[object], ...]:
+    """Everything that decides how tensors are stored, copied and described, except for their addresses."""
     if not PLAIN_TENSORS.issuperset(map(type, tensors)):
         raise _Different
-    views = (_meta, torch.Tensor.stride, torch.Tensor.is_neg, torch.Tensor.is_inference)
+    views: tuple[Callable[[torch.Tensor], object], ...] = (
+        *(_meta, torch.Tensor.stride, torch.Tensor.is_neg, torch.Tensor.is_inference),
+        *((type, attrgetter("requires_grad")) if exact else ()),
+    )
     try:
         return tuple(list(map(view, tensors)) for view in views)
     except RuntimeError:  # a nested tensor has no shape, a sparse one no strides
@@ -283,17 +326,20 @@ def _sharing(addresses: list[int]) -> list[int]:
     return [first.setdefault(address, index) for index, address in enumerate(addresses)]
 
 
-def take_apart(state: Mapping[str, object], kept: KeptStructure | None) -> tuple[FlatState, KeptStructure | None]:
+def take_apart(
+    state: Mapping[str, object], kept: KeptStructure | None, *, exact: bool = False
+) -> tuple[FlatState, KeptStructure | None]:
     """As `state_tree.flatten`, but faster if `state` still has the structure `kept`. Asks objects for their state once.
+    `exact`: for a file, see `exact_tensors`.
 
     Returns the state's structure too: the same object as `kept` if it is unchanged, None if it cannot be kept.
     """
-    walk = TreeWalk()
+    walk = TreeWalk(exact=exact)
     if kept is not None:
         try:
             return kept.take_apart(state, walk), kept
         except _Different:
-            walk = TreeWalk(walk.states)
+            walk = TreeWalk(walk.states, exact=exact)
     tree = walk.entries(state)
     flat = FlatState(walk.tensors, encode(tree), walk.blocks)
     try:

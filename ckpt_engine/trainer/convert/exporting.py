@@ -15,10 +15,11 @@ import json
 import os
 import shutil
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from datetime import date, time, timedelta
 from enum import StrEnum
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import msgspec
@@ -31,8 +32,10 @@ from ckpt_engine.tiers.durable_files import UNFINISHED, WRITER, remove_left_fold
 from ckpt_engine.trainer.capture.capture_plan import FORMAT, FORMAT_KEY, STATE_KEY
 from ckpt_engine.trainer.convert.safetensors_file import digests_in, element_bytes, in_order, write_file
 from ckpt_engine.trainer.convert.scratch import Scratch
-from ckpt_engine.trainer.convert.whole_step import WholeStep, bytes_of, shape_of, size_of
+from ckpt_engine.trainer.convert.whole_step import WholeStep, shape_of, size_of
 from ckpt_engine.trainer.restore.restore_targets import Stored
+from ckpt_engine.trainer.state.state_tree import with_metadata
+from ckpt_engine.trainer.tensor_bytes import bytes_in_place
 from flyball.contracts.errors import CheckpointError, Conflict, CorruptShard, NotFound, StorageFull
 from flyball.state_folder import clear_errors, sync_folder
 
@@ -150,7 +153,7 @@ class _Writing:
 
     def note(self, name: str, tensor: torch.Tensor) -> None:
         """This is what goes out under the name."""
-        self._digests[name] = xxhash.xxh3_128_digest(bytes_of(tensor))
+        self._digests[name] = xxhash.xxh3_128_digest(bytes_in_place(tensor))
         self._on_bytes(tensor.nbytes)
 
     def check(self, name: str, found: torch.Tensor | bytes) -> None:
@@ -158,7 +161,7 @@ class _Writing:
         saved = self.step.tensors[name]
         if isinstance(found, torch.Tensor):
             same_kind = (found.dtype, tuple(found.shape)) == (saved.dtype, shape_of(saved))
-            found = xxhash.xxh3_128_digest(bytes_of(found.contiguous())) if same_kind else b""
+            found = xxhash.xxh3_128_digest(bytes_in_place(found.contiguous())) if same_kind else b""
         if found != self._digests.get(name):
             raise CorruptShard(f"The tensor {name!r} was read back otherwise than it was written.", hint="try again")
         self._on_bytes(size_of(saved))
@@ -329,13 +332,18 @@ _WRITERS: dict[ExportFormat, Callable[[_Writing, Sequence[str], ExportOptions], 
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - any state
-    """Numbers in place of numpy's: other libraries' readers refuse those."""
+    """Numbers in place of numpy's, and lists, dicts and strings in place of less usual classes: other libraries'
+    readers refuse those."""
     if isinstance(value, np.generic):
         return value.item()
-    if type(value) in (list, tuple):
-        return type(value)(_plain(item) for item in value)
-    if type(value) in (dict, OrderedDict):
-        return type(value)((key, _plain(item)) for key, item in value.items())
+    if isinstance(value, PurePath | date | time | timedelta | frozenset):
+        return set(value) if isinstance(value, frozenset) else str(value)
+    if type(value) in (list, tuple, deque, range):
+        items = [_plain(item) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    if type(value) in (dict, OrderedDict, defaultdict):
+        kind = OrderedDict if isinstance(value, OrderedDict) else dict
+        return with_metadata(kind((key, _plain(item)) for key, item in value.items()), value)
     return value
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ckpt_engine.trainer.state.state_tree import with_metadata
 from flyball.contracts.errors import UnsupportedState
 
 
@@ -93,7 +94,7 @@ def as_plain(found: Any) -> Any:  # noqa: ANN401 - any state
         raise UnsupportedState(f"The state has a {type(found).__name__} in it.", hint="save tensors and plain values")
     if type(found) in (dict, OrderedDict):
         kept = {key: item for key, item in found.items() if not isinstance(item, DlroverSettings)}
-        return type(found)((key, as_plain(item)) for key, item in kept.items())
+        return with_metadata(type(found)((key, as_plain(item)) for key, item in kept.items()), found)
     if type(found) in (list, tuple):
         return type(found)(map(as_plain, found))
     return found

@@ -35,14 +35,14 @@ from ckpt_engine.format.shard_format import ShardHeader
 from ckpt_engine.format.shard_names import MANIFEST_SUFFIX, SHARD_SUFFIX
 from ckpt_engine.format.world_manifest import WORLD_MANIFEST
 from ckpt_engine.tiers.durable_files import write_durably
-from ckpt_engine.trainer.capture.capture_plan import FORMAT, FORMAT_KEY, STATE_KEY
+from ckpt_engine.trainer.capture.capture_plan import FORMAT_KEY, READ_FORMATS, STATE_KEY
 from ckpt_engine.trainer.capture.capturer import Capture, Capturer
 from ckpt_engine.trainer.convert.dcp_folder import load_plain, read_folder
 from ckpt_engine.trainer.convert.scratch import Scratch
 from ckpt_engine.trainer.path_saves.direct_write import shard_parts
 from ckpt_engine.trainer.path_saves.plain_state import disclose
-from ckpt_engine.trainer.restore.restore_targets import stored
-from ckpt_engine.trainer.state import state_tree
+from ckpt_engine.trainer.state import tree_building
+from ckpt_engine.trainer.state.exact_loading import build_exactly
 from flyball import __version__
 from flyball.contracts import wire
 from flyball.contracts.clock import SystemClock
@@ -176,7 +176,7 @@ def _read_safetensors(paths: list[Path]) -> Any:  # noqa: ANN401 - any state
     tensors: dict[str, torch.Tensor] = {}
     for path in paths:
         header, found = _map_file(path)
-        if header.metadata.get(FORMAT_KEY) == FORMAT and STATE_KEY in header.metadata and len(paths) == 1:
+        if header.metadata.get(FORMAT_KEY) in READ_FORMATS and STATE_KEY in header.metadata and len(paths) == 1:
             return _described(header, found)
         if twice := tensors.keys() & found.keys():
             raise CorruptShard(f"Several files have the tensor {min(twice)!r}.", hint="name the files of one model")
@@ -187,12 +187,7 @@ def _read_safetensors(paths: list[Path]) -> Any:  # noqa: ANN401 - any state
 def _described(header: ShardHeader, tensors: Mapping[str, torch.Tensor]) -> Any:  # noqa: ANN401 - any state
     if header.blocks:
         raise CorruptShard("The file is one rank's shard of several.", hint="load the step's folder with load_step")
-    entries = state_tree.parse(header.metadata[STATE_KEY])
-
-    def leaf(tag: str, content: Any) -> Any:  # noqa: ANN401 - JSON in, a tensor out
-        return state_tree.from_tensor(tag, tensors[stored(header, tag, content).name])
-
-    return disclose({key: state_tree.build(node, leaf) for key, node in entries.items()})
+    return disclose(build_exactly(tree_building.parse(header.metadata[STATE_KEY]), tensors))
 
 
 def _map_file(path: Path) -> tuple[ShardHeader, dict[str, torch.Tensor]]:

@@ -14,7 +14,7 @@ from ckpt_engine.format.shard_format import LENGTH_BYTES, TensorHeader
 from ckpt_engine.format.verified_read import FileSource
 from ckpt_engine.tiers.durable_files import write_durably
 from ckpt_engine.trainer.capture.capture_plan import DTYPE_NAMES
-from ckpt_engine.trainer.convert.whole_step import bytes_of
+from ckpt_engine.trainer.tensor_bytes import bytes_in_place
 from flyball.contracts.errors import CorruptShard
 
 _HEADER_STEP_BYTES = 4096
@@ -42,7 +42,7 @@ def write_file(
         yield capacity.to_bytes(LENGTH_BYTES, "little")
         yield encoded.ljust(capacity)
         for _, tensor in produced:
-            yield bytes_of(tensor)
+            yield bytes_in_place(tensor)
 
     write_durably(path, parts(), size_bytes=LENGTH_BYTES + capacity + offset, mode=0o644)
 

@@ -19,7 +19,7 @@ from ckpt_engine.trainer.restore.load_step import shards_in
 from ckpt_engine.trainer.restore.open_shard import OpenShard
 from ckpt_engine.trainer.restore.piece_reads import PieceRead, read_pieces
 from ckpt_engine.trainer.restore.restore_targets import Stored, stored
-from ckpt_engine.trainer.state import state_tree
+from ckpt_engine.trainer.state import state_tree, tree_building
 from flyball.contracts.errors import CorruptShard, RestoreFailed
 
 BATCH_BYTES = 256 << 20  # of tensors that are read together
@@ -57,7 +57,7 @@ class WholeStep:
                 made[saved.name] = leaf(saved)
             return made[saved.name]
 
-        return {key: state_tree.build(node, of_tag) for key, node in self._entries.items()}
+        return {key: tree_building.build(node, of_tag) for key, node in self._entries.items()}
 
     def plain_tree(self) -> str:
         """The description of the state as one rank would save it: nothing is sharded."""
@@ -146,17 +146,11 @@ def size_of(saved: Stored) -> int:
     return torch.Size(shape_of(saved)).numel() * saved.dtype.itemsize
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, in place."""
-    memory = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return memory.detach().reshape(-1).view(torch.uint8).numpy().data
-
-
 def _without_sharding(node: Any) -> Any:  # noqa: ANN401 - JSON
     if isinstance(node, list):
         return [_without_sharding(item) for item in node]
     if not isinstance(node, dict):
         return node
-    if "$dtensor" in node:
+    if next(iter(node), "") == "$dtensor":
         return node["$dtensor"]["local"]
-    return {key: _without_sharding(item) for key, item in node.items()}
+    return {key: item if key == "$metadata" else _without_sharding(item) for key, item in node.items()}

@@ -7,14 +7,13 @@ import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import torch
-
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format import sealed_file, shard_format
 from ckpt_engine.format.integrity import DEFAULT_CHUNK_BYTES, ChunkHasher
 from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.tiers.durable_files import write_durably
 from ckpt_engine.trainer.capture.capturer import Capture, Capturer
+from ckpt_engine.trainer.tensor_bytes import bytes_in_place
 from flyball import __version__
 from flyball.contracts.clock import SystemClock
 
@@ -76,6 +75,6 @@ def shard_parts(capture: Capture) -> Iterator[bytes | memoryview]:
     yield capture.header.ljust(plan.header_capacity)
     for name in sorted(capture.flat.tensors, key=lambda name: plan.tensors[name].data_offsets):
         tensor = capture.flat.tensors[name].detach().resolve_neg().cpu().contiguous()
-        content = tensor.reshape(-1).view(torch.uint8).numpy().data
+        content = bytes_in_place(tensor)
         for begin in range(0, len(content), _PIECE_BYTES):
             yield content[begin : begin + _PIECE_BYTES]

@@ -7,7 +7,9 @@ or the one that was written from this memory.
 from __future__ import annotations
 
 import json
+import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -19,18 +21,24 @@ from ckpt_engine.format.sealed_file import PlaceholderContent
 from ckpt_engine.format.verified_read import FileSource
 from ckpt_engine.path_saves.finish import is_ours
 from ckpt_engine.path_saves.path_memory import PathMemory, key_of, memories, memory_root
+from ckpt_engine.path_saves.pending_mark import SaveElsewhere, is_here, is_lost, mark_file, pending_mark
 from ckpt_engine.path_saves.save_notes import identity_of
 from ckpt_engine.path_saves.sealed_reading import SealedSource, manifest_in, opened_sealed
 from ckpt_engine.rules.slot_rules import SlotView
+from ckpt_engine.slots.segment_files import is_running
 from ckpt_engine.trainer.capture.capture_plan import DEVICES_KEY
 from ckpt_engine.trainer.path_saves.plain_state import disclose
 from ckpt_engine.trainer.restore.open_shard import OpenShard
+from ckpt_engine.trainer.state.exact_loading import build_exactly
 from flyball.contracts.errors import CorruptShard, FlyballError, UsageError
 
 MapLocation: TypeAlias = (
     "str | torch.device | Mapping[str, str] | Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None] | None"
 )
 _ATTEMPTS = 3  # while saves overwrite what is read
+ELSEWHERE_WAIT_S = 10.0  # for a save in memory that this process does not see
+_POLL_S = 0.05
+_log = logging.getLogger("flyball.engine")
 
 
 def load_path(path: str | os.PathLike[str], map_location: MapLocation) -> Any:  # noqa: ANN401 - what was saved
@@ -46,6 +54,8 @@ def load_path(path: str | os.PathLike[str], map_location: MapLocation) -> Any:  
         found = _from_memory(root, real, map_location)
         if found is not None:
             return found[0]
+        if _waited_for_a_newer(root, real):
+            continue
         with opened_sealed(real) as opened:
             if isinstance(opened, SealedSource):
                 return _read(opened, map_location)
@@ -56,6 +66,27 @@ def load_path(path: str | os.PathLike[str], map_location: MapLocation) -> Any:  
         f"{real} is the placeholder of a save that was not written to the disk, and is no longer in memory.",
         hint="the machine was rebooted, or this is a copy that was made too early: load an older file",
     )
+
+
+def _waited_for_a_newer(root: Path, real: str) -> bool:
+    """Whether a newer save, in memory that this process does not see, was written meanwhile. Raises SaveElsewhere if it
+    was not. Says so if such a save is lost, and the older file is all that is left."""
+    deadline_s = time.monotonic() + ELSEWHERE_WAIT_S
+    mark = pending_mark(real)
+    waited = mark is not None and not is_here(mark, root) and not is_lost(mark)
+    while mark is not None and not is_here(mark, root) and not is_lost(mark):
+        if time.monotonic() >= deadline_s:
+            raise SaveElsewhere(
+                f"The newest save of {real} is in the memory of process {mark.pid} on {mark.host}, which this process "
+                f"does not see, and was not written to the disk within {ELSEWHERE_WAIT_S:.0f} s.",
+                hint="have it written there: PathSave.wait(), or `flyball ckpt finish` if that process has died; to "
+                f"load the older file all the same, remove {mark_file(real)}",
+            )
+        time.sleep(_POLL_S)
+        mark = pending_mark(real)
+    if mark is not None and (is_lost(mark) or not is_running(mark.pid)):
+        _log.warning("the newest save of %s is lost: it is no longer in memory, and was not written", real)
+    return waited
 
 
 _Loaded: TypeAlias = "tuple[Any]"
@@ -123,7 +154,7 @@ def _read(opened: SealedSource, map_location: MapLocation) -> Any:  # noqa: ANN4
     tensors = shard.read(names, {})
     devices = _devices(shard.header.metadata.get(DEVICES_KEY, "{}"))
     placed = {name: _placed(tensor, devices.get(name, "cpu"), map_location) for name, tensor in tensors.items()}
-    return disclose(shard.rebuild(shard.entries, placed))
+    return disclose(build_exactly(shard.entries, placed))
 
 
 def _devices(text: str) -> dict[str, str]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from ckpt_engine.format.sealed_file import PlaceholderContent, encode_placeholder
 from ckpt_engine.path_saves.finish import PathChanged, finish, sweep
 from ckpt_engine.path_saves.path_memory import PathMemory, memories, memory_root, remove_memory
+from ckpt_engine.path_saves.pending_mark import mark_of, put_mark, remove_mark
 from ckpt_engine.path_saves.save_notes import FileIdentity, SaveNote, identity_of
 from ckpt_engine.rules.memory_plan import MemoryPlan, readable_size
 from ckpt_engine.settings import load_settings
@@ -157,6 +158,10 @@ class PathSaver:
 
     def _note(self, memory: PathMemory, real: str, step: int, seal_bytes: int) -> SaveNote:
         replaces = identity_of(real) or _put_placeholder(real, memory.folder.name, step)
+        try:
+            put_mark(real, mark_of(self._root, step, replaces))
+        except OSError as error:  # a full disk: the save is in memory all the same
+            _log.warning("other containers may load an older %s meanwhile: %s", real, error)
         job = os.environ.get(worker_env.JOB, "")
         return SaveNote(
             step=step,
@@ -207,6 +212,7 @@ class PathSaver:
         write_directly(state, Path(real))
         self._forget(real)
         remove_memory(self._root, real)  # it is older, and no longer counts
+        remove_mark(real, self._root, sys.maxsize)
         return PathSave(real, -1, self.pending)
 
     def _say_direct(self, reason: MemoryTooSmall) -> None:
@@ -281,8 +287,8 @@ class PathSaver:
 def _copy(capturer: Capturer, capture: Capture, index: int, payload: memoryview) -> None:
     """Copy everything. Raises CheckpointError if that fails."""
     errors: list[str] = []
-    copy = capturer.start(capture, index, payload, lambda error, _: errors.append(error), lazy=False)
-    capturer.copy(copy, blocking=True)
+    capturer.copy(capture, index, payload, errors.append)
+    capturer.wait()
     if errors != [""]:
         raise CheckpointError(f"The state could not be copied: {' '.join(errors)}.")
 

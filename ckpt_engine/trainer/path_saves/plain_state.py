@@ -1,6 +1,7 @@
 """What `flyball.save` takes: any tree of plain values, as the entries of a state; and back.
 
-A dict with string keys is a state itself. Anything else gets an entry `$root`, which says how to put it together again.
+A dict with string keys is a state itself. Anything else gets an entry `$root`, which says how to put it together again:
+"value", or, for an ordered dict, an empty one that has its `_metadata`, if it is a module's state dict.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import Any
 import torch
 
 from ckpt_engine.trainer.state import sharded_tensors
-from ckpt_engine.trainer.state.state_tree import has_state
+from ckpt_engine.trainer.state.state_tree import has_state, with_metadata
 from flyball.contracts.errors import CorruptShard, UnsupportedState
 
 _ROOT = "$root"
-_ORDERED, _VALUE = "ordered", "value"
+_ORDERED, _VALUE = "ordered", "value"  # "ordered": of format 1
 _MAX_DEPTH = 64
 
 
@@ -26,7 +27,7 @@ def enclose(obj: object) -> dict[str, object]:
     if type(obj) in (dict, OrderedDict) and all(type(key) is str and key[:1] != "$" for key in obj):  # type: ignore[attr-defined]
         entries: dict[str, object] = dict(obj)  # type: ignore[call-overload]
         if type(obj) is OrderedDict:
-            entries[_ROOT] = _ORDERED
+            entries[_ROOT] = with_metadata(OrderedDict(), obj)
     else:
         entries = {_VALUE: obj, _ROOT: _VALUE}
     for key, value in entries.items():
@@ -41,8 +42,9 @@ def disclose(entries: Mapping[str, Any]) -> Any:  # noqa: ANN401 - what was save
         return dict(entries)
     if root == _VALUE and _VALUE in entries:
         return entries[_VALUE]
-    if root == _ORDERED:
-        return OrderedDict((key, value) for key, value in entries.items() if key != _ROOT)
+    if root == _ORDERED or isinstance(root, OrderedDict):
+        ordered = OrderedDict((key, value) for key, value in entries.items() if key != _ROOT)
+        return with_metadata(ordered, root)
     raise CorruptShard(f"The saved object has the unknown root {root!r}.", hint="load it with a newer release")
 
 

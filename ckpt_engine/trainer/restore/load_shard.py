@@ -6,9 +6,11 @@ and its bytes go directly into the memory of the state's own tensors.
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
-from collections.abc import Iterator, MutableMapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,10 @@ from ckpt_engine.format.stored_layout import MAX_DESCRIPTION_BYTES, Composition,
 from ckpt_engine.format.verified_read import ByteSource, FileSource
 from ckpt_engine.trainer.restore.open_shard import OpenShard
 from ckpt_engine.trainer.restore.restore_targets import Matching, mismatch
-from ckpt_engine.trainer.state.state_tree import has_state
+from ckpt_engine.trainer.state.state_tree import has_state, metadata_of, with_metadata
 from flyball.contracts.errors import CorruptShard
+
+_log = logging.getLogger("flyball.engine")
 
 
 def restore_into(state: MutableMapping[str, object], source: ByteSource, manifest: Manifest) -> None:
@@ -60,9 +64,15 @@ def filled_in(target: object, saved: Any, path: str) -> object:  # noqa: ANN401 
         return target
     if isinstance(target, torch.Tensor):
         with torch.no_grad():
-            target.copy_(saved)
+            if 0 in target.stride():  # expanded: torch writes to no place twice
+                once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
+                target[once].copy_(saved[once])
+            else:
+                target.copy_(saved)
         return target
     if has_state(target):
+        if isinstance(target, torch.nn.Module):
+            saved = _with_versions(saved, target)
         try:
             target.load_state_dict(saved)  # type: ignore[attr-defined]
         except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
@@ -71,6 +81,7 @@ def filled_in(target: object, saved: Any, path: str) -> object:  # noqa: ANN401 
     if isinstance(target, MutableMapping):
         for key, item in saved.items():
             target[key] = filled_in(target[key], item, f"{path}.{key}") if key in target else item
+        _take_metadata(target, saved, path)
         return target
     if isinstance(target, list) and isinstance(saved, list):
         known = len(target)
@@ -80,6 +91,29 @@ def filled_in(target: object, saved: Any, path: str) -> object:  # noqa: ANN401 
         ]
         return target
     return saved
+
+
+def _with_versions(saved: Any, module: torch.nn.Module) -> Any:  # noqa: ANN401 - a state dict
+    """A state that does not say by which versions of modules it was saved (of format 1, and some of DCP) counts as
+    saved by those that load it, as with DCP. For torch it would be of the oldest."""
+    if not isinstance(saved, Mapping) or metadata_of(saved) is not None:
+        return saved
+    return with_metadata(OrderedDict(saved), module.state_dict())
+
+
+def _take_metadata(target: object, saved: object, path: str) -> None:
+    """A module's state dict that was filled says by which versions it was saved, for whoever gives it to
+    `load_state_dict`."""
+    versions = metadata_of(saved)
+    if versions is None or type(target) is not OrderedDict:
+        return
+    if metadata_of(target) not in (None, versions):
+        _log.warning(
+            "%r was saved by modules of other versions than those here: give the restored state dict to their "
+            "load_state_dict, which converts it",
+            path,
+        )
+    with_metadata(target, saved)
 
 
 # --- from a file, with its manifest beside it ---
@@ -146,6 +180,8 @@ def opened_shard(path: Path, stored: StoredShard) -> Iterator[ByteSource]:
             except FileNotFoundError as error:
                 raise shared_bytes_gone(manifest.rank, rank) from error
             reads[rank] = FileSource(descriptor).read_into
+        if layout.header is not None:
+            stored_layout.check_file_header(layout, reads[manifest.rank])
         yield Composition(layout, reads)
 
 

@@ -35,7 +35,8 @@ from ckpt_engine.trainer.restore.restore_targets import (
     mismatch,
     take_memory,
 )
-from ckpt_engine.trainer.state import sharded_tensors, state_tree
+from ckpt_engine.trainer.state import sharded_tensors, tree_building
+from ckpt_engine.trainer.state.state_tree import is_lazy
 from flyball.contracts.errors import CorruptShard, RestoreFailed
 
 
@@ -168,7 +169,11 @@ class _AnyLayout(Matching):
         for number, parameter in enumerate(parameters):
             entries = saved["state"].get(number, {})
             for found in entries.values() if isinstance(entries, Mapping) else ():
-                if isinstance(found, Stored) and found.block.global_shape == tuple(parameter.shape):
+                if (
+                    isinstance(found, Stored)
+                    and not is_lazy(parameter)
+                    and found.block.global_shape == tuple(parameter.shape)
+                ):
                     self.templates.setdefault(found.name, parameter)
 
 
@@ -224,7 +229,7 @@ def _value(
     target = targets[content]
     if target.owner is not None:
         return target.owner  # filled already; to wrap its memory in another tensor would take longer than to fill it
-    local = state_tree.from_tensor(tag, target.memory)
+    local = tree_building.from_tensor(tag, target.memory)
     template = templates.get(content)
     if template is None or not sharded_tensors.is_sharded(template):
         return local

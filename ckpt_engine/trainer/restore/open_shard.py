@@ -17,11 +17,12 @@ from msgspec.structs import replace
 from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.format.verified_read import THREADS, ByteSource, copy_bytes, read_header, read_verified
 from ckpt_engine.format.versions import refuse_newer
-from ckpt_engine.trainer.capture.capture_plan import FORMAT, FORMAT_KEY, STATE_KEY
+from ckpt_engine.trainer.capture.capture_plan import FORMAT, FORMAT_KEY, READ_FORMATS, STATE_KEY
 from ckpt_engine.trainer.capture.device_copies import pin_memory, unpin_memory
 from ckpt_engine.trainer.restore.restore_targets import Matching, Stored, destinations, mismatch, stored
-from ckpt_engine.trainer.state import state_tree
+from ckpt_engine.trainer.state import tree_building
 from ckpt_engine.trainer.state.sharded_tensors import Meshes
+from ckpt_engine.trainer.tensor_bytes import bytes_in_place
 from flyball.contracts.errors import CorruptShard
 
 DEVICE_THREADS = 8  # for GPUs, if the host has twice as many processors: each byte is copied twice, and hashed
@@ -41,12 +42,13 @@ class OpenShard:
         found = metadata.get(FORMAT_KEY, "")
         if found.isascii() and found.isdigit() and len(found) < 10:
             refuse_newer("The shard", int(found), int(FORMAT), manifest.code_version)
-        if found != FORMAT or STATE_KEY not in metadata:
+        if found not in READ_FORMATS or STATE_KEY not in metadata:
             raise CorruptShard(
-                f"The shard was not written by Flyball in format {FORMAT}.",
+                f"The shard was not written by Flyball in format {' or '.join(READ_FORMATS)}.",
                 hint="restore with the release that wrote it",
             )
-        self.entries = state_tree.parse(metadata[STATE_KEY])
+        self.entries = tree_building.parse(metadata[STATE_KEY])
+        self._names_classes = tree_building.names_classes(metadata[STATE_KEY])
         self.known = self.header  # what `entries` may refer to
 
     def know(self, others: Iterable[OpenShard]) -> None:
@@ -75,10 +77,12 @@ class OpenShard:
         """Compare the whole state with the shard. Returns what it needs, by name. Raises StateMismatch."""
         for key in state:
             if key not in self.entries:
-                raise mismatch(key, f"was not saved; the checkpoint has {', '.join(map(repr, self.entries))}")
-        outline, names = self.outline(state)
-        for key, target in state.items():
-            matching.match(target, outline[key], key)
+                with matching.noting():
+                    raise mismatch(key, f"was not saved; the checkpoint has {', '.join(map(repr, self.entries))}")
+        outline, names = self.outline({key: target for key, target in state.items() if key in self.entries})
+        for key, saved in outline.items():
+            matching.match(state[key], saved, key)
+        matching.check()
         return names
 
     def read(self, names: Mapping[str, Stored], claims: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -112,14 +116,15 @@ class OpenShard:
         def leaf(tag: str, content: Any) -> Any:  # noqa: ANN401 - JSON in, any state out
             if tag == "$dtensor":
                 ((local_tag, name),) = content["local"].items()
-                return meshes.rebuild(content, state_tree.from_tensor(local_tag, tensors[name]))
-            return state_tree.from_tensor(tag, tensors[content])
+                return meshes.rebuild(content, tree_building.from_tensor(local_tag, tensors[name]))
+            return tree_building.from_tensor(tag, tensors[content])
 
         return self.build(wanted, leaf)
 
-    def build(self, wanted: Mapping[str, object], leaf: state_tree.Leaf) -> dict[str, Any]:
-        """The wanted entries; see `state_tree.build`."""
-        return {key: state_tree.build(self.entries[key], leaf) for key in wanted}
+    def build(self, wanted: Mapping[str, object], leaf: tree_building.Leaf) -> dict[str, Any]:
+        """The wanted entries, with the classes of what they are restored into; see `tree_building.build`."""
+        likes = wanted if self._names_classes else {}
+        return {key: tree_building.build(self.entries[key], leaf, likes.get(key)) for key in wanted}
 
 
 def fill(
@@ -231,7 +236,7 @@ class TensorMemory:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._bytes = tensor.reshape(-1).view(torch.uint8)
         self.device = tensor.device
-        self.mapped = self._bytes.numpy().data if tensor.device.type == "cpu" else None
+        self.mapped = bytes_in_place(self._bytes) if tensor.is_cpu else None
 
     def write(self, offset: int, piece: memoryview) -> None:
         if self.mapped is not None:

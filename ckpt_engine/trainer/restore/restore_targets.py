@@ -7,7 +7,8 @@ or `load_state_dict` afterwards.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +17,17 @@ import torch
 from ckpt_engine.format.coverage import Box, uncovered
 from ckpt_engine.format.shard_format import Block, ShardHeader
 from ckpt_engine.trainer.capture.capture_plan import DTYPE_NAMES
-from ckpt_engine.trainer.state import sharded_tensors
+from ckpt_engine.trainer.restore.optimizer_options import other_options
+from ckpt_engine.trainer.restore.own_loads import OwnLoads
+from ckpt_engine.trainer.state import exact_tensors, sharded_tensors
 from ckpt_engine.trainer.state.sharded_tensors import NotSaveable, OtherLayout
-from ckpt_engine.trainer.state.state_tree import has_state
+from ckpt_engine.trainer.state.state_tree import has_state, is_lazy
 from flyball.contracts.errors import CorruptShard, StateMismatch
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64, torch.float16: torch.complex32}
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+MAX_NAMED = 8  # differences in one message
 _WRITABLE_DEVICES = ("cpu", "cuda")
 
 
@@ -51,6 +55,7 @@ class Stored:
 
 def stored(header: ShardHeader, tag: str, content: Any) -> Stored:  # noqa: ANN401 - JSON
     """The placeholder for a leaf of the tree. Raises CorruptShard or ValueError if the shard has no such tensor."""
+    tag, content = exact_tensors.source_of(tag, content)
     if tag == "$dtensor":
         ((local_tag, name),) = content["local"].items()
         if local_tag not in ("$tensor", "$complex_tensor"):
@@ -75,9 +80,38 @@ class Matching:
 
     def __init__(self) -> None:
         self.claims: dict[str, torch.Tensor] = {}
+        self._differences: list[StateMismatch] = []
+        self._layouts: list[OtherLayout] = []
 
     def match(self, target: object, saved: Any, path: str) -> None:  # noqa: ANN401 - any state
-        """Raise StateMismatch, naming the path, if `saved` cannot be loaded into `target`."""
+        """Note what of `saved` cannot be loaded into `target`; `check` names it."""
+        with self.noting():
+            self._match(target, saved, path)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """While entered, note a StateMismatch in place of raising it."""
+        try:
+            yield
+        except OtherLayout as error:
+            self._layouts.append(error)
+        except StateMismatch as error:
+            self._differences.append(error)
+
+    def check(self) -> None:
+        """Raise StateMismatch, naming the paths, if anything cannot be loaded; OtherLayout if it only was saved in
+        another layout."""
+        first = next(iter(self._differences or self._layouts), None)
+        if first is None:
+            return
+        if len(self._differences) > 1:
+            named = [error.message for error in self._differences[:MAX_NAMED]]
+            if more := len(self._differences) - len(named):
+                named.append(f"It differs in {more} more places.")
+            first = StateMismatch(" ".join(named), hint=first.hint)
+        raise first
+
+    def _match(self, target: object, saved: Any, path: str) -> None:  # noqa: ANN401 - any state
         if isinstance(target, torch.Tensor):
             self._tensor(target, saved, path)
         elif isinstance(target, torch.nn.Module):
@@ -93,6 +127,7 @@ class Matching:
                 self.match(item, saved_item, f"{path}.{index}")
 
     def _tensor(self, target: torch.Tensor, saved: object, path: str) -> None:
+        refuse_meta(target, path)
         if not isinstance(saved, Stored) or saved.is_array:
             kind = saved.described if isinstance(saved, Stored) else type(saved).__name__
             raise mismatch(path, f"is a tensor, and was saved as {kind}")
@@ -111,14 +146,26 @@ class Matching:
     def _module(self, target: torch.nn.Module, saved: object, path: str) -> None:
         if not isinstance(saved, Mapping):
             raise mismatch(path, f"is a module, and was saved as {type(saved).__name__}")
-        expected = target.state_dict()
-        for name in expected.keys() - saved.keys():
-            raise mismatch(f"{path}.{name}", "was not saved")
-        for name in saved.keys() - expected.keys():
-            raise mismatch(f"{path}.{name}", "was saved, and the module does not have it")
+        expected, own = target.state_dict(), OwnLoads.of(target)
+        for name in expected:
+            if name not in saved and not own.decide(name):
+                self._differences.append(mismatch(f"{path}.{name}", "was not saved"))
+        for name in saved:
+            if name not in expected and not own.decide(name):
+                what = "was saved, and the module does not have it"
+                self._differences.append(mismatch(f"{path}.{name}", what))
         for name, tensor in expected.items():
             if isinstance(tensor, torch.Tensor):
-                self._tensor(tensor, saved[name], f"{path}.{name}")
+                with self.noting():
+                    self._entry(own, name, tensor, saved, path)
+
+    def _entry(self, own: OwnLoads, name: str, tensor: torch.Tensor, saved: Mapping[str, Any], path: str) -> None:
+        refuse_meta(tensor, f"{path}.{name}")
+        if name not in saved or (own.decide(name) and not _is_alike(tensor, saved[name])):
+            return
+        if own.need_memory(name, tensor) and not sharded_tensors.is_sharded(tensor):
+            return
+        self._tensor(tensor, saved[name], f"{path}.{name}")
 
     def _optimizer(self, target: torch.optim.Optimizer, saved: Any, path: str) -> None:  # noqa: ANN401 - any state
         try:
@@ -128,6 +175,9 @@ class Matching:
             states = None
         if not isinstance(states, Mapping):
             raise mismatch(path, "is an optimizer, and was saved as something else")
+        for group in target.param_groups:
+            for parameter in group["params"]:
+                refuse_meta(parameter, f"{path}.param_groups")
         own = target.state_dict()
         expected = [len(group["params"]) for group in own["param_groups"]]
         if groups != expected:
@@ -135,6 +185,8 @@ class Matching:
                 path,
                 f"does not take the saved state: its groups have {expected} parameters, and were saved with {groups}",
             )
+        if other := other_options(target, saved["param_groups"]):
+            raise mismatch(path, other)
         for parameter, entries in own["state"].items():
             saved_entries = states.get(parameter, {})
             for name, tensor in entries.items() if isinstance(saved_entries, Mapping) else ():
@@ -142,11 +194,9 @@ class Matching:
                 if not isinstance(tensor, torch.Tensor) or not isinstance(found, Stored):
                     continue
                 if tuple(tensor.shape) != found.block.global_shape:  # torch would accept it, and fail at the next step
-                    raise mismatch(
-                        f"{path}.state.{parameter}.{name}",
-                        f"is {tuple(tensor.shape)}, and was saved as {found.described}",
-                    )
-                if not found.is_array and tensor.dtype == found.dtype:
+                    what = f"is {tuple(tensor.shape)}, and was saved as {found.described}"
+                    self._differences.append(mismatch(f"{path}.state.{parameter}.{name}", what))
+                elif not found.is_array and tensor.dtype == found.dtype:
                     self.claim_state(tensor, found)
 
     def claim_state(self, target: torch.Tensor, saved: Stored) -> None:
@@ -164,8 +214,26 @@ class Matching:
             raise mismatch(path, what, "pass the optimizer itself")
         for key, item in target.items():
             if key not in saved:
-                raise mismatch(f"{path}.{key}", "was not saved")
+                self._differences.append(mismatch(f"{path}.{key}", "was not saved"))
+                continue
             self.match(item, saved[key], f"{path}.{key}")
+
+
+def _is_alike(target: torch.Tensor, saved: object) -> bool:
+    if is_lazy(target) or not isinstance(saved, Stored) or saved.is_array:
+        return False
+    return (tuple(target.shape), target.dtype) == (saved.block.global_shape, saved.dtype)
+
+
+def refuse_meta(target: torch.Tensor, path: str) -> None:
+    """Raise StateMismatch for a tensor without memory: torch's copy into it would do nothing, without a word."""
+    local = sharded_tensors.local_block(target) if sharded_tensors.is_sharded(target) else target  # type: ignore[arg-type]
+    if local.is_meta:
+        raise mismatch(
+            path,
+            "is on the meta device, so there is no memory to restore it into",
+            "call model.to_empty(device=...) before the restore, and make the optimizer after that",
+        )
 
 
 def destinations(

@@ -59,7 +59,7 @@ def fitted(nodes: Sequence[Node], target: object, path: str) -> Node:
             found[key] = fitted(having, wanted[key], f"{path}.{key}")
         elif len(having) == len(of_ranks):
             found[key] = having[0]
-    return _with_names(nodes[0], found)
+    return _with_names(nodes, found)
 
 
 def united(nodes: Sequence[Node], path: str) -> Node:
@@ -75,7 +75,7 @@ def united(nodes: Sequence[Node], path: str) -> Node:
             hint=f"{_FLATTEN}; `flyball ckpt restore` writes the shards as they are",
         )
     found = {key: united([rank[key] for rank in of_ranks if key in rank], f"{path}.{key}") for key in keys}
-    return _with_names(nodes[0], found)
+    return _with_names(nodes, found)
 
 
 def _wanted(target: object) -> Mapping[Any, object] | None:
@@ -94,7 +94,7 @@ def _names(node: Node) -> dict[str, Node] | None:
     if not isinstance(node, dict):
         return None
     tag = next(iter(node), "")
-    if len(node) != 1 or not tag.startswith("$"):
+    if not tag.startswith("$"):
         return node
     if tag not in _PAIRS:
         return None
@@ -102,9 +102,14 @@ def _names(node: Node) -> dict[str, Node] | None:
     return pairs if len(pairs) == len(node[tag]) else None
 
 
-def _with_names(node: Node, names: Mapping[str, Node]) -> Node:
-    """A dict of the same kind."""
-    tag = next(iter(node), "")
-    if len(node) == 1 and tag in _PAIRS:
-        return {tag: [[key, item] for key, item in names.items()]}
-    return dict(names)
+def _with_names(nodes: Sequence[Node], names: Mapping[str, Node]) -> Node:
+    """A dict of the kind of the first one, with the module versions of all of them."""
+    tag = next(iter(nodes[0]), "")
+    if tag not in _PAIRS:
+        return dict(names)
+    more = {key: value for key, value in nodes[0].items() if key != tag}
+    if isinstance(more.get("$metadata"), Mapping):
+        more["$metadata"] = {
+            name: local for node in reversed(nodes) for name, local in node.get("$metadata", {}).items()
+        }
+    return {tag: [[key, item] for key, item in names.items()], **more}

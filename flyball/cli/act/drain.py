@@ -10,7 +10,8 @@ from flyball.cli.reach.client import ApiClient
 from flyball.cli.reach.names import host_or_near
 from flyball.cli.reach.options import command_help, with_supervisor
 from flyball.cli.reach.sources import SupervisorChoice
-from flyball.cli.show.output import Format, OutputOption, announce, print_fields, printed
+from flyball.cli.show.messages import announce_decision
+from flyball.cli.show.output import Format, OutputOption, print_fields, printed
 from flyball.contracts.clock import SleepingClock, SystemClock
 from flyball.contracts.errors import Conflict, Unreachable, UsageError
 from flyball.contracts.identity import check_name
@@ -115,7 +116,7 @@ def _announce_decisions(client: ApiClient, name: str, announced: set[str]) -> No
         concerns_it = decision["incident_id"] in incidents or (decision.get("evidence") or {}).get("host") == name
         if concerns_it and decision["decision_id"] not in announced:
             announced.add(decision["decision_id"])
-            announce(f"{decision['decision_id']} {decision['kind']}: {decision['reason']}")
+            announce_decision(decision)
 
 
 def _await_release(client: ApiClient, name: str) -> dict[str, Any]:

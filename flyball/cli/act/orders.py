@@ -1,4 +1,4 @@
-"""`flyball cordon`, `uncordon`, `silence`, `approve`: what operators order of the controller."""
+"""`flyball cordon`, `uncordon`, `silence`, `approve`, `adopt`: what operators order of the controller."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flyball.cli.show.times import clock
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import Conflict, Unreachable, UsageError
 from flyball.contracts.identity import check_name
-from flyball.contracts.orders import ApproveRequest, CordonRequest, SilenceRequest
+from flyball.contracts.orders import AdoptRequest, ApproveRequest, CordonRequest, SilenceRequest
 
 CORDON = command_help(
     "Give a host no work until it is uncordoned. Its ranks stay until their next restart; `flyball drain` moves them "
@@ -45,6 +45,12 @@ APPROVE = command_help(
     "Names the incident, or a decision about it.",
     "flyball approve inc-4",
     "flyball approve dec-17 --reason 'seen by the night shift' -o json",
+)
+ADOPT = command_help(
+    "Supervise a job as its hosts run it, if nothing proves that this cluster started it, or one of its hosts says "
+    "that it ended: `flyball get incidents` shows such jobs, and what each runs. Others are adopted without an order.",
+    "flyball adopt llama-7b",
+    "flyball adopt llama-7b --reason 'the database was lost' -o json",
 )
 
 LOOK_INTERVAL_S = 0.2
@@ -126,6 +132,21 @@ def approve(
         )
     with choice.connect() as client:
         found = client.post("/v1/approve", ApproveRequest(target, reason))
+    _show_order(found, output)
+
+
+@with_supervisor()
+def adopt(
+    *,
+    job: Annotated[str, typer.Argument(help="the job, as the incident names it")],
+    reason: ReasonOption = "",
+    choice: SupervisorChoice,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Exit code 0 once the order is stored."""
+    name = check_name("The job", job)
+    with choice.connect() as client:
+        found = client.post(f"/v1/jobs/{name}/adopt", AdoptRequest(reason))
     _show_order(found, output)
 
 

@@ -68,13 +68,17 @@ def command(
     print_fields(
         {
             "job": name,
-            "state": found["state"] if ended or has_no_supervisor else f"{found['state']}, asked to stop",
+            "state": found["state"] if ended or has_no_supervisor else _asked_to_stop(JobState(found["state"])),
             "ended": f"{clock(ended, now)} UTC ({ago(ended, now)})" if ended else None,
             "took": lasted(ended - began) if began and ended else None,
             "newest step": None if found["newest_step"] < 0 else found["newest_step"],
             "message": found["message"],
         }
     )
+
+
+def _asked_to_stop(state: JobState) -> str:
+    return state.value if state.ending else f"{state.value}, asked to stop"
 
 
 def _has_ended_with_its_run(folder: Path) -> bool:

@@ -34,22 +34,24 @@ class Selection(NamedTuple):
     folders: tuple[str, ...]
     job: str
 
-    def find(self) -> JobCopies:
+    def find(self, *, with_notes: bool = True) -> JobCopies:
         """Find the copies. Raises what `find_copies` does."""
         from flyball.cli.ckpt.places import find_copies
 
         # The tiers log for an engine's log file. The inventory has everything that a user should see.
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-        return find_copies(os.environ, state_dir=self.state_dir, folders=self.folders, job=self.job)
+        return find_copies(
+            os.environ, state_dir=self.state_dir, folders=self.folders, job=self.job, with_notes=with_notes
+        )
 
-    def attempts(self, *, newest: bool) -> Iterator[tuple[JobCopies, bool]]:
+    def attempts(self, *, newest: bool, with_notes: bool = True) -> Iterator[tuple[JobCopies, bool]]:
         """Find the copies once or, for the newest step, several times, with whether this is the last attempt.
 
         A running job may overwrite its newest step while it is read, but then it has a newer one.
         """
         count = ATTEMPTS if newest else 1
         for number in range(1, count + 1):
-            yield self.find(), number == count
+            yield self.find(with_notes=with_notes), number == count
 
 
 def with_selection(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,17 +11,19 @@ import msgspec
 from ckpt_engine.inspect.copy_places import Ignored, Place, SlotPlace, StoragePlace
 from ckpt_engine.inspect.host_folder import HostFolder, find_host_folders
 from ckpt_engine.inspect.inventory import CopyInventory
+from ckpt_engine.inspect.known_bad import KnownBad
 from ckpt_engine.inspect.step_folder import StepFolder
 from ckpt_engine.inspect.tier_folders import TierFolder, find_in_folder, find_in_store
 from ckpt_engine.settings import EngineSettings, load_settings
 from ckpt_engine.tiers.opening import open_storage
-from flyball.cli.reach.places import state_root
+from flyball.cli.reach.places import bad_copies_file, state_root
 from flyball.cli.run.run_folders import CHECKPOINTS
 from flyball.cli.show.output import announce
 from flyball.contracts.checkpoints import PeerTransports, Tier
 from flyball.contracts.errors import ConfigurationError, FlyballError, NotFound, UsageError
 from flyball.contracts.identity import check_name
 from flyball.contracts.on_host.engine_wire import Configure
+from flyball.contracts.on_host.os_text import from_text
 from flyball.contracts.on_host.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE
 
 MAX_STORE_RETRY_S = 10.0  # short, because a user is waiting
@@ -50,10 +52,13 @@ class JobCopies:
         return _newest_configure(self.hosts, self.job)
 
 
-def find_copies(environ: Mapping[str, str], *, state_dir: str, folders: Sequence[str], job: str) -> JobCopies:
+def find_copies(
+    environ: Mapping[str, str], *, state_dir: str, folders: Sequence[str], job: str, with_notes: bool = True
+) -> JobCopies:
     """Find the copies in a state folder (of a host, a run, or the root of all) and in `folders` of tiers.
 
-    Without either, searches all runs on this machine. `job` is JOB (its newest run) or JOB/RUN. Raises NotFound if
+    Without either, searches all runs on this machine. `job` is JOB (its newest run) or JOB/RUN. `with_notes`: no step
+    counts because of a copy that did not verify when this machine last read it. Raises NotFound if
     there is no such job or run, UsageError if there are several jobs and none is named, ConfigurationError for an
     unreadable folder.
     """
@@ -86,6 +91,9 @@ def find_copies(environ: Mapping[str, str], *, state_dir: str, folders: Sequence
     known = _newest_configure(here, name)
     inventory = CopyInventory(name, _unique(places), run=run or "", lineage=known.placement.lineage if known else ())
     inventory.ignored += [Ignored(file, why) for host in hosts for file, why in host.unreadable.items()]
+    if with_notes:
+        known_bad = KnownBad(bad_copies_file(environ))
+        inventory.leave_out(lambda held: known_bad.problem(held) != "")
     return JobCopies(inventory, tuple(here), tuple(runs))
 
 
@@ -170,10 +178,10 @@ def _configured_folders(hosts: Sequence[HostFolder], job: str, settings: EngineS
             continue
         host_id, run = host.host_id(job), configure.placement.run
         if configure.spec.disk_dir:
-            disk = configure.spec.disk_folder(host.path)
+            disk = from_text(configure.spec.disk_folder(host.path))
             named[TierFolder(f"{disk}/{host_id}", job, Tier.DISK, host_id, run)] = None
         if configure.spec.persistent_dir:
-            named[TierFolder(configure.spec.persistent_dir, job, Tier.PERSISTENT, "", run)] = None
+            named[TierFolder(from_text(configure.spec.persistent_dir), job, Tier.PERSISTENT, "", run)] = None
     return [*named, *(replace(place, run=other) for place in named for other in _runs_beside(place, settings))]
 
 

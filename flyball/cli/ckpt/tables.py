@@ -103,7 +103,8 @@ def _share(step: StepListing, tier: Tier) -> str | None:
     share = next((share for share in step.tiers if share.tier is tier), None)
     if share is None:
         return None
-    return f"{len(share.ranks)}/{step.world_size}" + ("" if share.counts else " unsealed")
+    bad = f" {len(share.bad_ranks)} bad" if share.bad_ranks else ""
+    return f"{len(share.ranks)}/{step.world_size}" + ("" if share.counts else " unsealed") + bad
 
 
 def _state(step: StepListing) -> str:
@@ -111,6 +112,8 @@ def _state(step: StepListing) -> str:
         state = "given up"
     elif step.recovery_point:
         state = "recovery point"
+    elif bad := sorted({rank for share in step.tiers for rank in share.bad_ranks}.intersection(step.missing_ranks)):
+        state = f"does not verify: {_ranks_phrase(bad)}"
     else:
         state = "complete" if step.complete else f"lacks {_ranks_phrase(step.missing_ranks)}"
     return f"{state}, pinned" if step.pinned else state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 
 from flyball.cli.ckpt.options import LATEST, Generation, Selection, parse_step, with_selection
 from flyball.cli.reach.options import command_help
+from flyball.cli.reach.places import bad_copies_file
 from flyball.cli.show.output import Format, OutputOption, announce, print_fields, print_table, printed
 from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed
 
@@ -38,11 +40,11 @@ def command(
     selection: Selection,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Read-only."""
+    """Changes no store. Bad copies are noted on this machine, for `ckpt ls`."""
     from ckpt_engine.inspect.verify_copies import CopyVerdict
 
     wanted = None if everything else parse_step(step)
-    for found, is_last in selection.attempts(newest=wanted is None and not everything):
+    for found, is_last in selection.attempts(newest=wanted is None and not everything, with_notes=False):
         inventory = found.inventory
         listings = list(inventory.steps) if everything else [inventory.find(wanted, generation)]
         world_sizes = {(listing.generation, listing.step): listing.world_size for listing in listings}
@@ -60,9 +62,11 @@ def command(
 def _verify(
     inventory: CopyInventory, world_sizes: dict[StepKey, int]
 ) -> tuple[list[Verified], tuple[VerifiedStep, ...]]:
+    from ckpt_engine.inspect.known_bad import KnownBad
     from ckpt_engine.inspect.verify_copies import CopyVerdict, judge_steps, verify_copies
     from flyball.cli.show.progress import bytes_bar
 
+    known = KnownBad(bad_copies_file(os.environ))
     held_copies = [held for held in inventory.held if held.key in world_sizes]
     results: list[Verified] = []
     usable = []
@@ -71,6 +75,7 @@ def _verify(
             results.append(result)
             if result.verdict is CopyVerdict.GOOD and shard is not None and inventory.counts(held):
                 usable.append(shard)
+    known.learn(zip(held_copies, results, strict=True))
     return results, judge_steps(usable, world_sizes)
 
 
@@ -84,7 +89,8 @@ def _problem(
 ) -> FlyballError | None:
     from ckpt_engine.inspect.verify_copies import CopyVerdict
 
-    bad = sum(result.verdict is CopyVerdict.BAD for result in results) + len(ignored)
+    cannot = (CopyVerdict.BAD, CopyVerdict.UNREAD)
+    bad = sum(result.verdict in cannot for result in results) + len(ignored)
     if bad:
         return CorruptShard(
             f"{bad} {'copy' if bad == 1 else 'copies'} of {job} cannot be used.",
@@ -158,6 +164,8 @@ def advice(result: Verified, good: Sequence[Verified]) -> str:
 
     if result.verdict is CopyVerdict.GONE:
         return "nothing: its job replaced it"
+    if result.verdict is CopyVerdict.UNREAD:
+        return "try again when it can be read"
     wanted = (result.copy.generation, result.copy.step, result.copy.rank)
     others = sorted({str(g.copy.tier) for g in good if (g.copy.generation, g.copy.step, g.copy.rank) == wanted})
     if others:

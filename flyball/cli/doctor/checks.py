@@ -99,6 +99,7 @@ CHECKS: Final = (
     Check("clock", machine_checks.clock),
     Check("stacks", machine_checks.stacks),
     Check("cgroup", machine_checks.cgroup),
+    Check("worker user", machine_checks.worker_user),
     Check("loopback", network_checks.loopback),
     Check("host name", network_checks.host_name),
     Check("port", network_checks.port),
@@ -113,7 +114,12 @@ CHECKS: Final = (
 )
 
 # Lines of the report that a check of another name makes.
-_MADE_BY: Final[Mapping[str, str]] = {"rdma gid": "rdma ports", "rdma memory": "rdma", "rdma write": "rdma"}
+_MADE_BY: Final[Mapping[str, str]] = {
+    "kept memory": "shared memory",
+    "rdma gid": "rdma ports",
+    "rdma memory": "rdma",
+    "rdma write": "rdma",
+}
 
 
 def check_named(name: str) -> Check:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import resource
 import shutil
 import struct
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +23,7 @@ from flyball.cli.doctor.findings import CheckedHost, Finding, not_here, ok, warn
 from flyball.cli.reach.places import state_root
 from flyball.contracts.on_host.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE
 from flyball.state_folder import clear_errors
+from flyball.worker_user import find_worker_user
 from host_daemon.probes.host_needs import check_disk, check_shm
 from services.runtime.process import OPEN_FILES, raised_open_files
 
@@ -31,6 +35,8 @@ _TIME_ERROR: Final = 5  # of adjtimex: the clock is not synchronised
 _TIMEX_BYTES: Final = 256  # more than the struct has
 _MAX_ERROR_AT: Final = 24  # its `maxerror`, in microseconds
 _PY_SPY_TIMEOUT_S: Final = 10.0
+KEPT_SHOWN: Final = 4  # jobs
+_SLOT: Final = re.compile(r"(?P<prefix>flyball-[0-9a-f]{10})\.(?P<job>.+)\.[rp]\d+\.s\d+")
 
 
 def shared_memory(host: CheckedHost) -> Iterator[Finding]:
@@ -39,6 +45,46 @@ def shared_memory(host: CheckedHost) -> Iterator[Finding]:
     check_shm(Path(folder))
     what, size_bytes = min(available_memory(folder).items(), key=lambda limit: limit[1])
     yield memory_finding(folder, what, size_bytes, shutil.disk_usage(folder).total, _memory_bytes(host))
+    if (kept := kept_memory(Path(folder), host.procfs)) is not None:
+        yield kept
+
+
+def kept_memory(folder: Path, procfs: Path) -> Finding | None:
+    """The slots of jobs that no process uses, None if there are none: a job that failed, or was killed, keeps its
+    newest steps there until somebody resumes it on this machine."""
+    sizes: dict[tuple[str, str], int] = defaultdict(int)
+    for path in folder.glob("flyball-*"):
+        if name := _SLOT.fullmatch(path.name):
+            with suppress(FileNotFoundError):
+                sizes[name["prefix"], name["job"]] += path.lstat().st_blocks * 512
+    used = _used_prefixes(folder, procfs) if sizes else set()
+    kept: dict[str, int] = defaultdict(int)
+    for (prefix, job), size_bytes in sizes.items():
+        if prefix not in used and size_bytes:
+            kept[job] += size_bytes
+    if not kept:
+        return None
+    largest = sorted(kept, key=lambda job: -kept[job])
+    named = ", ".join(f"{job} ({readable_size(kept[job])})" for job in largest[:KEPT_SHOWN])
+    more = f" and {len(kept) - KEPT_SHOWN} more" if len(kept) > KEPT_SHOWN else ""
+    return warning(
+        "kept memory",
+        f"{readable_size(sum(kept.values()))} in {folder} are steps of jobs that do not run here: {named}{more}",
+        f"resume them, or free it: flyball ckpt rm --job {largest[0]} --memory (in a batch system's epilog, too)",
+    )
+
+
+def _used_prefixes(folder: Path, procfs: Path) -> set[str]:
+    """The prefixes of segments that some process has open or mapped, as far as this user may see."""
+    used: set[str] = set()
+    for process in procfs.glob("[0-9]*"):
+        with suppress(OSError):
+            names = [str(link.readlink()) for link in (process / "fd").iterdir()]
+            names += (process / "maps").read_text(errors="replace").splitlines()
+            for name in names:
+                if (at := name.find(f"{folder}/flyball-")) >= 0:
+                    used.add(name[at + len(str(folder)) + 1 :].partition(".")[0])
+    return used
 
 
 def memory_finding(folder: str, what: str, free_bytes: int, total_bytes: int, memory_bytes: int) -> Finding:
@@ -147,3 +193,20 @@ def cgroup(host: CheckedHost) -> Iterator[Finding]:
         yield warning("cgroup", "version 1: the memory and CPU pressure of a container is not seen", mend)
     else:
         yield not_here("cgroup", f"{folder} has no control groups")
+
+
+def worker_user(host: CheckedHost) -> Iterator[Finding]:
+    """Whether scripts would run as the daemon's user, and what that leaves open."""
+    name = host.environ.get("FLYBALL_WORKER_USER", "")
+    if name:
+        user = find_worker_user(name)
+        yield ok("worker user", f"workers run as {user.name if user else name}, and cannot reach daemon and engine")
+        return
+    detail = (
+        "workers run as the daemon's user: a script could end the daemon and the engine by a signal, read this host's "
+        "token, and change files of other jobs"
+    )
+    if os.geteuid() == 0:
+        yield warning("worker user", detail, "flyball host --worker-user NAME, or FLYBALL_WORKER_USER")
+    else:
+        yield ok("worker user", f"{detail}. `flyball host --worker-user NAME` prevents it where the daemon is root")

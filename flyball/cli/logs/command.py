@@ -14,19 +14,20 @@ from typing import Annotated, Any
 import typer
 
 from flyball.cli.logs.console import INTERVAL_S, LogFollower
+from flyball.cli.logs.escaped_output import EscapedOutput
 from flyball.cli.logs.job_logs import JobLogs, RankLog, jobs_here, jobs_of_daemons
 from flyball.cli.logs.log_mirror import ALL, LogMirror
 from flyball.cli.reach.client import ApiClient
 from flyball.cli.reach.options import command_help, with_supervisor
-from flyball.cli.reach.places import find_supervisor
 from flyball.cli.reach.sources import SupervisorChoice
 from flyball.cli.run.host_process import is_written
-from flyball.cli.show.output import Format, OutputOption, announce, printed
+from flyball.cli.show.output import Format, OutputOption, RawOption, announce, printed
 from flyball.contracts.cluster import JobState
 from flyball.contracts.errors import FlyballError, NotFound, UsageError
 from flyball.contracts.on_host.console_request import BOTH
 from flyball.contracts.reports.rank_logs import MAX_PIECE_BYTES, NEWEST
 from flyball.launch.output_flags import ALL_RANKS, Console
+from flyball.worker_files import open_worker_file
 
 COMMAND = command_help(
     "Show the output of a job's ranks. Logs on this machine need no supervisor, and stay after the job's end.",
@@ -63,15 +64,16 @@ def command(
     state_dir: Annotated[str, typer.Option("--state-dir", help="state folder of the run or of the host")] = "",
     choice: SupervisorChoice,
     output: OutputOption = Format.TABLE,
+    raw: RawOption = False,
 ) -> None:
-    """Writes the logs' bytes unchanged to stdout."""
+    """Writes the logs' bytes to stdout; unchanged, unless that is a terminal."""
     if generation and generation != ALL_GENERATIONS and not generation.isdecimal():
         raise UsageError(
             f"--generation {generation} is neither a number nor all.", hint="write for example --generation 0"
         )
     if follow and output.is_for_programs:
         raise UsageError(f"--follow and -o {output} cannot be combined.", hint="leave one of them out")
-    wanted = _Wanted(job, tuple(rank or ()), generation, host, tail)
+    wanted = _Wanted(job, tuple(rank or ()), generation, host, tail, raw)
     if not choice.url:
         try:
             runs = _choose(wanted, state_dir)
@@ -80,17 +82,15 @@ def command(
                 wanted,
                 follow,
                 output,
-                _at_intervals(
-                    LOCAL_INTERVAL_S, lambda: not any(is_written(run.folder) or run.may_continue for run in runs)
-                ),
+                _at_intervals(LOCAL_INTERVAL_S, lambda: not _goes_on(runs, choice)),
             )
             return
         except NotFound:
-            if not job or state_dir or not _has_supervisor(choice.token_file):
+            if not job or state_dir or not _has_supervisor(choice, job):
                 raise
     if not job:
         raise UsageError("Which job of the supervisor?", hint="name it: flyball logs JOB --supervisor URL")
-    with choice.connect() as client, tempfile.TemporaryDirectory(prefix="flyball-logs-") as folder:
+    with choice.connect(job) as client, tempfile.TemporaryDirectory(prefix="flyball-logs-") as folder:
         _show_remote(client, wanted, Path(folder), follow, output)
 
 
@@ -103,14 +103,28 @@ class _Wanted:
     generation: str
     host: str
     tail: int
+    raw: bool
 
 
-def _has_supervisor(token_file: str) -> bool:
+def _has_supervisor(choice: SupervisorChoice, job: str) -> bool:
     try:
-        find_supervisor(os.environ, token_file=token_file)
+        choice.connect(job).close()
     except FlyballError:
         return False
     return True
+
+
+def _goes_on(runs: Sequence[JobLogs], choice: SupervisorChoice) -> bool:
+    """Whether more may come: workers or a daemon run here or, in a folder that is shared, on another machine."""
+    return any(is_written(run.folder) or run.may_continue or _runs_elsewhere(run.job, choice) for run in runs)
+
+
+def _runs_elsewhere(job: str, choice: SupervisorChoice) -> bool:
+    try:
+        with choice.connect(job) as client:
+            return not JobState(client.get(f"/v1/jobs/{job}")["state"]).ended
+    except FlyballError:
+        return False
 
 
 def _show(runs: Sequence[JobLogs], wanted: _Wanted, follow: bool, output: Format, is_over: Callable[[], bool]) -> None:
@@ -120,7 +134,7 @@ def _show(runs: Sequence[JobLogs], wanted: _Wanted, follow: bool, output: Format
     elif follow:
         _follow(runs, logs, wanted, is_over)
     else:
-        _print(logs, wanted.tail)
+        _print(logs, wanted)
 
 
 def _show_remote(client: ApiClient, wanted: _Wanted, folder: Path, follow: bool, output: Format) -> None:
@@ -224,13 +238,13 @@ def _select(runs: Sequence[JobLogs], wanted: _Wanted) -> list[RankLog]:
     return chosen
 
 
-def _print(logs: Sequence[RankLog], tail: int) -> None:
-    out = sys.stdout.buffer
+def _print(logs: Sequence[RankLog], wanted: _Wanted) -> None:
+    out, tail = EscapedOutput.on(sys.stdout.buffer, raw=wanted.raw), wanted.tail
     for number, log in enumerate(logs):
         if len(logs) > 1:
             gap = "\n" if number else ""
             out.write(f"{gap}==> rank {log.rank}, generation {log.generation}, host {log.host_id} <==\n".encode())
-        with log.path.open("rb") as file:
+        with os.fdopen(open_worker_file(log.path), "rb") as file:
             file.seek(_start_of_last(log.path, tail) if tail else 0)
             while data := file.read(READ_SIZE_BYTES):
                 out.write(data)
@@ -239,7 +253,7 @@ def _print(logs: Sequence[RankLog], tail: int) -> None:
 
 def _start_of_last(path: Path, lines: int) -> int:
     """The offset at which the last `lines` lines of a file begin."""
-    with path.open("rb") as file:
+    with os.fdopen(open_worker_file(path), "rb") as file:
         at = end = file.seek(0, os.SEEK_END)
         missing = lines
         while at > 0:
@@ -256,7 +270,7 @@ def _start_of_last(path: Path, lines: int) -> int:
 
 
 def _as_json(log: RankLog, tail: int) -> dict[str, Any]:
-    with log.path.open("rb") as file:
+    with os.fdopen(open_worker_file(log.path), "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(_start_of_last(log.path, tail), size - MAX_JSON_BYTES))
         text = file.read(MAX_JSON_BYTES).decode(errors="replace")
@@ -284,7 +298,7 @@ def _follow(runs: Sequence[JobLogs], logs: Sequence[RankLog], wanted: _Wanted, i
             return None
         return begin.get(path, 0)
 
-    out = sys.stdout.buffer
+    out = EscapedOutput.on(sys.stdout.buffer, raw=wanted.raw)
     followers = [LogFollower(run.folder, console, out=out, err=out, begins_at=begins_at) for run in runs]
     while any([follower.pump() for follower in followers]) or not is_over():
         time.sleep(INTERVAL_S)

@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -14,8 +15,12 @@ from typing import BinaryIO
 from flyball.cli.logs.interleave import Interleaver, Lines, Piece
 from flyball.contracts.on_host.console_request import ERR, OUT
 from flyball.launch.output_flags import Console
+from flyball.worker_files import open_worker_file
 
 READ_SIZE_BYTES = 256 << 10
+MAX_RANGES = READ_SIZE_BYTES  # that a piece of a log can have: each has a byte at least
+_MAX_RANGE_LINE = 64
+MAX_RANGES_BYTES = _MAX_RANGE_LINE * READ_SIZE_BYTES
 INTERVAL_S = 0.03  # between reads of the logs
 FIND_INTERVAL_S = 0.2  # between searches for new logs
 LOG_NAME = re.compile(r"g(\d+)/rank(\d+)\.log$")
@@ -116,7 +121,10 @@ class LogFollower:
             local_rank = rank % self._nproc
             prefix = self._console.line_prefix(rank=rank, local_rank=local_rank, role=self._role)
             streams = self._console.raw(local_rank), self._console.prefixed(local_rank)
-            self._tails[path] = _Tail(path, begin, rank, streams, prefix)
+            try:
+                self._tails[path] = _Tail(path, begin, rank, streams, prefix)
+            except OSError:  # its script put something else there
+                self._unwanted.add(path)
 
     def _take(self, tail: _Tail, pieces: list[Piece]) -> bool:
         now = time.monotonic()
@@ -148,7 +156,7 @@ class _Tail:
         self.rank = rank
         self._raw, prefixed = streams
         self._lines = {stream: Lines(prefix) for stream in (OUT, ERR) if prefixed & stream}
-        self._file = path.open("rb")
+        self._file = os.fdopen(open_worker_file(path), "rb")
         self._stderr = StderrRanges(path)
         self._offset = self._file.seek(begin)
 
@@ -188,7 +196,7 @@ class StderrRanges:
         self._path = log.with_suffix(".stderr-ranges")
         self._file: BinaryIO | None = None
         self._held = b""
-        self._ranges: list[tuple[int, int]] = []  # (begin, end) of ranges still ahead
+        self._ranges: deque[tuple[int, int]] = deque(maxlen=MAX_RANGES)  # (begin, end) of ranges still ahead
 
     def split(self, at: int, data: bytes) -> list[Piece]:
         """Split `data`, already read from offset `at` of the log, by stream."""
@@ -197,7 +205,7 @@ class StderrRanges:
         end = at + len(data)
         while at < end:
             while self._ranges and self._ranges[0][1] <= at:
-                self._ranges.pop(0)
+                self._ranges.popleft()
             begin, upto = self._ranges[0] if self._ranges else (end, end)
             stream, until = (ERR, min(upto, end)) if begin <= at else (OUT, min(begin, end))
             pieces.append(Piece(stream, data[: until - at]))
@@ -211,14 +219,23 @@ class StderrRanges:
     def _read(self) -> None:
         if self._file is None:
             try:
-                self._file = self._path.open("rb")
-            except FileNotFoundError:
+                self._file = os.fdopen(open_worker_file(self._path), "rb")
+            except OSError:
                 return
-        *lines, self._held = (self._held + self._file.read()).split(b"\n")
+        # All that is there, as the bytes may be of the last line. What is not of our making has an end, too.
+        *lines, held = (self._held + self._file.read(MAX_RANGES_BYTES)).split(b"\n")
+        self._held = held[:_MAX_RANGE_LINE]
         for line in lines:
             begin, _, length = line.partition(b" ")
-            if begin.isdigit() and length.isdigit():
-                self._ranges.append((int(begin), int(begin) + int(length)))
+            if len(line) < _MAX_RANGE_LINE and begin.isdigit() and length.isdigit():
+                self._add(int(begin), int(begin) + int(length))
+
+    def _add(self, begin: int, end: int) -> None:
+        """What follows on the range before is one with it."""
+        if self._ranges and self._ranges[-1][1] == begin:
+            self._ranges[-1] = self._ranges[-1][0], end
+        else:
+            self._ranges.append((begin, end))
 
 
 class _Sink:

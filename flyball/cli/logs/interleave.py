@@ -6,9 +6,14 @@ import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-QUIET_S = 0.05  # after such a pause, show an unfinished line (a progress bar, a prompt) as it is
+QUIET_S = 0.1  # after such a pause, show an unfinished line (a progress bar, a prompt) as it is
 MAX_HELD_S = 0.1  # show a rank that never pauses at least this often, up to its last line end
-MAX_HELD_BYTES = 64 << 10
+MAX_HELD_BYTES = 64 << 10  # or as soon as it has written this much
+UNFINISHED_S = 1.0  # show a line that grows and does not end (dots) at least this often
+LONG_LINE_BYTES = 4 << 10  # no bar and no prompt: more of an unfinished line is being written
+LONG_LINE_QUIET_S = 2.0
+MAX_LINE_BYTES = 1 << 20  # stays whole; as docs/how-to/coming-from.md says
+GOES_ON = b" [flyball: longer than 1 MiB, goes on below]\n"
 _LINE_ENDS = (b"\n", b"\r")
 _CURSOR_MOVE = re.compile(rb"\x1b\[\d*[A-H]")
 
@@ -49,14 +54,23 @@ class Interleaver:
 def _due(lane: _Lane, now: float, rest: bool) -> list[Piece]:
     text = b"".join(piece.data for piece in lane.held)
     is_line = text.endswith(_LINE_ENDS) and text.strip(b"\r\n")  # a bare line end may be part of a progress bar
-    if rest or is_line or now - lane.last_at >= QUIET_S or len(text) > MAX_HELD_BYTES:
+    unfinished_bytes = len(text) - text.rfind(b"\n") - 1
+    pause_s = LONG_LINE_QUIET_S if unfinished_bytes > LONG_LINE_BYTES else QUIET_S
+    if rest or is_line or now - lane.last_at >= pause_s:
         return _first(lane, len(text))
-    if now - lane.first_at < MAX_HELD_S:
+    if now - lane.first_at < MAX_HELD_S and len(text) <= MAX_HELD_BYTES:
         return []
     if _CURSOR_MOVE.search(text):  # stacked progress bars must not be cut
         return _first(lane, len(text))
     # Cut after a line end, or before a carriage return, which belongs to the progress bar that follows.
-    due = _first(lane, max(text.rfind(b"\n") + 1, text.rfind(b"\r"), 0))
+    size_bytes = max(text.rfind(b"\n") + 1, text.rfind(b"\r"), 0)
+    if not size_bytes and len(text) > MAX_LINE_BYTES:
+        due = _first(lane, MAX_LINE_BYTES)
+        return [*due, Piece(due[-1].stream, GOES_ON)]
+    if not size_bytes:
+        is_slow = now - lane.first_at >= UNFINISHED_S and len(text) <= LONG_LINE_BYTES
+        return _first(lane, len(text)) if is_slow else []
+    due = _first(lane, size_bytes)
     lane.first_at = now
     return due
 
@@ -84,13 +98,13 @@ class Lines:
         self._held = b""
 
     def add(self, data: bytes) -> bytes:
-        """Return the lines completed by `data`. A line longer than MAX_HELD_BYTES is returned in pieces."""
+        """Return the lines completed by `data`. A line longer than MAX_LINE_BYTES is returned in pieces."""
         text = (self._held + data).replace(b"\r\n", b"\n")
         held_back = b"\r" if text.endswith(b"\r") else b""  # it may turn out to be \r\n
         *whole, self._held = text.removesuffix(b"\r").replace(b"\r", b"\n").split(b"\n")
         self._held += held_back
-        if len(self._held) > MAX_HELD_BYTES:
-            whole, self._held = [*whole, self._held], b""
+        if len(self._held) > MAX_LINE_BYTES:
+            whole, self._held = [*whole, self._held + GOES_ON.removesuffix(b"\n")], b""
         return b"".join(self._prefix + line + b"\n" for line in whole)
 
     def rest(self) -> bytes:

@@ -14,6 +14,7 @@ from flyball.cli.logs.console import LOG_NAME
 from flyball.cli.reach import this_host
 from flyball.cli.reach.places import state_root
 from flyball.process_title import read_words
+from host_daemon.store.state_dir import host_of
 
 _DAEMON = ("host_daemon", "--state-dir", "--host-id")
 _DATABASE = "daemon.sqlite"
@@ -99,7 +100,7 @@ def _hosts(environ: Mapping[str, str], state_dir: str) -> Iterable[tuple[str, Pa
         return
     root = state_root(environ)
     yield from ((this_host.host_id(), folder) for folder in root.glob("jobs/*/host"))
-    yield from ((folder.name, folder) for folder in root.glob("hosts/*"))
+    yield from ((host_of(folder) or folder.name, folder) for folder in root.glob("hosts/*"))
 
 
 def _jobs_of(host_id: str, state_dir: Path) -> Iterable[JobLogs]:

@@ -14,7 +14,16 @@ from flyball.cli.look.stories import print_action, print_decision, print_inciden
 from flyball.cli.reach.client import ApiClient
 from flyball.cli.reach.options import command_help, with_supervisor
 from flyball.cli.reach.sources import SupervisorChoice
-from flyball.cli.show.output import Format, OutputOption, announce, print_fields, print_table, printed
+from flyball.cli.show.output import (
+    Format,
+    OutputOption,
+    RawOption,
+    announce,
+    print_fields,
+    print_table,
+    printed,
+    unescaped,
+)
 from flyball.cli.show.times import ago, clock, short
 from flyball.contracts.clock import SystemClock
 
@@ -39,13 +48,15 @@ def command(
     name: Annotated[str, typer.Argument(metavar="NAME", help="its name: llama, host-b, inc-4, dec-17, ...")],
     choice: SupervisorChoice,
     output: OutputOption = Format.TABLE,
+    raw: RawOption = False,
 ) -> None:
     """Read-only."""
     wanted = find_kind(kind)
     with choice.open_read_only(name if wanted.key == "job" else "") as client:
         found = _found(client, wanted, name)
     if not printed(found, output):
-        _print(wanted, found, output)
+        with unescaped(raw):
+            _print(wanted, found, output)
 
 
 def _found(client: ApiClient, kind: ListedKind, name: str) -> Json:

@@ -11,7 +11,7 @@ import typer
 from flyball.cli.look.stories import print_action, print_decision, print_incident
 from flyball.cli.reach.options import JobOption, command_help, with_supervisor
 from flyball.cli.reach.sources import SupervisorChoice
-from flyball.cli.show.output import Format, OutputOption, printed
+from flyball.cli.show.output import Format, OutputOption, RawOption, printed, unescaped
 from flyball.contracts.errors import UsageError
 
 _KINDS: Mapping[str, tuple[str, Callable[[dict[str, Any]], None]]] = {
@@ -38,6 +38,7 @@ def command(
     job: JobOption = "",
     choice: SupervisorChoice,
     output: OutputOption = Format.TABLE,
+    raw: RawOption = False,
 ) -> None:
     """Read-only."""
     whole = f"dec-{name}" if name.isdecimal() else name
@@ -50,4 +51,5 @@ def command(
     with choice.open_read_only(job) as client:
         found = client.get(f"{path}/{whole}")
     if not printed(found, output):
-        show(found)
+        with unescaped(raw):
+            show(found)

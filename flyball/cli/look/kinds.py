@@ -89,8 +89,9 @@ def _order(item: Json, now: float) -> Sequence[object]:
 
 
 def _audit(item: Json, now: float) -> Sequence[object]:
-    about = [item.get(name) for name in ("role", "client", "operation", "target")]
-    return [item["audit_id"], _at(item, now), *about, item["code"] or item["status"]]
+    who = item.get("operator") or item.get("role")
+    about = [item.get(name) for name in ("client", "operation", "target")]
+    return [item["audit_id"], _at(item, now), who, *about, item["code"] or item["status"]]
 
 
 def _simulation(item: Json, now: float) -> Sequence[object]:

@@ -47,6 +47,7 @@ class Overview(msgspec.Struct, frozen=True):
     jobs_are_cut: bool = False  # there may be more than were read
     incidents_are_cut: bool = False
     ended_at: float | None = None  # of the supervisor
+    problem: str = ""  # why the supervisor can decide nothing
 
 
 def first_jobs(jobs: Sequence[Json], open_incidents: Sequence[Json]) -> list[Json]:
@@ -85,6 +86,8 @@ def free_hosts(host_map: Json) -> int:
 def screen(found: Overview, now: float, width: int) -> list[str]:
     """The lines, each at most `width` wide: no more than fit into a terminal, whatever is found."""
     lines = [*_jobs(found, now, width), *_hosts(found, now)]
+    if found.problem:
+        lines.append(_labelled("Supervisor", f"decides nothing: {found.problem}"))
     lines += _incidents(found, now)
     if orders := [order for order in found.orders if order["kind"] != "clear"]:
         lines.append(_labelled("Orders", _counted(order["kind"] for order in orders) + " (flyball get orders)"))
@@ -190,6 +193,8 @@ def next_step(found: Overview) -> str:
 
 def _steps(found: Overview) -> Iterator[str]:
     """What could be done, the most pressing first."""
+    if found.problem:
+        yield "mend what the supervisor says first: until then no fault is answered"
     newest_first = found.open_incidents[::-1]
     for incident in newest_first:
         if incident["holding_for"].startswith(AWAITS_APPROVAL):

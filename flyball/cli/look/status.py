@@ -97,7 +97,14 @@ def _overview(client: ApiClient, job: str, ended_at: float | None) -> Overview:
         decisions=client.items("/v1/decisions", limit=DECISIONS_SHOWN, **of_job),
         orders=client.items("/v1/orders"),
         ended_at=ended_at,
+        problem=next(iter(_problems(client).values()), ""),
     )
+
+
+def _problems(client: ApiClient) -> dict[str, str]:
+    """Why nothing is decided: check -> problem. What the database says explains why no controller leads."""
+    found = client.problems()
+    return {check: found[check] for check in ("database", "leader") if check in found}
 
 
 def _everything(client: ApiClient, job: str, limit: int, *, also_left: bool) -> dict[str, list[dict[str, Any]]]:
@@ -107,12 +114,15 @@ def _everything(client: ApiClient, job: str, limit: int, *, also_left: bool) -> 
         "incidents": client.newest("/v1/incidents", limit, job=job or None),
         "decisions": client.newest("/v1/decisions", limit, job=job or None),
         "orders": client.everything("/v1/orders"),
+        "supervisor": [{"check": check, "problem": problem} for check, problem in _problems(client).items()],
     }
 
 
 def _print(found: dict[str, list[dict[str, Any]]], now: float, ended_at: float | None) -> None:
     """All of it, as -o wide shows it."""
     jobs, decisions = found["jobs"], found["decisions"]
+    for one in found["supervisor"]:
+        typer.echo(printable(f"Supervisor: decides nothing: {one['problem']}"))
     job_column = () if len(jobs) == 1 else ("job",)
     print_table("Jobs", JOB_COLUMNS, (job_row(one, now) for one in jobs))
     for one in jobs:

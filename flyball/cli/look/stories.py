@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flyball.cli.look.jobs_table import known
-from flyball.cli.show.output import print_fields, print_table
+from flyball.cli.show.output import print_fields, print_table, printable
 from flyball.cli.show.times import exact_clock, exact_utc, lasted
 from flyball.contracts.cluster import Phase
 
@@ -114,8 +114,8 @@ def _print_commands(commands: Sequence[Json]) -> None:
 def _print_log(body: Json) -> None:
     """The last lines that a worker printed before it ended."""
     if body.get("log_tail"):
-        print(f"Last lines of rank {body.get('rank')}, {body.get('error_class') or 'not classified'}:")
-        print("".join(f"  {line}\n" for line in str(body["log_tail"]).split("\n")))
+        print(f"Last lines of rank {body.get('rank')}, {printable(body.get('error_class') or 'not classified')}:")
+        print("".join(f"  {printable(line)}\n" for line in str(body["log_tail"]).split("\n")))
 
 
 def _standing(alternative: Json) -> str:
@@ -137,7 +137,7 @@ def _print_stands(found: Json) -> None:
     shown = [stand for stand in stands if stand.get("rank") in culprits] or stands
     for stand in [stand for stand in shown if stand.get("stack")][:STACKS_PRINTED]:
         print(f"Stack of rank {stand.get('rank')}, innermost call first:")
-        print("".join(f"  {line}\n" for line in str(stand["stack"]).split("\n")))
+        print("".join(f"  {printable(line)}\n" for line in str(stand["stack"]).split("\n")))
 
 
 def _culprits(found: Json) -> set[int]:

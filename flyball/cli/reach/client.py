@@ -14,6 +14,7 @@ import msgspec
 
 from flyball.client_tls import ClientTls, plain_http
 from flyball.contracts.errors import FlyballError, TooBusy, Unauthorized, Unreachable
+from flyball.contracts.wire import MALFORMED, decoder_of
 from flyball.http_errors import connection_error, problem_of, reply_error
 from flyball.process_start import import_lean
 
@@ -29,13 +30,19 @@ PAGE = 500  # items per request: the API's maximum
 Param = str | int | float | Sequence[str] | None  # a query parameter; None: left out
 
 
+class _Readiness(msgspec.Struct):
+    checks: dict[str, str]
+
+
 class ApiClient:
     """Raises Unreachable, Unauthorized, and the FlyballError named by a problem response.
 
     TLS files come from environment variables only, because most commands have no flags for them.
     """
 
-    def __init__(self, url: str, token: str, *, transport: httpx.BaseTransport | None = None) -> None:
+    def __init__(
+        self, url: str, token: str, *, transport: httpx.BaseTransport | None = None, timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> None:
         """With a `transport` that answers by itself, `url` is only for messages."""
         self.url = url
         self._authorization = _authorization(token)
@@ -43,7 +50,7 @@ class ApiClient:
         self._http = httpx.Client(
             base_url=url if transport is None else "http://in.process",
             headers=self._authorization,
-            timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
+            timeout=httpx.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s)),
             trust_env=False,  # proxies in the environment are not for addresses inside a cluster
             verify=ClientTls.from_environ(os.environ).context(has_flags=False) if is_tls else plain_http(),
             transport=transport,
@@ -67,6 +74,15 @@ class ApiClient:
     def get(self, path: str, **params: Param) -> Any:  # noqa: ANN401 - JSON
         """GET a path and return the JSON response. Parameters that are None are left out."""
         return self._ask("GET", path, params=_given(params))
+
+    def problems(self) -> dict[str, str]:
+        """Why the supervisor cannot do its work now: check -> problem. {} also if it does not say."""
+        try:
+            with self._clear_errors():
+                checks = decoder_of(_Readiness).decode(self._http.get("/readyz").content).checks
+        except (FlyballError, *MALFORMED):
+            return {}
+        return {name: problem for name, problem in checks.items() if problem != "ok"}
 
     def items(self, path: str, **params: Param) -> list[dict[str, Any]]:
         """The `items` of a list response, oldest first. For a paged list: only the newest page."""

@@ -14,13 +14,13 @@ from typing import TypeVar
 
 import msgspec
 
-from flyball.cli.reach.places import live_record, state_root, supervisor_dir
+from flyball.cli.reach.places import DATABASE, host_elsewhere, live_record, state_root, supervisor_dir
 from flyball.contracts.cluster import JobState
 from flyball.contracts.errors import NotFound
+from flyball.contracts.on_host.os_text import from_text
 from flyball.contracts.wire import MALFORMED, decoder_of
 from services.store.sql.left_state import LAST_SIGN_SQL, read_only_uri
 
-DATABASE = "flyball.sqlite"
 INTERRUPTED = "interrupted"  # unfinished when its supervisor ended; the same word as in services.api.left_state
 UNREADABLE = "unreadable"
 BUSY_TIMEOUT_S = 2.0
@@ -36,7 +36,8 @@ class LocalRun(msgspec.Struct, frozen=True):
     state: str  # a JobState, "interrupted", or "unreadable"
     folder: Path  # has supervisor/ and host/; for `flyball up`: the supervisor's own folder
     supervisor_dir: Path  # has the database, the token and the log
-    url: str = ""  # of its supervisor, if that is running
+    url: str = ""  # of its supervisor, if that is running and can be reached
+    elsewhere: str = ""  # the other machine on which it runs, out of reach
     recorded_state: str = ""  # the JobState in the database
     message: str = ""
     step: int = -1
@@ -51,7 +52,7 @@ class LocalRun(msgspec.Struct, frozen=True):
     @property
     def is_live(self) -> bool:
         """Whether its supervisor is running."""
-        return bool(self.url)
+        return bool(self.url or self.elsewhere)
 
     @property
     def since(self) -> float | None:
@@ -106,11 +107,12 @@ def has_state(folder: Path) -> bool:
 def runs_in(folder: Path) -> list[LocalRun]:
     """The jobs in a supervisor's folder."""
     record = live_record(folder)
+    elsewhere = host_elsewhere(folder) if record is None else ""
     home = folder.parent if folder.name == "supervisor" and _is_run(folder.parent) else folder
     try:
         with closing(_open(folder / DATABASE)) as connection:
             rows = list(_jobs(connection))
-            signs = () if record else connection.execute(LAST_SIGN_SQL).fetchone()
+            signs = () if record or elsewhere else connection.execute(LAST_SIGN_SQL).fetchone()
             seen_at = max(filter(None, signs), default=None)
     except sqlite3.Error as error:
         try:
@@ -119,7 +121,8 @@ def runs_in(folder: Path) -> list[LocalRun]:
             return []
         message = f"cannot read its database: {error}"
         return [LocalRun("", UNREADABLE, home, folder, message=message, submitted_at=changed_at)]
-    return [_run(row, home, folder, record.url if record else "", seen_at) for row in rows]
+    url = record.url if record else ""
+    return [_run(row, home, folder, url=url, elsewhere=elsewhere, seen_at=seen_at) for row in rows]
 
 
 def _is_run(folder: Path) -> bool:
@@ -162,15 +165,17 @@ def _jobs(connection: sqlite3.Connection) -> Iterator[_JobRow]:
     return (_JobRow(*row) for row in connection.execute(query))
 
 
-def _run(row: _JobRow, home: Path, folder: Path, url: str, seen_at: float | None) -> LocalRun:
+def _run(row: _JobRow, home: Path, folder: Path, *, url: str, elsewhere: str, seen_at: float | None) -> LocalRun:
+    is_live = bool(url or elsewhere)
     has_ended = row.state in {state.value for state in JobState if state.ended}
-    logs = Path(_decoded(row.spec, _Spec).log_dir or home / "host" / "logs") / row.job
+    logs = Path(from_text(_decoded(row.spec, _Spec).log_dir) or home / "host" / "logs") / row.job
     return LocalRun(
         job=row.job,
-        state=row.state if has_ended or url else INTERRUPTED,
+        state=row.state if has_ended or is_live else INTERRUPTED,
         folder=home,
         supervisor_dir=folder,
         url=url,
+        elsewhere=elsewhere,
         recorded_state=row.state,
         message=row.message,
         step=row.newest_step,
@@ -179,7 +184,7 @@ def _run(row: _JobRow, home: Path, folder: Path, url: str, seen_at: float | None
         submitted_at=row.submitted_at,
         started_at=row.started_at,
         ended_at=row.ended_at or None,
-        supervisor_ended_at=None if has_ended or url else seen_at or row.submitted_at,
+        supervisor_ended_at=None if has_ended or is_live else seen_at or row.submitted_at,
         log_dir=logs if logs.is_dir() else None,
     )
 

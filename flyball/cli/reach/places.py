@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,17 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import ConfigurationError, NotFound, Unauthorized, UsageError
+from flyball.contracts.identity import is_supervisor_url
+from flyball.contracts.on_host.os_text import to_text
 from flyball.contracts.wire import MALFORMED, decoder_of
 
 CLOCK_STEP_S = 60.0  # tolerate clock changes of this size since a process started
+WRITES_WITHIN_S = 90.0  # a supervisor writes every second; other machines see that late, and their clocks differ
+ANSWERS_WITHIN_S = 2.0
+DATABASE = "flyball.sqlite"
+GIVEN_TOKEN = "token.given"  # of a `flyball run` whose secret came from its environment, while it runs
 MAX_STATE_PATH = 90  # bytes; Unix sockets inside the folder may have paths of at most 107 bytes
 
 
@@ -24,6 +32,11 @@ def state_root(environ: Mapping[str, str]) -> Path:
         return Path(named)
     base = environ.get("XDG_STATE_HOME")
     return (Path(base) if base else Path.home() / ".local" / "state") / "flyball"
+
+
+def bad_copies_file(environ: Mapping[str, str]) -> Path:
+    """Where this machine notes which copies of checkpoints did not verify."""
+    return state_root(environ) / "bad-copies.json"
 
 
 def supervisor_dir(environ: Mapping[str, str]) -> Path:
@@ -62,6 +75,11 @@ def make_state_dir(folder: Path) -> Path:
         raise ConfigurationError(
             f"The path of the state folder {resolved} is too long for the sockets inside it.",
             hint=f"choose a path of at most {MAX_STATE_PATH} bytes with --state-dir",
+        )
+    if to_text(str(resolved)) != str(resolved):
+        raise ConfigurationError(
+            f"The path of the state folder {resolved} is not valid UTF-8, which its database needs.",
+            hint="choose another with --state-dir, or with FLYBALL_STATE_DIR",
         )
     return resolved
 
@@ -118,7 +136,7 @@ def find_supervisor(
         record = live_record(folder)
         url = record.url if record else ""
     for one in (url, *others):
-        if not one.strip().startswith(("http://", "https://")):
+        if not is_supervisor_url(one.strip()):
             raise UsageError(
                 f"{one} is not a supervisor's address.", hint="write for example --supervisor http://10.0.0.1:7370"
             )
@@ -136,7 +154,9 @@ def _folder_of(url: str, environ: Mapping[str, str]) -> Path:
 def _token(environ: Mapping[str, str], token_file: str, folder: Path) -> tuple[str, Path | None]:
     if not token_file and environ.get("FLYBALL_TOKEN"):
         return environ["FLYBALL_TOKEN"].strip(), None
-    file = Path(token_file or environ.get("FLYBALL_TOKEN_FILE") or folder / "token")
+    given = folder / GIVEN_TOKEN
+    own = given if given.exists() else folder / "token"
+    file = Path(token_file or environ.get("FLYBALL_TOKEN_FILE") or own)
     try:
         return file.read_text().strip(), file
     except OSError as error:
@@ -147,22 +167,68 @@ def _token(environ: Mapping[str, str], token_file: str, folder: Path) -> tuple[s
 
 
 class RunningSupervisor(msgspec.Struct):
-    """The contents of supervisor.json: how to reach a supervisor on this machine."""
+    """The contents of supervisor.json: how to reach a supervisor."""
 
     url: str
     pid: int
+    host: str = ""  # the machine with that process; '': this one
+    elsewhere: str = ""  # its URL for other machines; '': there is none
+
+    @property
+    def is_here(self) -> bool:
+        return self.host in ("", socket.gethostname())
 
 
 def live_record(folder: Path) -> RunningSupervisor | None:
-    """Read a folder's supervisor.json if its process is running. A process that started later only reuses the id."""
-    file = folder / "supervisor.json"
+    """Read a folder's supervisor.json if its process is running. A process that started later only reuses the id. One
+    on another machine, with which the folder is shared, is asked."""
+    record = _record(folder)
+    if record is None:
+        return None
+    if not record.is_here:
+        at = record.elsewhere
+        is_live = bool(at) and _is_written(folder) and _answers(at)
+        return RunningSupervisor(at, record.pid, record.host, at) if is_live else None
     try:
-        record, written_at = decoder_of(RunningSupervisor).decode(file.read_bytes()), file.stat().st_mtime
+        written_at = (folder / "supervisor.json").stat().st_mtime
         if not _is_alive(record.pid) or psutil.Process(record.pid).create_time() > written_at + CLOCK_STEP_S:
             return None
-    except (OSError, psutil.Error, *MALFORMED):
+    except (OSError, psutil.Error):
         return None
     return record
+
+
+def host_elsewhere(folder: Path) -> str:
+    """The other machine on which a supervisor runs in this folder, also if it cannot be reached from here; '' if
+    none does. Only its writes show that."""
+    record = _record(folder)
+    return record.host if record is not None and not record.is_here and _is_written(folder) else ""
+
+
+def _record(folder: Path) -> RunningSupervisor | None:
+    try:
+        return decoder_of(RunningSupervisor).decode((folder / "supervisor.json").read_bytes())
+    except (OSError, *MALFORMED):
+        return None
+
+
+def _is_written(folder: Path) -> bool:
+    """Whether the folder's database was written lately. It may also be elsewhere."""
+    files = [file for file in (folder / DATABASE, folder / f"{DATABASE}-wal") if file.exists()]
+    newest = max((file.stat().st_mtime for file in files), default=None)
+    return newest is None or SystemClock().wall_s() - newest < WRITES_WITHIN_S
+
+
+def _answers(url: str) -> bool:
+    """Whether a supervisor answers there."""
+    from flyball.cli.reach.client import ApiClient  # other commands save the time to import it
+    from flyball.contracts.errors import FlyballError
+
+    try:
+        with ApiClient(url, "", timeout_s=ANSWERS_WITHIN_S) as client:
+            return "checks" in client.get("/healthz")
+    except FlyballError:
+        return False
 
 
 def live_folders(environ: Mapping[str, str]) -> list[Path]:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from flyball.cli.reach.client import ApiClient
 from flyball.cli.reach.left_state import LeftState
 from flyball.cli.reach.local_runs import (
-    DATABASE,
     UNREADABLE,
     LocalRun,
     find_run,
@@ -18,7 +17,7 @@ from flyball.cli.reach.local_runs import (
     known_names,
     runs_in,
 )
-from flyball.cli.reach.places import find_supervisor, live_folders, live_record, supervisor_dir
+from flyball.cli.reach.places import DATABASE, find_supervisor, live_folders, live_record, supervisor_dir
 from flyball.cli.show.output import announce
 from flyball.contracts.errors import NotFound, UsageError
 
@@ -43,8 +42,20 @@ class SupervisorChoice(NamedTuple):
         places = self.places()
         if not (self.url or self.state_dir or os.environ.get("FLYBALL_SUPERVISOR")):
             places["state_dir"] = str(_running_folder(job) or "")
-        found = find_supervisor(os.environ, **places)
+        try:
+            found = find_supervisor(os.environ, **places)
+        except NotFound:
+            if not self.url and (run := self._elsewhere(job)) is not None:
+                raise NotFound(
+                    f"The supervisor of job {job} runs on {run.elsewhere}, and cannot be reached from this machine.",
+                    hint=f"run this command on {run.elsewhere}",
+                ) from None
+            raise
         return ApiClient(found.url, found.token)
+
+    def _elsewhere(self, job: str) -> LocalRun | None:
+        runs = find_runs(os.environ, state_dir=self.state_dir) if job else ()
+        return next((run for run in runs if run.job == job and run.elsewhere), None)
 
     def open_read_only(self, job: str = "") -> ApiClient:
         """Like `connect`, but falls back to the state that a finished run (with `job`: of that job) left here.
@@ -64,7 +75,8 @@ class SupervisorChoice(NamedTuple):
         if not self.state_dir and (configured := os.environ.get("FLYBALL_DATABASE_URL")):
             return LeftState(configured)
         run = _finished_run(job, self.state_dir)
-        return LeftState(f"sqlite:///{run.supervisor_dir.resolve() / DATABASE}", folder=run.folder)
+        url = f"sqlite:///{run.supervisor_dir.resolve() / DATABASE}"
+        return LeftState(url, folder=None if run.elsewhere else run.folder)
 
 
 def get_job(client: ApiClient, name: str) -> dict[str, Any]:

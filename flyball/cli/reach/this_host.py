@@ -48,6 +48,14 @@ def is_here(host: str) -> bool:
     return bool(wanted & mine) or any(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in wanted)
 
 
+def is_known(host: str) -> bool:
+    """Whether a host name can be resolved; an address needs no resolving."""
+    try:
+        return bool(socket.getaddrinfo(host.strip("[]"), None))
+    except OSError:
+        return False
+
+
 def listen_address(host: str) -> str:
     """The address to listen on so that other hosts can reach `host`.
 

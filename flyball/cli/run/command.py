@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 
 from ckpt_engine.settings import read_config
+from flyball.batch_step import is_batch_step, notice_s
 from flyball.cli.policy_file import read_policy
 from flyball.cli.reach import this_host
 from flyball.cli.reach.places import SupervisorConnection, find_supervisor
 from flyball.cli.run.embedded import KeptSupervisor
-from flyball.cli.run.ending import Ending, resume_command
+from flyball.cli.run.ending import Ending, is_in_memory_alone, resume_command
 from flyball.cli.run.job_watch import Job
 from flyball.cli.run.rendezvous import join, meet
 from flyball.cli.run.resume import announce_disk_folder, prepare_locally, record_of, with_default_tier
@@ -24,10 +27,13 @@ from flyball.cli.run.session import Session, start_daemon
 from flyball.cli.show.messages import announce, json_text
 from flyball.cli.signals import EndSignals
 from flyball.contracts.checkpoints import STATE_DIR_DISK
+from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import JobSpec, JobState
 from flyball.contracts.errors import (
+    ConfigurationError,
     JobFailed,
     NotFound,
+    NotStored,
     UsageError,
 )
 from flyball.launch.forwarded_environment import explicit
@@ -35,9 +41,12 @@ from flyball.launch.launch_grammar import help_text
 from flyball.launch.launcher import RunRequest, default_job_name, parse_run
 from flyball.programs import find_program
 
+FILES_NEEDED = 128  # of command, supervisor and daemon, each
+FILES_PER_WORKER = 8
+
 
 def run(arguments: list[str]) -> int:
-    """Run a job and return the exit code: 0 if it succeeded, 1 if it failed, 128 + n if signal n ended it."""
+    """Run a job and return the exit code: 0 if it succeeded, 128 + n if signal n ended it. Raises FlyballError."""
     request = parse_run(arguments, os.environ, read_config)
     if request.help:
         sys.stdout.write(help_text())
@@ -46,17 +55,20 @@ def run(arguments: list[str]) -> int:
         announce(notice)
     if request.resume:
         request, arguments = _with_earlier_command(request, arguments)
+    if is_batch_step(os.environ):
+        request = msgspec.structs.replace(request, batch=True)
     if request.rendezvous and not request.job:  # all hosts of a rendezvous run the same command
         request = msgspec.structs.replace(request, job=default_job_name(request, str(Path.cwd())))
     _check_script(request)
     os.environ.update(request.tls.environment())  # for every client in this process, and for the daemon
     explicit(os.environ, request.env)  # report mistakes in --env before anything starts
     spec = _job_spec(request)
+    _allow_files(spec.nproc_per_node)
     if request.supervisor or request.rendezvous:
         spec = msgspec.structs.replace(spec, checkpoint=with_default_tier(request, spec.checkpoint, STATE_DIR_DISK))
-    with EndSignals(request.stop_signals) as signals, ExitStack() as stack:
+    with EndSignals(request.stop_signals, _notice_of(request)) as signals, ExitStack() as stack:
         if request.supervisor:
-            session = join(request, spec, find_supervisor(os.environ, url=request.supervisor), stack)
+            session = join(request, spec, find_supervisor(os.environ, url=request.supervisor), stack, signals)
             session.away_limit_s = math.inf  # a cluster's supervisor comes back; until then, training goes on
         elif request.rendezvous:
             session = meet(request, spec, stack, signals)
@@ -74,6 +86,21 @@ def run(arguments: list[str]) -> int:
     return _conclude(request, spec, job, session, signals)
 
 
+def _allow_files(workers: int) -> None:
+    """Raise this process's limit of open files as far as it needs, before anything has begun. Raises
+    ConfigurationError."""
+    need = FILES_NEEDED + FILES_PER_WORKER * workers
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if now == resource.RLIM_INFINITY or now >= need:
+        return
+    if most != resource.RLIM_INFINITY and most < need:
+        raise ConfigurationError(
+            f"A process may open {most} files here, and `flyball run` needs {need} with {workers} workers.",
+            hint=f"raise the limit (ulimit -n {max(4096, need)}), or have your system's administrator raise it",
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (need, most))
+
+
 def _run_locally(
     request: RunRequest,
     spec: JobSpec,
@@ -87,7 +114,7 @@ def _run_locally(
     submission = prepare_locally(request, spec, home, host_id=host_id, environ=os.environ, check=signals.check)
     record = record_of(request, spec, arguments, host_id=host_id)
     home.write(record)
-    supervisor = KeptSupervisor(folder / "supervisor")
+    supervisor = KeptSupervisor(folder / "supervisor", only_job=spec.job)
     stack.callback(supervisor.stop)
     connection = SupervisorConnection(supervisor.url, supervisor.token, supervisor.token_file)
     secret = f"/?token={supervisor.token}" if sys.stderr.isatty() else ""  # keep it out of a batch system's log
@@ -108,7 +135,7 @@ def _run_locally(
 
 def _with_earlier_command(request: RunRequest, arguments: list[str]) -> tuple[RunRequest, list[str]]:
     """For `--resume [JOB]`, combine the earlier run's command with this one's flags. With a script, change nothing."""
-    if request.argv and (request.module or request.program or Path(request.argv[0]).is_file()):
+    if request.argv and (request.module or request.program or _runs(Path(request.argv[0]))):
         return request, arguments
     if request.supervisor:
         raise UsageError(
@@ -135,6 +162,13 @@ def _with_earlier_command(request: RunRequest, arguments: list[str]) -> tuple[Ru
     return resumed, [*record.arguments]
 
 
+def _notice_of(request: RunRequest) -> Callable[[], float] | None:
+    """How long a batch system waits after its first SIGTERM, as a function; None outside of its steps."""
+    if not request.batch:
+        return None
+    return lambda: request.notice_s or notice_s(os.environ, SystemClock().wall_s())
+
+
 def _check_script(request: RunRequest) -> None:
     if request.program:
         try:
@@ -143,11 +177,15 @@ def _check_script(request: RunRequest) -> None:
             raise UsageError(error.message, hint=error.hint) from error
         return
     script = Path(request.argv[0])
-    if not request.module and not script.is_file():
-        what = "is a folder" if script.is_dir() else "does not exist"
+    if not request.module and not _runs(script):
+        what = "is a folder without __main__.py" if script.is_dir() else "does not exist"
         raise UsageError(
             f"The script {script} {what}.", hint="give the path of a Python file, or -m and a module's name"
         )
+
+
+def _runs(script: Path) -> bool:
+    return script.is_file() or (script / "__main__.py").is_file()
 
 
 def _job_spec(request: RunRequest) -> JobSpec:
@@ -184,7 +222,8 @@ def _job_spec(request: RunRequest) -> JobSpec:
 
 def _conclude(request: RunRequest, spec: JobSpec, job: Job, session: Session, signals: EndSignals) -> int:
     state, logs, leave = JobState(job["state"]), session.logs(request, spec), session.leave
-    logs_command = f"flyball logs {spec.job}" + (f" --state-dir {request.state_dir}" if request.state_dir else "")
+    state_dir = f" --state-dir {request.state_dir}" if request.state_dir else ""
+    logs_command = f"flyball logs {spec.job}{state_dir}"
     where = f"logs: {logs_command}" + (f" (in {logs})" if logs else "")
     if request.output == "json":
         sys.stdout.write(json_text({**job, "log_dir": str(logs) if logs else None}))
@@ -194,12 +233,18 @@ def _conclude(request: RunRequest, spec: JobSpec, job: Job, session: Session, si
     if signals.count:
         announce(f"job {spec.job} was stopped; {where}")
         return signals.exit_code
-    if state is JobState.SUCCEEDED:
+    if state.outcome is JobState.SUCCEEDED:
+        if is_in_memory_alone(job):
+            raise NotStored(
+                f"The job {spec.job} succeeded, but its store was not written: {job['message']}",
+                hint=f"the same command writes it, once the store can be written; or read it now: flyball ckpt restore "
+                f"latest --job {spec.job}{state_dir} --to FOLDER",
+            )
         restarts = job.get("restart_count", 0)
         after = f" after {restarts} restart{'s' if restarts != 1 else ''}" if restarts else ""
         announce(f"job {spec.job} succeeded{after}; {where}")
         return 0
-    if state is JobState.STOPPED:
+    if state.outcome is JobState.STOPPED:
         announce(f"job {spec.job} was stopped by an operator; {where}")
         return 1
     raise JobFailed(

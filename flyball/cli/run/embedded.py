@@ -7,10 +7,11 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from flyball import backoff
+from flyball.cli.reach.places import GIVEN_TOKEN, keep_token
 from flyball.cli.show.messages import announce
 from flyball.contracts.errors import FlyballError
 from flyball.process_start import import_lean, without_collector
@@ -33,7 +34,7 @@ def start_supervisor(
     database_url: str | None = None,
     token: str | None = None,
     claim: Claim | None = None,
-    **settings: str | None,
+    **settings: object,
 ) -> Supervisor:
     """Start a supervisor, which answers requests when this returns. `settings` are further ones by name.
 
@@ -65,13 +66,16 @@ class KeptSupervisor:
         host: str = "127.0.0.1",
         token: str | None = None,
         listener: socket.socket | None = None,
+        only_job: str = "",
     ) -> None:
-        """Claim its folder and its address: that of `listener`, else a free port of `host`.
+        """Claim its folder and its address: that of `listener`, else a free port of `host`. `only_job`: the one that it
+        is for; '': any.
 
         Raises StateVersionMismatch, ConfigurationError.
         """
         self._state_dir = state_dir
         self._host = host
+        self._settings: dict[str, Any] = {"policy": {"adopt_only": only_job}} if only_job else {}
         self._claim: Claim | None = Claim(state_dir, host=host, port=0, listener=listener)
         self._running: Supervisor | None = None
         given = {name.upper(): value for name, value in os.environ.items()}  # as the settings read it
@@ -79,24 +83,33 @@ class KeptSupervisor:
         self.url = url_of(self._claim.listener, tls=bool(given.get("FLYBALL_TLS_CERT_FILE")))
         self.token_file: Path | None = None  # None if the token was given
         self.token = token or given.get("FLYBALL_TOKEN", "")
-        if not self.token:
+        self._given = state_dir / GIVEN_TOKEN  # so that commands in other terminals find it
+        if self.token:
+            keep_token(self._given, self.token)
+        else:
+            self._given.unlink(missing_ok=True)
             self.token, self.token_file = self._claim.state_dir.token(), state_dir / "token"
         self._ended_at: list[float] = []
         self._try_at = 0.0
+        self._stores_nothing = False  # and that was said
 
     def start(self) -> None:
         """Start it, once. It answers requests when this returns. Raises what `start_supervisor` does."""
-        running = start_supervisor(self._state_dir, host=self._host, token=self.token, claim=self._claim)
+        running = start_supervisor(
+            self._state_dir, host=self._host, token=self.token, claim=self._claim, **self._settings
+        )
         self._claim = None  # now owned by the supervisor
         running.on_event(self.news.set)
         self._running = running
 
     def keep(self) -> None:
-        """Restart it if a part has failed. Raises FlyballError after too many restarts."""
+        """Restart it if a part has failed, and say if it can store nothing. Raises FlyballError after too many
+        restarts."""
         now = time.monotonic()
+        self._say_if_it_stores_nothing()
         if now < self._try_at or (self._running is not None and not self._running.failed):
             return
-        self.stop()
+        self._stop()
         self._ended_at = [at for at in self._ended_at if now - at < RESTART_WINDOW_S] + [now]
         if len(self._ended_at) > MAX_RESTARTS:
             raise FlyballError(
@@ -104,8 +117,9 @@ class KeptSupervisor:
                 hint=f"read its log, {self._state_dir / 'supervisor.log'}",
             )
         try:
+            port = urlsplit(self.url).port or 0
             self._running = start_supervisor(
-                self._state_dir, host=self._host, port=urlsplit(self.url).port or 0, token=self.token
+                self._state_dir, host=self._host, port=port, token=self.token, **self._settings
             )
         except FlyballError as error:
             pause_s = backoff.pause_s(len(self._ended_at), first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
@@ -115,8 +129,22 @@ class KeptSupervisor:
             self._running.on_event(self.news.set)
             announce("a part of the supervisor failed; the supervisor was restarted, and training went on")
 
+    def _say_if_it_stores_nothing(self) -> None:
+        problem = self._running.write_problem if self._running is not None else None
+        if (problem is not None) == self._stores_nothing:
+            return
+        self._stores_nothing = problem is not None
+        if problem is None:
+            announce("the database can be written again: faults are answered")
+        else:
+            announce(f"{problem.message} Training goes on, but faults are answered only once it can be written again.")
+
     def stop(self) -> None:
         """Stop it after running requests. Does nothing if it is not running."""
+        self._stop()
+        self._given.unlink(missing_ok=True)
+
+    def _stop(self) -> None:
         claim, self._claim = self._claim, None
         if claim is not None:
             claim.close()

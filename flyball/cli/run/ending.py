@@ -18,16 +18,19 @@ from flyball.cli.show.messages import announce
 from flyball.cli.signals import EndSignals
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.clock import SystemClock
-from flyball.contracts.cluster import JobSpec, JobState
+from flyball.contracts.cluster import IN_MEMORY_ALONE, JobSpec, JobState
 from flyball.contracts.errors import FlyballError
 from flyball.contracts.on_host.engine_wire import ENGINE_SOCKET, Flush
 from flyball.launch.launcher import RunRequest
 
 if TYPE_CHECKING:
+    from flyball.cli.run.job_watch import Job
     from flyball.cli.run.resume_points import JobCheckpoints, ResumePoint
     from services.store.decisions.job_store import PastRun
 
 FLUSH_WITHIN_S: Final = 50.0
+MIN_FLUSH_S: Final = 1.0
+END_MARGIN_S: Final = 4.0  # before a batch system's SIGKILL: for the end of daemon and engine
 _LOOK_INTERVAL_S: Final = 0.1
 
 
@@ -45,6 +48,7 @@ class Ending:
         environ: Mapping[str, str],
     ) -> None:
         self.state: JobState | None = None  # how the job ended; None if the command failed first
+        self.is_in_memory_alone = False  # it succeeded, and its store has not the newest step
         self._home = home
         self._spec = spec
         self._record = record
@@ -56,12 +60,15 @@ class Ending:
         """Write the newest step to disk if it is not there, and keep memory that holds the only copy."""
         ended = self.state if self.state and self.state.ended else None
         state = ended.value if ended else "stopped" if self._signals.count else "failed"
-        self._daemon.keeps_segments = ended is not JobState.SUCCEEDED  # first, because the rest may fail (full disk)
+        # First, because the rest may fail (full disk).
+        self._daemon.keeps_segments = ended is not JobState.SUCCEEDED or self.is_in_memory_alone
         try:
             self._home.write(msgspec.structs.replace(self._record, state=state, ended_at=SystemClock().wall_s()))
         except OSError as error:
             announce(f"cannot record the job's end in {self._home.path}: {error}")
         if ended is JobState.SUCCEEDED:
+            if self.is_in_memory_alone:
+                self._announce_kept()
             if self._spec.checkpoint.disk_is_default:
                 shutil.rmtree(self._home.checkpoints, ignore_errors=True)
             return
@@ -69,6 +76,16 @@ class Ending:
             self._save(has_ended=ended is not None)
         except (FlyballError, OSError) as error:
             announce(f"cannot read the job's checkpoints: {error}; its memory is kept")
+
+    def _announce_kept(self) -> None:
+        """The job succeeded, and its newest step is in this machine's memory alone."""
+        try:
+            newest = self._find_checkpoints().newest()
+        except (FlyballError, OSError) as error:
+            announce(f"cannot read the job's checkpoints: {error}; its memory is kept")
+            return
+        if newest is not None:
+            self._announce_step(newest, "stays in this machine's memory")
 
     def _save(self, *, has_ended: bool) -> None:
         found = self._find_checkpoints()
@@ -153,8 +170,9 @@ class Ending:
 
     def _flush(self) -> None:
         """Have the engine write its newest recovery point. A second signal ends the wait."""
+        within_s = min(FLUSH_WITHIN_S, max(MIN_FLUSH_S, self._signals.left_s - END_MARGIN_S))
         announce(
-            f"writing the newest step of job {self._spec.job} to disk, for at most {FLUSH_WITHIN_S:.0f} s "
+            f"writing the newest step of job {self._spec.job} to disk, for at most {within_s:.0f} s "
             "(Ctrl-C again: end at once)"
         )
         import asyncio
@@ -162,12 +180,12 @@ class Ending:
         from host_daemon.engine.engine_client import EngineClient
 
         client = EngineClient(self._home.host / ENGINE_SOCKET)
-        request = Flush(self._spec.job, FLUSH_WITHIN_S, durable=True)
+        request = Flush(self._spec.job, within_s, durable=True)
         failed: list[FlyballError] = []
 
         def ask() -> None:
             try:
-                asyncio.run(client.ask(request, timeout_s=FLUSH_WITHIN_S + 2.0))
+                asyncio.run(client.ask(request, timeout_s=within_s + 2.0))
             except FlyballError as error:
                 failed.append(error)
 
@@ -182,22 +200,46 @@ class Ending:
 # --- several hosts ----------------------------------------------------------------------------------------------------
 
 
-def settle_memory(daemon: HostProcess, spec: JobSpec, state: JobState | None, *, has_left: bool, command: str) -> None:
+def is_in_memory_alone(job: Job) -> bool:
+    """Whether a job succeeded whose store could not be written: its record says so."""
+    return job["state"] == JobState.SUCCEEDED and IN_MEMORY_ALONE in (job.get("message") or "")
+
+
+def settle_memory(daemon: HostProcess, spec: JobSpec, job: Job | None, *, has_left: bool, command: str) -> None:
     """Before the daemon of one of several hosts stops, decide whether its memory outlives it.
 
-    It does if the job failed, or its end is unknown, and steps are still in memory. Otherwise the engines have already
-    written them to disk or freed them.
+    It does if the job failed, its store could not be written, or its end is unknown, and steps are still in memory.
+    Otherwise the engines have already written them to disk or freed them. `job`: None if its end is unknown.
     """
-    is_over = state is JobState.SUCCEEDED or (state is JobState.STOPPED and not spec.checkpoint.is_durable)
+    state = JobState(job["state"]) if job is not None else None
+    is_stored = state is JobState.SUCCEEDED and job is not None and not is_in_memory_alone(job)
+    is_over = is_stored or (state is JobState.STOPPED and not spec.checkpoint.is_durable)
     daemon.keeps_segments = not (is_over or has_left) and holds_memory(daemon.segments_prefix)
     if daemon.keeps_segments:
-        announce(
-            f"host {daemon.host_id} keeps checkpoints of job {spec.job} in memory, from which the same command can "
-            f"resume; free them with: flyball ckpt rm --job {spec.job} --memory"
-        )
+        held = held_in_memory(daemon.segments_prefix, spec.job, daemon.host_id)
+        free = f"free them with: flyball ckpt rm --job {spec.job} --memory"
+        announce(f"host {daemon.host_id} keeps {held} of job {spec.job} in memory; {free}")
+        if state is None:
+            command = f"(only if the supervisor comes back with its data) {command}"
         announce(f"resume, on each host, with: {command}")
     elif not has_left:
         announce_kept_step(spec, state, daemon.host_id, daemon.state_dir, command=command)
+
+
+def held_in_memory(prefix: str, job: str, host_id: str) -> str:
+    """What this host's memory has of a job, in words: of which newest step, and whether it is all of it."""
+    from ckpt_engine.inspect.copy_places import SlotPlace
+    from ckpt_engine.inspect.inventory import CopyInventory
+
+    found = CopyInventory(job, [SlotPlace(tier, prefix, job, host_id) for tier in (Tier.MEMORY, Tier.PEER)])
+    newest = max(found.steps, key=lambda listing: (listing.complete, listing.step), default=None)
+    if newest is None:
+        return "slots without a complete shard"
+    if newest.complete:
+        return f"step {newest.step} (all {newest.world_size} ranks)"
+    ranks = sorted({rank for share in newest.tiers for rank in share.ranks})
+    shards = f"the shard of rank {ranks[0]}" if len(ranks) == 1 else f"the shards of ranks {', '.join(map(str, ranks))}"
+    return f"{shards}, of {newest.world_size}, of step {newest.step} (useless without those of the other hosts)"
 
 
 def announce_kept_step(

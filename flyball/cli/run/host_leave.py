@@ -14,7 +14,8 @@ from flyball.cli.show.messages import announce
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostState, JobSpec, JobState
 
-NOTICES: Final = frozenset({signal.SIGTERM, signal.SIGHUP})  # from a batch system or a closed terminal, not a person
+# From a batch system or a closed terminal, not a person.
+NOTICES: Final = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1})
 LEAVE_TIMEOUT_S: Final = 15.0  # for saving and moving the ranks; batch systems send SIGKILL after 30 s
 LEFT_AFTER_S: Final = 3.0  # a host under notice that has not reported for this long has left
 OTHERS_S: Final = 10.0  # how long a host without ranks waits to see whether all others leave too

@@ -18,7 +18,7 @@ from flyball.contracts.errors import FlyballError, Unreachable
 from flyball.contracts.on_host.engine_wire import ENGINE_PID_FILE
 from flyball.contracts.on_host.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_prefix
 from flyball.process_title import read_words
-from host_daemon.kernel.processes import read_stat, session_members
+from host_daemon.kernel.kin import WorkerOrigin, kin_of
 
 DAEMON_STOP_TIMEOUT_S = 15.0
 KILL_TIMEOUT_S = 5.0
@@ -171,7 +171,7 @@ def _kill_all(processes: list[psutil.Process], find_again: Callable[[], list[psu
 
 def _processes_of(state_dir: Path) -> dict[int, psutil.Process]:
     found: dict[int, psutil.Process] = {}
-    recorded = session_members(_recorded_sessions(state_dir / "daemon.sqlite"))
+    recorded = kin_of(_recorded_workers(state_dir / "daemon.sqlite"), {})
     for process in psutil.process_iter():
         if process.pid == os.getpid() or process.pid in found:
             continue
@@ -224,23 +224,22 @@ def _belongs(process: psutil.Process, state_dir: str) -> bool:
         return False
 
 
-def _recorded_sessions(database: Path) -> list[int]:
-    """The sessions of the workers that a daemon recorded.
+def _recorded_workers(database: Path) -> list[WorkerOrigin]:
+    """The workers that a daemon recorded.
 
-    They are needed because a worker may write its output anywhere (--log-dir), run any program (--no-python), and its
-    session's leader may end before the processes that it started.
+    They are needed because a worker may write its output anywhere (--log-dir), run any program (--no-python), and end
+    before the processes that it started.
     """
     if not database.exists():
         return []
     try:
         with closing(
             sqlite3.connect(f"{database.resolve().as_uri()}?mode=ro", uri=True, timeout=READ_TIMEOUT_S)
-        ) as rows:
-            found = rows.execute("SELECT pid, start_ticks FROM workers").fetchall()
+        ) as connection:
+            rows = connection.execute("SELECT pid, start_ticks, job, rank, generation FROM workers").fetchall()
     except sqlite3.Error:  # locked or incomplete: processes are then found by their arguments and output only
         return []
-    leaders = {pid: (read_stat(pid), start_ticks) for pid, start_ticks in found}
-    return [pid for pid, (stat, start_ticks) in leaders.items() if stat is None or stat.start_ticks == start_ticks]
+    return [WorkerOrigin(*row) for row in rows]
 
 
 def _daemon_error(host_id: str, code: int, log_file: Path) -> FlyballError:

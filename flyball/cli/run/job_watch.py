@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import isinf
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
+
+import msgspec
 
 from flyball.cli.run.embedded import KeptSupervisor
 from flyball.cli.run.host_leave import NOTICES, HostLeave, Next
 from flyball.cli.run.host_process import HostProcess
-from flyball.cli.show.messages import announce
+from flyball.cli.show.messages import announce, announce_decision
 from flyball.cli.signals import EndSignals
 from flyball.contracts.cluster import JobSpec, JobState
 from flyball.contracts.decisions import ActionState
 from flyball.contracts.errors import FlyballError, NotFound, StateVersionMismatch, Unauthorized, Unreachable
+from flyball.contracts.on_host.os_text import to_text
 
 if TYPE_CHECKING:
     from flyball.cli.reach.client import ApiClient  # its libraries are imported while the daemon starts
@@ -24,6 +28,7 @@ STATUS_INTERVAL_S = 0.25
 NEWS_PAUSE_S = 0.02  # after news, because more usually follows at once
 STOP_MARGIN_S = 20.0  # on top of the workers' grace period, for decision, engine and replies
 LAST_FLUSH_S = 60.0  # on top of that, for writing the newest step to disk or store
+BATCH_MARGIN_S = 5.0  # before a batch system's SIGKILL, for this command's own end
 AWAY_LIMIT_S = 60.0  # give up a supervisor that ends with the job if it is away this long while nothing trains
 AWAY_AT_END_S = 10.0  # the same while the job is being stopped
 TRAINS_LOOK_INTERVAL_S = 5.0  # between scans of all processes
@@ -36,6 +41,7 @@ NO_STEPS_NOTICE_AFTER_S = 60.0  # enough time to import and attach
 HOLD_ANNOUNCED_AFTER_S = 5.0  # shorter holds only wait for the cause; longer ones wait for somebody
 
 Job = Mapping[str, Any]
+Decision = Mapping[str, Any]
 NO_QUERY: Mapping[str, str | float | None] = {}
 
 
@@ -45,7 +51,28 @@ def submit(client: ApiClient, spec: JobSpec, query: Mapping[str, str | float | N
     `query` says whether to start an ended job again.
     """
     given = {name: value for name, value in query.items() if value not in ("", None)}
-    return dict(client.post(f"/v1/jobs?{urlencode(given)}" if given else "/v1/jobs", spec))
+    return dict(client.post(f"/v1/jobs?{urlencode(given)}" if given else "/v1/jobs", _as_text(spec)))
+
+
+def _as_text(spec: JobSpec) -> JobSpec:
+    """What names files and arguments may have bytes that are not UTF-8. The host daemon gets them back."""
+    named, replace = spec.checkpoint, msgspec.structs.replace
+    folders = replace(named, disk_dir=to_text(named.disk_dir), persistent_dir=to_text(named.persistent_dir))
+    argv, log_dir = tuple(map(to_text, spec.argv)), to_text(spec.log_dir)
+    return replace(spec, argv=argv, workdir=to_text(spec.workdir), log_dir=log_dir, checkpoint=folders)
+
+
+def known_decisions(client: ApiClient, job: str) -> list[Decision]:
+    """Those about the job so far: of its earlier runs, if it is about to be submitted again."""
+    try:
+        return list(client.items("/v1/decisions", job=job))
+    except FlyballError:  # it is not known yet, or the supervisor is away for a moment: then all are announced
+        return []
+
+
+def _name_of(decision: Decision) -> str:
+    """A database that was replaced by an older one gives the same numbers again."""
+    return f"{decision['decision_id']} {decision['at']}"
 
 
 class JobWatch:
@@ -67,6 +94,7 @@ class JobWatch:
 
         `leave`: how this host leaves a job that other hosts can continue.
         """
+        self.announces_decisions = True  # else the command of another host does it
         self._client = client
         self._spec = spec
         self._signals = signals
@@ -85,6 +113,10 @@ class JobWatch:
         self._held_at: dict[str, float] = {}  # decision -> when its hold was first seen
         self._answered_at = time.monotonic()
         self._was_known = False  # whether the supervisor ever knew the job
+
+    def leave_out(self, known: Iterable[Decision]) -> None:
+        """Do not announce these: they are of before."""
+        self._announced |= {_name_of(decision) for decision in known}
 
     def wait(self) -> Job:
         """Wait for the job's end, and return the job; after a second signal, return it as it is."""
@@ -106,13 +138,13 @@ class JobWatch:
             if then is Next.END:
                 return job or ended
             if then is Next.STOP_JOB:
-                announce(f"stopping job {self._spec.job} (Ctrl-C again: stop at once)")
+                announce(self._stops)
                 waits_s = self._longest_end_s if self._request_stop() else 0.0
                 stop_by = time.monotonic() + waits_s
             if job and has_ended:
                 ended = job
-                if not self._is_acting:  # the newest step is on disk, and everything is cleaned up
-                    return job
+                if not self._is_acting:  # everything is cleaned up; the end may have changed what the job's record says
+                    return self._as_recorded(job)
                 stop_by = stop_by or time.monotonic() + self._longest_end_s
             if self._signals.count > 1 or (stop_by and time.monotonic() > stop_by):
                 return job or ended
@@ -126,7 +158,15 @@ class JobWatch:
     def _longest_end_s(self) -> float:
         """The longest time from the decision that ends a job to the end of its workers and its last save."""
         flush_s = LAST_FLUSH_S if self._spec.checkpoint.is_durable else 0.0
-        return self._spec.stop_grace_s + flush_s + STOP_MARGIN_S
+        return min(self._spec.stop_grace_s + flush_s + STOP_MARGIN_S, self._signals.left_s - BATCH_MARGIN_S)
+
+    @property
+    def _stops(self) -> str:
+        """What the job's stop is announced with."""
+        left_s, first = self._signals.left_s, self._signals.first
+        if first is None or isinf(left_s):
+            return f"stopping job {self._spec.job} (Ctrl-C again: stop at once)"
+        return f"{first.name}: the batch system ends this step within {left_s:.0f} s: stopping job {self._spec.job}"
 
     def _on_signal(self, job: Job | None) -> Next:
         """A person's signal stops the job. A notice only makes this host leave, unless no other host is left."""
@@ -198,6 +238,13 @@ class JobWatch:
         self._settle(decisions)
         return job
 
+    def _as_recorded(self, job: Job) -> Job:
+        """The job's record, of which `job` may be an older state."""
+        try:
+            return dict(self._client.get(f"/v1/jobs/{self._spec.job}"))
+        except FlyballError:  # the supervisor ends with the job
+            return job
+
     def _announce_missing_steps(self, job: Job) -> None:
         """Warn once if the script reports no steps, because then a hang is detected late."""
         phases = {rank["phase"] for rank in job.get("ranks", ())}
@@ -226,7 +273,7 @@ class JobWatch:
     def _announce_decisions(self, decisions: Sequence[Mapping[str, Any]]) -> None:
         """Announce each decision once; a hold only if no other decision follows for a while."""
         for decision in decisions:
-            name, kind = decision["decision_id"], decision["kind"]
+            name, kind = _name_of(decision), decision["kind"]
             if name in self._announced:
                 continue
             if kind == "hold" and decision.get("rule") != FALSE_ALARM_RULE:
@@ -234,8 +281,8 @@ class JobWatch:
                 if decision is not decisions[-1] or time.monotonic() - held_at < HOLD_ANNOUNCED_AFTER_S:
                     continue
             self._announced.add(name)
-            if kind not in QUIET_DECISIONS:
-                announce(f"{name} {kind}: {decision['reason']}")
+            if kind not in QUIET_DECISIONS and self.announces_decisions:
+                announce_decision(decision)
 
     def _still_trains(self) -> bool:
         """Whether workers run here without a supervisor, or did so recently enough to give that time to come back."""

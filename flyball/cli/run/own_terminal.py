@@ -32,6 +32,7 @@ from flyball.contracts.on_host.console_request import (
     console_folder,
     request_path,
 )
+from flyball.contracts.on_host.os_text import to_text
 from flyball.contracts.wire import encode
 from flyball.launch.output_flags import Console
 from flyball.state_folder import write_private
@@ -55,7 +56,7 @@ def console_request(
         return None
     rows, columns = _size(out, err)
     keyboard = one_rank and terminal[0] == BOTH and _has_keyboard()
-    environment = {name: environ[name] for name in TERMINAL_VARIABLES if name in environ}
+    environment = {name: to_text(environ[name]) for name in TERMINAL_VARIABLES if name in environ}
     return ConsoleRequest(os.getpid(), terminal, apart, keyboard, piped, rows, columns, environment)
 
 

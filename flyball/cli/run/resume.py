@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -16,7 +18,8 @@ from flyball.cli.show.messages import announce
 from flyball.contracts.checkpoints import CheckpointSpec, Tier
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import Again, JobSpec, JobState
-from flyball.contracts.errors import Conflict, NotFound, Unreachable
+from flyball.contracts.errors import Conflict, NotFound, NothingVerifies, Unreachable
+from flyball.launch.checkpoint_flags import DEFAULT_EVERY_S
 from flyball.launch.launcher import RunRequest
 
 if TYPE_CHECKING:
@@ -24,7 +27,9 @@ if TYPE_CHECKING:
     from flyball.cli.run.resume_points import ResumePoint
     from services.store.decisions.job_store import PastRun
 
-DEFAULT_DISK_EVERY_S: Final = 600.0
+DAMAGED_SHOWN: Final = 4
+END_WITHIN_S: Final = 300.0  # for a job of this name that is ending
+LOOK_INTERVAL_S: Final = 0.25
 
 
 class Submission(NamedTuple):
@@ -43,7 +48,7 @@ def with_default_tier(request: RunRequest, checkpoint: CheckpointSpec, folder: s
     """Add a disk tier in `folder`, unless the user chose a durable tier or switched checkpoints off."""
     if not request.keeps_on_disk or checkpoint.is_durable or not checkpoint.policy(Tier.MEMORY).is_on:
         return checkpoint
-    return msgspec.structs.replace(checkpoint, disk_dir=folder, disk_every_s=DEFAULT_DISK_EVERY_S, disk_is_default=True)
+    return msgspec.structs.replace(checkpoint, disk_dir=folder, disk_every_s=DEFAULT_EVERY_S, disk_is_default=True)
 
 
 def announce_disk_folder(checkpoint: CheckpointSpec, state_dir: Path) -> None:
@@ -89,15 +94,18 @@ def prepare_locally(
         f"resuming from step {point.step} ({point.how}), saved by {_saved_by(home.before, past, point)} "
         f"{_resharding(point.world_size, spec.world_size)}(--fresh starts over)"
     )
-    if past is not None and past.run == point.run:
+    if past is not None and past.run == point.run and not point.newer_damaged:
         return Submission(Again.RESUME)
     return Submission(Again.RESUME, point=f"{point.run}:{point.generation}:{point.step}:{point.world_size}")
 
 
-def prepare_at_supervisor(client: ApiClient, request: RunRequest, spec: JobSpec) -> tuple[JobSpec, Submission]:
+def prepare_at_supervisor(
+    client: ApiClient, request: RunRequest, spec: JobSpec, check: Callable[[], None]
+) -> tuple[JobSpec, Submission]:
     """Decide how to start the job at a cluster's supervisor: resume an ended job of this name, join a running one.
 
-    Under a generated name, join nothing: another run of the same command gets another name. Raises NotFound.
+    Under a generated name, join nothing: another run of the same command gets another name. Raises NotFound, and what
+    `check` does while it waits.
     """
     for number in range(1, MOST_AT_ONCE + 1):
         name = spec.job if number == 1 else f"{spec.job[:59]}-{number}"
@@ -110,6 +118,8 @@ def prepare_at_supervisor(client: ApiClient, request: RunRequest, spec: JobSpec)
         found = msgspec.structs.replace(spec, job=name)
         if known is None:
             return found, Submission()
+        if JobState(known["state"]).ending and (request.job or request.resume):
+            known = _await_end(client, name, known, check)
         if JobState(known["state"]).ended:
             return found, _again_at(client, request, found, known)
         if request.job:
@@ -118,6 +128,22 @@ def prepare_at_supervisor(client: ApiClient, request: RunRequest, spec: JobSpec)
     raise Conflict(
         f"Job {spec.job} is already running {MOST_AT_ONCE} times.", hint="give this one a name with --job NAME"
     )
+
+
+def _await_end(client: ApiClient, name: str, known: Mapping[str, Any], check: Callable[[], None]) -> Mapping[str, Any]:
+    """Wait until a job that is ending has ended. Raises Conflict if that takes too long, and what `check` does."""
+    announce(f"job {name} is {known['state']}: waiting until its workers are gone")
+    until_s = time.monotonic() + END_WITHIN_S
+    while not JobState(known["state"]).ended:
+        if time.monotonic() > until_s:
+            raise Conflict(
+                f"Job {name} is still {known['state']} after {END_WITHIN_S:.0f} s.",
+                hint=f"wait with `flyball stop {name}`, then run this again, or give this run another name with --job",
+            )
+        check()
+        time.sleep(LOOK_INTERVAL_S)
+        known = client.get(f"/v1/jobs/{name}")
+    return known
 
 
 def _again_at(client: ApiClient, request: RunRequest, spec: JobSpec, known: Mapping[str, Any]) -> Submission:
@@ -173,8 +199,8 @@ def _newest(
 ) -> ResumePoint | None:
     """The newest verified point of the run in the database, else of the newest other run in the user's tiers.
 
-    Raises Unreachable if there is none, `must_know` is set and a tier was unreadable: starting over would lose its
-    checkpoints.
+    Newer steps that do not verify are announced. If there is none, and `must_know` is set, raises Unreachable if a tier
+    was unreadable, and NothingVerifies if there are steps, all damaged: starting over would lose them.
     """
     checkpoint = spec.checkpoint
     disk = checkpoint.disk_dir if not checkpoint.disk_is_default or Path(checkpoint.disk_dir).exists() else ""
@@ -183,6 +209,7 @@ def _newest(
     from flyball.cli.run.resume_points import JobCheckpoints, other_runs
 
     unread: list[str] = []
+    damaged: list[tuple[int, str]] = []
     runs = [past.run] if past else []
     runs += [run for run in other_runs(home.job, spec.checkpoint, host_id, environ) if run not in runs]
     for run in runs:
@@ -190,15 +217,34 @@ def _newest(
         lineage = past.lineage if past and past.run == run else ()
         left = JobCheckpoints(home, spec.checkpoint, host_id=host_id, run=run, lineage=lineage, environ=environ)
         point = left.verified(check=check)
+        damaged += [(step, why) for step, why in left.damaged.items() if point is None or step > point.step]
         if point is not None:
-            return point
-        unread += left.unread
+            _announce_damaged(damaged)
+            return replace(point, newer_damaged=bool(damaged))
+        unread += left.unread + left.unread_bytes
     if unread and must_know:
         raise Unreachable(
             f"The checkpoints of job {home.job} cannot be read: {unread[0]}.",
             hint="run the same command again once they can be read, or start over with --fresh",
         )
+    if damaged and must_know:
+        count = f"{len(damaged)} step{'' if len(damaged) == 1 else 's'} found, none verifies"
+        raise NothingVerifies(
+            f"Job {home.job}: {count}: {_listed(damaged)}.",
+            hint="`--fresh` starts over; nothing was changed, so a backup of these files may still help",
+        )
     return None
+
+
+def _announce_damaged(damaged: Sequence[tuple[int, str]]) -> None:
+    if damaged:
+        announce(f"newer checkpoints do not verify and are not used: {_listed(damaged)}")
+
+
+def _listed(damaged: Sequence[tuple[int, str]]) -> str:
+    """The newest damaged steps, each with a reason."""
+    shown = "; ".join(f"step {step}: {why}" for step, why in damaged[:DAMAGED_SHOWN])
+    return shown + ("; ..." if len(damaged) > DAMAGED_SHOWN else "")
 
 
 def _check_fit(request: RunRequest, spec: JobSpec, home: RunFolder) -> None:

@@ -12,16 +12,18 @@ from typing import Final
 
 import msgspec
 
-from ckpt_engine.format.step_listing import StepListing
+from ckpt_engine.format.step_listing import StepKey, StepListing
 from ckpt_engine.inspect.copy_places import Place, SlotPlace, StoragePlace
 from ckpt_engine.inspect.inventory import CopyInventory, HeldCopy
+from ckpt_engine.inspect.known_bad import KnownBad
 from ckpt_engine.inspect.tier_folders import TierFolder, find_in_folder, find_in_store
-from ckpt_engine.inspect.verify_copies import CopyVerdict, verify_copies
+from ckpt_engine.inspect.verify_copies import CopyVerdict, Verified, verify_copies
 from ckpt_engine.settings import load_settings
 from ckpt_engine.tiers.opening import open_storage, run_location
+from flyball.cli.reach.places import bad_copies_file
 from flyball.cli.run.run_folders import RunFolder, segments_prefix
 from flyball.cli.show.messages import announce
-from flyball.contracts.checkpoints import CheckpointSpec, Lineage, Tier
+from flyball.contracts.checkpoints import CheckpointSpec, Lineage, Tier, is_alive
 from flyball.contracts.errors import CheckpointError, FlyballError
 from services.store.decisions.job_store import SqlJobStore
 from services.store.sql.database import Database
@@ -45,6 +47,7 @@ class ResumePoint:
     run: str
     committed_at: float | None
     verified: bool  # every byte was read and compared with its checksum
+    newer_damaged: bool = False  # newer steps are there, and do not verify
 
     @property
     def how(self) -> str:
@@ -72,7 +75,10 @@ class JobCheckpoints:
             storage = open_storage(run_location(root, job, run), settings)
             places.append(StoragePlace(storage, tier=tier, job=job, run=run, host_id=owner))
         self.run = run
+        self.unread_bytes: list[str] = []  # what `verified` could not read at the moment
+        self._rejected: dict[StepKey, str] = {}
         self._inventory = CopyInventory(job, places, run=run, lineage=lineage)
+        self._known_bad = KnownBad(bad_copies_file(environ))
 
     @property
     def unread(self) -> list[str]:
@@ -83,6 +89,15 @@ class JobCheckpoints:
             for one in self._inventory.ignored
             if one.where in stores or (one.place is not None and one.key in one.place.store.unread())
         ]
+
+    @property
+    def damaged(self) -> dict[int, str]:
+        """The steps that were whole once and cannot be restored, newest first, each with what is damaged: what is known
+        from the listing, and what `verified` found."""
+        lineage = self._inventory.lineage
+        found = self._inventory.damaged | self._rejected
+        alive = {key: why for key, why in found.items() if not lineage or is_alive(*key, lineage)}
+        return {step: why for (_, step), why in sorted(alive.items(), key=lambda item: item[0][::-1], reverse=True)}
 
     @property
     def unread_memory(self) -> list[str]:
@@ -111,10 +126,14 @@ class JobCheckpoints:
         """
         deadline_s = time.monotonic() + within_s
         for listing, ranks in self._whole(tiers):
-            good = _good_copies(ranks, deadline_s, check)
-            if good is not None:
-                held, verified = good
-                return self._point(listing, held, verified=verified)
+            found = _good_copies(ranks, deadline_s, check)
+            self._known_bad.learn(found.results)
+            if found.held:
+                return self._point(listing, found.held, verified=not found.overdue)
+            if (why := found.unread) is not None:
+                self.unread_bytes.append(why)
+            elif (problem := found.problem) is not None:
+                self._rejected[listing.generation, listing.step] = problem
         return None
 
     def _whole(self, tiers: Collection[Tier]) -> list[tuple[StepListing, list[list[HeldCopy]]]]:
@@ -160,13 +179,31 @@ def _roots(spec: CheckpointSpec, host_id: str) -> list[tuple[Tier, str, str]]:
     return roots
 
 
-def _good_copies(
-    ranks: Sequence[Sequence[HeldCopy]], deadline_s: float, check: Callable[[], None]
-) -> tuple[list[HeldCopy], bool] | None:
-    """The nearest good copy of each rank, and whether there was time to read all of them.
+@dataclass
+class _Found:
+    """What reading a step's copies gave. `held`: the nearest good copy of each rank; [] if a rank has none."""
 
-    None if a rank has no good copy.
-    """
+    held: list[HeldCopy]
+    results: list[tuple[HeldCopy, Verified]]
+    overdue: bool = False  # there was no time to read all of `held`
+
+    @property
+    def unread(self) -> str | None:
+        """A copy that could not be read, if any: the step may be good."""
+        return next((_problem(*one) for one in self.results if one[1].verdict is CopyVerdict.UNREAD), None)
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with a copy, if anything: it may have been overwritten meanwhile."""
+        return next((_problem(*one) for one in self.results if one[1].verdict is CopyVerdict.BAD), None)
+
+
+def _problem(held: HeldCopy, result: Verified) -> str:
+    return f"rank {held.copy.rank} in {result.path}: {result.problem.rstrip('.')}"
+
+
+def _good_copies(ranks: Sequence[Sequence[HeldCopy]], deadline_s: float, check: Callable[[], None]) -> _Found:
+    """Read the nearest copies of each rank, until each has a good one or some rank has none."""
     overdue = False
 
     def count(_size_bytes: int) -> None:
@@ -177,19 +214,23 @@ def _good_copies(
             raise CheckpointError("There was not enough time to read it.")
 
     good: list[HeldCopy] = []
+    results: list[tuple[HeldCopy, Verified]] = []
     untried = list(ranks)
     while untried:
         nearest = [copies[0] for copies in untried]
-        verdicts = [result.verdict for result, _ in verify_copies(nearest, count)]
+        read = [(held, result) for held, (result, _) in zip(nearest, verify_copies(nearest, count), strict=True)]
         if overdue:
-            return good + nearest, False
-        good += [held for held, verdict in zip(nearest, verdicts, strict=True) if verdict is CopyVerdict.GOOD]
+            return _Found(good + nearest, results, overdue=True)
+        results += read
+        good += [held for held, result in read if result.verdict is CopyVerdict.GOOD]
         untried = [
-            copies[1:] for copies, verdict in zip(untried, verdicts, strict=True) if verdict is not CopyVerdict.GOOD
+            copies[1:]
+            for copies, (_, result) in zip(untried, read, strict=True)
+            if result.verdict is not CopyVerdict.GOOD
         ]
         if not all(untried):
-            return None
-    return good, True
+            return _Found([], results)
+    return _Found(good, results)
 
 
 @contextmanager

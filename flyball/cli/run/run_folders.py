@@ -9,7 +9,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +19,11 @@ import msgspec
 
 from ckpt_engine.rules.memory_plan import readable_size
 from ckpt_engine.settings import load_settings
-from flyball.cli.reach.places import live_record, make_state_dir, state_root
+from flyball.cli.reach.places import host_elsewhere, live_record, make_state_dir, state_root
 from flyball.cli.show.messages import announce
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import Conflict, NotFound
+from flyball.contracts.on_host.os_text import from_text, to_text
 from flyball.contracts.on_host.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_prefix
 from flyball.contracts.wire import MALFORMED, decoder_of
 from flyball.state_folder import try_lock, write_private
@@ -72,7 +73,7 @@ class RunFolder:
         return self.path / CHECKPOINTS
 
     def write(self, record: RunRecord) -> None:
-        write_private(self.path / RECORD, msgspec.json.encode(record))
+        write_private(self.path / RECORD, msgspec.json.encode(_mapped(record, to_text)))
 
     def close(self) -> None:
         os.close(self._lock)
@@ -115,9 +116,20 @@ def folder_name(job: str) -> str:
 def read_record(folder: Path) -> RunRecord | None:
     """The folder's record; None if missing or unreadable."""
     try:
-        return decoder_of(RunRecord).decode((folder / RECORD).read_bytes())
+        return _mapped(decoder_of(RunRecord).decode((folder / RECORD).read_bytes()), from_text)
     except (OSError, *MALFORMED):
         return None
+
+
+def _mapped(record: RunRecord, change: Callable[[str], str]) -> RunRecord:
+    """With its paths and arguments changed."""
+    return msgspec.structs.replace(
+        record,
+        arguments=tuple(map(change, record.arguments)),
+        workdir=change(record.workdir),
+        script=change(record.script),
+        state_dir=change(record.state_dir),
+    )
 
 
 def find_run(job: str, environ: Mapping[str, str], *, state_dir: str = "") -> RunRecord:
@@ -223,7 +235,8 @@ def _is_running(folder: Path) -> bool:
 def _tidy_up(jobs: Path, mine: Path, environ: Mapping[str, str]) -> None:
     """Remove what other runs left behind and nobody resumed. Announces whatever could have been resumed."""
     folders = [folder for folder in jobs.iterdir() if folder.is_dir() and folder != mine and not _is_running(folder)]
-    folders = [folder for folder in folders if live_record(folder / "supervisor") is None]
+    supervisors = {folder: folder / "supervisor" for folder in folders}
+    folders = [folder for folder, its in supervisors.items() if live_record(its) is None and not host_elsewhere(its)]
     folders.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
     for folder in folders:
         if _holds_memory(folder, environ):

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from ckpt_engine.settings import CONFIG_VARIABLE
+from flyball.batch_step import lead_step
 from flyball.cli.logs.console import LogFollower
 from flyball.cli.logs.log_mirror import RankZeroElsewhere
 from flyball.cli.reach import this_host
 from flyball.cli.reach.places import SupervisorConnection, keep_token
 from flyball.cli.run.embedded import KeptSupervisor
-from flyball.cli.run.ending import Ending
+from flyball.cli.run.ending import Ending, is_in_memory_alone
 from flyball.cli.run.host_leave import HostLeave, is_there
 from flyball.cli.run.host_process import HostProcess, is_written
-from flyball.cli.run.job_watch import AWAY_LIMIT_S, Job, JobWatch, submit
+from flyball.cli.run.job_watch import AWAY_LIMIT_S, Job, JobWatch, known_decisions, submit
 from flyball.cli.run.own_terminal import OwnTerminal, console_request
 from flyball.cli.run.resume import Submission
 from flyball.cli.show.messages import announce, announce_within
@@ -58,8 +59,12 @@ class Session:
         self.spec: JobSpec | None = None  # if the job got another name
         self.submission = Submission()
         self.ending: Ending | None = None  # if everything ends with this command
-        self.state: JobState | None = None  # the job's last state, once `follow` has returned
+        self.job: Job | None = None  # as it was last seen, once `follow` has returned
         self.resume_command = ""
+
+    @property
+    def state(self) -> JobState | None:
+        return JobState(self.job["state"]) if self.job is not None else None
 
     def logs(self, request: RunRequest, spec: JobSpec) -> Path | None:
         """The folder of this host's rank logs; None if unknown."""
@@ -73,6 +78,7 @@ class Session:
             spec = _with_environment(spec, request, self.connection.token)
         output = JobOutput(request, spec, stack)
         output.share_terminal(self.host_dir)
+        known = known_decisions(client, spec.job)
         job = submit(client, spec, self.submission.query)
         if JobState(job["state"]).ended:
             raise Conflict(
@@ -84,7 +90,8 @@ class Session:
         after = job["generation"] - (JobState(job["state"]) is not JobState.SUBMITTED)
         if logs:
             output.follow(logs, after=after)
-        if self.supervisor is None or spec.nnodes > 1:
+        # At a rendezvous each host has such a command, which shows its own ranks; the supervisor's shows decisions.
+        if (not request.rendezvous and self.supervisor is None) or logs is None:
             output.follow_rank_zero(client, after=after, also_here=logs is None)
         watch = JobWatch(
             client,
@@ -96,15 +103,17 @@ class Session:
             away_limit_s=self.away_limit_s,
             leave=self.leave,
         )
-        job = watch.wait()
-        self.state = JobState(job["state"])
+        watch.leave_out(known)
+        watch.announces_decisions = not request.rendezvous or self.supervisor is not None
+        job = self.job = watch.wait()
         if self.ending is not None:
-            self.ending.state = self.state
+            self.ending.state = JobState(job["state"])
+            self.ending.is_in_memory_alone = is_in_memory_alone(job)
         return job
 
     def wait_for_other_hosts(self, signals: EndSignals) -> None:
         """Keep the supervisor until the commands on the other hosts have seen the job's end and left."""
-        deadline = time.monotonic() + OTHERS_TIMEOUT_S
+        deadline = time.monotonic() + min(OTHERS_TIMEOUT_S, signals.left_s / 2)
         own = self.daemon.host_id if self.daemon else ""
         with client_of(self.connection) as client:
             while time.monotonic() < deadline and signals.count <= 1:
@@ -157,7 +166,10 @@ def _daemon_environment(request: RunRequest) -> dict[str, str]:
     settings = dict(request.engine_environment)
     if CONFIG_VARIABLE in settings:
         settings[CONFIG_VARIABLE] = str(Path(settings[CONFIG_VARIABLE]).resolve())
-    return {**os.environ, **settings, **explicit(os.environ, request.env)}
+    environment = {**os.environ, **settings, **explicit(os.environ, request.env)}
+    if request.batch:
+        lead_step(environment)
+    return environment
 
 
 def _with_environment(spec: JobSpec, request: RunRequest, token: str) -> JobSpec:

@@ -11,11 +11,14 @@ import runpy
 import signal
 import sys
 
+from flyball.batch_step import block_term, leader_of
 from flyball.process_start import end_with_parent, prefer_own_packages
 
 
 def main() -> None:
     parent, module = int(sys.argv[1]), sys.argv[2]
+    if leader_of(os.environ):
+        block_term()
     end_with_parent(signal.SIGTERM)
     if os.getppid() != parent:  # the parent died before the call above
         sys.exit(128 + signal.SIGTERM)

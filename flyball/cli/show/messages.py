@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import msgspec
 
+from flyball.cli.show.times import exact_clock
 from flyball.contracts.errors import FlyballError
 
 
@@ -17,8 +19,24 @@ def json_text(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape control characters, because names of files and tensors may come from anybody."""
+    """Show control characters as text, because names, messages and the ends of logs may come from anybody: on a
+    terminal they could set its clipboard, hide a line, or turn the direction of writing. See `unescaped`."""
+    if _unescaped:
+        return text
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+@contextmanager
+def unescaped(raw: bool) -> Iterator[None]:
+    """While entered, and if `raw`, `printable` changes nothing: for --raw."""
+    _unescaped.extend([raw] * raw)
+    try:
+        yield
+    finally:
+        del _unescaped[len(_unescaped) - raw :]
+
+
+_unescaped: list[bool] = []
 
 
 _line_guards: list[Callable[[], AbstractContextManager[None]]] = []
@@ -39,6 +57,12 @@ def announce(message: str) -> None:
     with _line_guards[-1]() if _line_guards else nullcontext():
         sys.stderr.write(f"flyball: {printable(message)}\n")
         sys.stderr.flush()
+
+
+def announce_decision(decision: Mapping[str, Any]) -> None:
+    """Print a decision of the supervisor, with its time: who reads it later compares it with other logs."""
+    what = f"{decision['decision_id']} {decision['kind']} at {exact_clock(decision['at'])}"
+    announce(f"{what}: {decision['reason']}")
 
 
 def print_error(error: FlyballError) -> None:

@@ -15,12 +15,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flyball.cli.show.messages import announce, json_text, print_error, printable
+from flyball.cli.show.messages import announce, json_text, print_error, printable, unescaped
 
 # The commands import all their output functions from here.
 __all__ = [
     "Format",
     "OutputOption",
+    "RawOption",
     "cell",
     "print_fields",
     "print_table",
@@ -30,6 +31,7 @@ __all__ = [
     "record",
     "announce",
     "print_error",
+    "unescaped",
 ]
 
 MIN_TEXT_WIDTH = 12  # of a column with sentences, next to columns that are not wrapped
@@ -50,6 +52,11 @@ class Format(StrEnum):
 OutputOption = Annotated[
     Format,
     typer.Option("-o", "--output", help="table or wide for people, json (the same: --json) or yaml for programs"),
+]
+
+
+RawOption = Annotated[
+    bool, typer.Option("--raw", help="let control characters of the job's output reach your terminal")
 ]
 
 

@@ -22,14 +22,28 @@ from flyball.contracts.checkpoints import (
     StoredPoints,
 )
 from flyball.contracts.cluster import Placement
-from flyball.contracts.identity import Fence, HostId, JobName, Rank
+from flyball.contracts.credentials import EngineKeys
+from flyball.contracts.identity import (
+    Duration,
+    EngineAddresses,
+    Fence,
+    Generation,
+    HostId,
+    JobName,
+    Moment,
+    Rank,
+    SeenStep,
+    Seq,
+)
 from flyball.contracts.reports.testimony import Asked, Testimonies
 from flyball.contracts.reports.training_health import ReplayDiffers
 
 HOST_STATE_VERSION = "1"  # of the state folder shared by daemon and engine; in its file VERSION
 ENGINE_SOCKET = "engine.sock"  # in the state folder, like the next two
 NOTIFY_SOCKET = "notify.sock"  # where trainers notify the engine of new work
+ENGINE_LOG = "engine.log"
 ENGINE_PID_FILE = "engine.pid"  # "pid port"
+DAEMON_PID_FILE = "daemon.pid"  # locked by the daemon while it runs
 TRANSPORTS_FILE = "engine-transports.json"  # PeerTransports of the newest engine
 
 
@@ -43,6 +57,7 @@ class Configure(msgspec.Struct, frozen=True, tag="configure"):
     host_id: HostId
     placement: Placement
     spec: CheckpointSpec
+    keys: EngineKeys = EngineKeys()
 
 
 class Flush(msgspec.Struct, frozen=True, tag="flush"):
@@ -99,7 +114,8 @@ class GetStatus(msgspec.Struct, frozen=True, tag="status"):
     `in_touch_until_s`: by the supervisor's last reply the host cannot be given up before this time, on this machine's
     monotonic clock. It is not a time left, because a request may sit in the queue of a stopped engine. `stored_points`:
     the supervisor's latest; None: this daemon has received none. `clean_steps`: of jobs whose newest steps are suspect,
-    the newest that is not; None: the supervisor has not replied to this daemon yet.
+    the newest that is not; None: the supervisor has not replied to this daemon yet. `addresses`: where peers are that
+    this engine could not reach. `keys`: the host's answer key.
     """
 
     restores_since: float = 0.0
@@ -107,6 +123,8 @@ class GetStatus(msgspec.Struct, frozen=True, tag="status"):
     in_touch_until_s: float = 0.0
     stored_points: StoredPoints | None = None
     clean_steps: CleanSteps | None = None
+    addresses: EngineAddresses = {}
+    keys: EngineKeys = EngineKeys()
 
 
 EngineRequest: TypeAlias = Configure | Flush | Arm | Disarm | AwaitSaved | Release | GetStatus
@@ -114,23 +132,23 @@ EngineRequest: TypeAlias = Configure | Flush | Arm | Disarm | AwaitSaved | Relea
 
 class SaveFailure(msgspec.Struct, frozen=True):
     job: JobName
-    generation: int
+    generation: Generation
     rank: Rank
-    step: int
+    step: SeenStep
     message: str
-    at: float
+    at: Moment
 
 
 class LateSaves(msgspec.Struct, frozen=True):
     """Saves that training waited for: `count` of one rank since the last report; `step` is that of the last."""
 
     job: JobName
-    generation: int
+    generation: Generation
     rank: Rank
-    step: int
-    waited_s: float  # the longest of them
-    count: int
-    at: float
+    step: SeenStep
+    waited_s: Duration  # the longest of them
+    count: Seq
+    at: Moment
 
 
 class DifferingReplicas(msgspec.Struct, frozen=True):
@@ -138,14 +156,15 @@ class DifferingReplicas(msgspec.Struct, frozen=True):
     that do hold the same, () if no majority does."""
 
     job: JobName
-    generation: int
-    step: int
+    generation: Generation
+    step: SeenStep
     tensors: tuple[str, ...]
-    count: int
+    count: Seq
     agree: tuple[Rank, ...]
     differ: tuple[Rank, ...]
-    at: float
-    equal_step: int = -1  # the newest step before at which all of them were equal; -1: they never were, as far as known
+    at: Moment
+    # The newest step before at which all of them were equal; -1: they never were, as far as known.
+    equal_step: SeenStep = -1
 
 
 class FailingSaves(msgspec.Struct, frozen=True):
@@ -156,11 +175,11 @@ class FailingSaves(msgspec.Struct, frozen=True):
     """
 
     job: JobName
-    generation: int
+    generation: Generation
     ranks: tuple[Rank, ...]
-    since: float
-    count: int
-    step: int
+    since: Moment
+    count: Seq
+    step: SeenStep
     message: str = ""
 
 
@@ -173,7 +192,7 @@ class EngineReply(msgspec.Struct, frozen=True):
     pid: int = 0
     address: str = ""  # "ip:port" where peers reach this engine
     copies: tuple[ShardCopy, ...] = ()
-    positions: Mapping[str, int] = {}  # str(rank) -> newest step that the rank began to save or completed
+    positions: Mapping[str, SeenStep] = {}  # str(rank) -> newest step that the rank began to save or completed
     restores: tuple[RestoreReport, ...] = ()
     failures: tuple[SaveFailure, ...] = ()  # the newest few
     late: tuple[LateSaves, ...] = ()  # the newest few
@@ -181,11 +200,13 @@ class EngineReply(msgspec.Struct, frozen=True):
     replays: tuple[ReplayDiffers, ...] = ()  # the newest few
     failing: tuple[FailingSaves, ...] = ()  # one per job whose state is known
     intervals: tuple[SaveInterval, ...] = ()  # one per job that this engine coordinates
-    flushed: Mapping[str, int] = {}  # tier -> the newest step that every local rank has there; for a durable Flush
+    flushed: Mapping[str, SeenStep] = {}  # tier -> the newest step that every local rank has there; for a durable Flush
     unreachable_peers: tuple[HostId, ...] = ()
     testimonies: Testimonies = ()
     transports: PeerTransports = ()  # of the linked hosts to which a connection for shards was made
     counters: Mapping[str, int] = {}
+    # The generations that it was configured for, of GetStatus; None: an engine of an older release.
+    generations: Mapping[JobName, Generation] | None = None
 
 
 MAX_ENGINE_FRAME_BYTES = 16 << 20

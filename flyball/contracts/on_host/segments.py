@@ -25,7 +25,7 @@ def shm_prefix(state_dir: str, shm_dir: str = DEFAULT_SHM_DIR) -> str:
 
     `state_dir` must be resolved (absolute, no symbolic links): two spellings of one folder would give two prefixes.
     """
-    key = xxhash.xxh3_128_hexdigest(state_dir.encode())[:10]
+    key = xxhash.xxh3_128_hexdigest(state_dir.encode(errors="surrogateescape"))[:10]
     return posixpath.join(shm_dir, f"flyball-{key}")
 
 

@@ -17,4 +17,6 @@ ENGINE_NOTIFY = "FLYBALL_ENGINE_NOTIFY"  # path of the engine's datagram socket;
 RESTORE_STEP = "FLYBALL_RESTORE_STEP"  # the step named by the controller; '': start from scratch
 CHECKPOINT = "FLYBALL_CHECKPOINT"  # CheckpointSpec as JSON
 LINEAGE = "FLYBALL_LINEAGE"  # Lineage as JSON
+WORKER = "FLYBALL_WORKER"  # the process that the daemon started, see `flyball.sdk.rank_claim`
+ATTACHED = "FLYBALL_ATTACHED"  # set by `flyball.attach`, for what the process starts: which process is which rank
 INJECT = "FLYBALL_INJECT"  # where the rank finds faults to commit; '': its job is not injectable

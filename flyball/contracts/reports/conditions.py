@@ -17,6 +17,8 @@ MAX_CONDITIONS: Final = 64  # that stand on one host
 MAX_REQUEST_BYTES: Final = 16 << 10  # of one condition, in a request or in a file
 MAX_TTL_S: Final = 30 * 86_400.0
 EVENT: Final = "event"  # the key in the evidence of an event: it is seen once, and a later reading does not show it
+BY_API: Final = "api:"  # begins the source of a condition that was reported at the API; the reporter follows
+OPERATOR: Final = "operator"  # the reporter for whom only an operator's token speaks
 BOOT: Final = "boot"  # the key in the evidence of what is remembered: the boot of the kernel under which it began
 
 _WHOLE_NAME = NAME_PATTERN.removesuffix("$") + r"\Z"
@@ -98,7 +100,7 @@ class ConditionRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: ConditionKind
     severity: Severity
     message: Message
-    reporter: Reporter = "operator"  # who says so; in a file, the name of the file stands for it
+    reporter: Reporter = OPERATOR  # who says so; in a file, the name of the file stands for it
     subject: Subject = ""
     evidence: Evidence = {}
     ttl_s: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_TTL_S)] = 0.0  # 0.0: it stands until it is ended

@@ -6,10 +6,13 @@ Pure. A host's daemon measures, the controller judges (services.rules.preflight)
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 
-from flyball.contracts.identity import HostId
+from flyball.contracts.identity import Duration, HostId
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
 
 
 class CheckStage(StrEnum):
@@ -24,11 +27,11 @@ class CheckMeasure(msgspec.Struct, frozen=True):
     """What one host measured in one group. Seconds are those of the slowest device."""
 
     host_id: HostId
-    round: int  # from 1
+    round: Count  # from 1
     group: tuple[HostId, ...]
-    devices: int = 0
-    matmul_s: float = 0.0  # 0.0: not measured
-    all_reduce_s: float = 0.0
+    devices: Count = 0
+    matmul_s: Duration = 0.0  # 0.0: not measured
+    all_reduce_s: Duration = 0.0
     failed: CheckStage | None = None  # None: it passed
     message: str = ""  # why it failed
 

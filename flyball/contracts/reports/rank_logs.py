@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from flyball.contracts.identity import HostId, JobName
+from flyball.contracts.identity import Generation, HostId, JobName, SizeBytes
 
 NEWEST = -1  # generation: the newest one that the host has a log of
 MAX_PIECE_BYTES = 256 << 10
@@ -30,8 +30,8 @@ class LogPiece(msgspec.Struct, frozen=True):
 
     request_id: Annotated[str, msgspec.Meta(max_length=64)]
     host_id: HostId
-    generation: int = NEWEST
-    offset: int = 0  # of `data`
-    size_bytes: int = 0  # of the whole log at this moment
+    generation: Generation = NEWEST
+    offset: SizeBytes = 0  # of `data`
+    size_bytes: SizeBytes = 0  # of the whole log at this moment
     data: Annotated[bytes, msgspec.Meta(max_length=MAX_PIECE_BYTES)] = b""
-    generations: tuple[int, ...] = ()
+    generations: tuple[Generation, ...] = ()

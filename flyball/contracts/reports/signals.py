@@ -22,6 +22,7 @@ from flyball.contracts.checkpoints import (
 from flyball.contracts.cluster import HostFacts, Phase, WorkerError
 from flyball.contracts.identity import (
     Duration,
+    EngineAddresses,
     Generation,
     HostId,
     Incarnation,
@@ -364,9 +365,11 @@ class Report(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 class ReportReply(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """`committed[incarnation]`: every signal up to this seq is committed, and may leave the spool. `ask`: the sensor
     receives nothing from these hosts; the next reports should carry testimonies about them. `stored_points`: for the
-    host's jobs that have one; may lag. `clean_steps`: likewise; a job that is not in it has no suspect steps."""
+    host's jobs that have one; may lag. `clean_steps`: likewise; a job that is not in it has no suspect steps.
+    `engine_addresses`: host -> "ip:port", of peers that the report calls unreachable."""
 
     committed: Mapping[str, int]
     ask: Asked = ()
     stored_points: StoredPoints = {}
     clean_steps: CleanSteps = {}
+    engine_addresses: EngineAddresses = {}

@@ -13,14 +13,27 @@ import msgspec
 
 from flyball.contracts.cluster import JobSpec, Placement
 from flyball.contracts.decisions import Command
-from flyball.contracts.identity import Duration, Fence, Generation, HostId, Incarnation, JobName, Moment, Rank, Seq
+from flyball.contracts.identity import (
+    CommandId,
+    Duration,
+    Epoch,
+    Fence,
+    Generation,
+    HostId,
+    Incarnation,
+    JobName,
+    Moment,
+    Rank,
+    Seq,
+)
+from flyball.contracts.reports.grant_seals import GrantSeal
 
-MAX_COMMAND_ID: Final = 190
 MAX_CLUSTER_ID: Final = 32
+MAX_DIGITS: Final = 18  # of a number
+MAX_HELD: Final = 256  # jobs of one host
+MAX_ENDED: Final = 4_096  # a daemon reports its newest 500
 
 ClusterId = Annotated[str, msgspec.Meta(max_length=MAX_CLUSTER_ID)]
-CommandId = Annotated[str, msgspec.Meta(max_length=MAX_COMMAND_ID)]
-Epoch = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 
 
 class LastObeyed(msgspec.Struct, frozen=True):
@@ -43,6 +56,7 @@ class HeldJob(msgspec.Struct, frozen=True):
     fence: Fence
     ranks: tuple[Rank, ...]  # those that run
     ran_s: Duration = 0.0  # the longest that one of its ranks has run, or ran until its end; 0.0: unknown
+    seal: GrantSeal = GrantSeal()  # of the command
 
 
 class HostStanding(msgspec.Struct, frozen=True):
@@ -53,9 +67,18 @@ class HostStanding(msgspec.Struct, frozen=True):
     at: Moment
     obeyed: LastObeyed
     unanswered_s: Duration = msgspec.field(name="unheard_s")  # since a supervisor of its cluster last answered
-    jobs: tuple[HeldJob, ...] = ()
-    ended: Mapping[JobName, Generation] = {}  # jobs that ended here, and the newest generation of each
-    committed: Mapping[Incarnation, Seq] = {}  # signals up to here were committed, and cannot be sent again
+    jobs: Annotated[tuple[HeldJob, ...], msgspec.Meta(max_length=MAX_HELD)] = ()
+    # Jobs that ended here, and the newest generation of each.
+    ended: Annotated[Mapping[JobName, Generation], msgspec.Meta(max_length=MAX_ENDED)] = {}
+    # Signals up to here were committed, and cannot be sent again.
+    committed: Annotated[Mapping[Incarnation, Seq], msgspec.Meta(max_length=MAX_ENDED)] = {}
+    # The seals of the jobs in `ended`: an end counts only from a host that was placed in the job.
+    end_seals: Annotated[Mapping[JobName, GrantSeal], msgspec.Meta(max_length=MAX_ENDED)] = {}
+
+    def __post_init__(self) -> None:
+        """A job is told once: the seal of one part must not count for another. Raises ValueError."""
+        if len({held.spec.job for held in self.jobs}) < len(self.jobs):
+            raise ValueError("Each job is told once.")
 
 
 def database_knows(obeyed: LastObeyed, *, cluster: str, epoch: int, is_command_known: bool) -> bool:
@@ -68,7 +91,7 @@ def database_knows(obeyed: LastObeyed, *, cluster: str, epoch: int, is_command_k
 def decision_number(command_id: str) -> int:
     """17 for "act-3f9a01c2-17.stop.host-a.1"; 0 if it names none. Pure."""
     _, _, digits = command_id.partition(".")[0].rpartition("-")
-    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) <= 18 else 0
+    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) <= MAX_DIGITS else 0
 
 
 def issued_id(draft_id: str, incarnation: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ckpt_engine.trainer.state import state_tree
+from ckpt_engine.trainer.state import state_tree, tree_building
 from flyball.contracts import wire
 from flyball.contracts.errors import UnsupportedState
 from flyball.sdk.replay.runs import RandomState, bytes_of
@@ -40,6 +40,11 @@ def pack(inputs: Sequence[object], random: RandomState) -> bytes:
             f"The inputs of the replay have {size_bytes} bytes, and at most {MAX_CASE_BYTES} are sent to another rank.",
             hint="give job.replay a smaller batch",
         )
+    if tree_building.names_classes(flat.tree):
+        raise UnsupportedState(
+            "A named tuple or an Enum is among the inputs of the replay, and would arrive without its class.",
+            hint="pass plain tuples and values",
+        )
     if flat.blocks:
         raise UnsupportedState("A sharded tensor is among the inputs of the replay.", hint="pass plain tensors")
     tensors = {
@@ -59,12 +64,12 @@ def unpack(data: bytes) -> tuple[list[object], RandomState]:
     that are no case."""
     case = wire.unpack(data, ReplayCase)
     tensors = {name: _made(tensor) for name, tensor in case.tensors.items()}
-    tree = state_tree.parse(case.tree)
+    tree = tree_building.parse(case.tree)
 
     def leaf(tag: str, name: Any) -> Any:  # noqa: ANN401 - a tensor or an array
-        return state_tree.from_tensor(tag, tensors[name])
+        return tree_building.from_tensor(tag, tensors[name])
 
-    return state_tree.build(tree["inputs"], leaf), case.random
+    return tree_building.build(tree["inputs"], leaf), case.random
 
 
 def _made(tensor: _Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 import xxhash
 
 from ckpt_engine.trainer.state import state_tree
+from ckpt_engine.trainer.tensor_bytes import bytes_in_place
 from flyball.contracts.errors import UsageError
 
 Digests: TypeAlias = Mapping[str, str]  # by the name of what was computed
@@ -128,7 +129,7 @@ def _digests(result: object, model: torch.nn.Module | None) -> Digests:
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.view(torch.uint8).cpu().numpy().tobytes() if tensor.numel() else b""
+    return bytes(bytes_in_place(tensor.cpu()))
 
 
 def _tensor_of(data: bytes) -> torch.Tensor:

@@ -30,6 +30,7 @@ from flyball.contracts.reports.standings import HostStanding, LastObeyed
 from flyball.contracts.reports.succession import speaks_for_host
 from services.actuator.backends.log_requests import LogRequests
 from services.actuator.ports import CommandOutbox, Judgement, Standings
+from services.rules.engine_keys import EngineKeyring
 from services.rules.stream import Wakeup
 from services.runtime.outages import OUTAGES, Outage
 from services.runtime.telemetry import Metrics
@@ -84,6 +85,7 @@ class HostDaemons:
         *,
         store: CommandOutbox,
         standings: Standings,
+        keyring: EngineKeyring,
         wakeup: WakeupSource,
         clock: Clock,
         metrics: Metrics,
@@ -93,6 +95,7 @@ class HostDaemons:
         """`poll_interval_s`: how often to query the store without a wake-up."""
         self._store = store
         self._standings = standings
+        self._keyring = keyring
         self._wakeup = wakeup
         self._clock = clock
         self._metrics = metrics
@@ -143,11 +146,11 @@ class HostDaemons:
             commands = await self._found(poll)
             # If the daemon has left, its commands would have to wait to be handed out again.
             if not commands and not self._logs.has_any(host_id):
-                return _signed(CommandBatch(), poll)
+                return self._signed(CommandBatch(), poll)
             if await is_gone() or self._polls.get(host_id) is not poll:
                 return CommandBatch()
             batch = self._hand_out(host_id, incarnation, commands) if commands else CommandBatch()
-            return _signed(msgspec.structs.replace(batch, log_requests=self._logs.take(host_id)), poll)
+            return self._signed(msgspec.structs.replace(batch, log_requests=self._logs.take(host_id)), poll)
         finally:
             if self._polls.get(host_id) is poll:
                 del self._polls[host_id]
@@ -321,7 +324,7 @@ class HostDaemons:
                 poll.end()  # its reply says so
                 continue
             commands = self._not_recent(host_id, poll.incarnation, found.get(host_id, []), now_s)
-            if commands or now_s >= poll.deadline_s:
+            if commands or host_id in judged.asked or now_s >= poll.deadline_s:
                 poll.end(commands)
 
     def _not_recent(
@@ -342,6 +345,7 @@ class HostDaemons:
         handed_out = self._handed_out.get(host_id)
         if handed_out is None or handed_out.incarnation != incarnation:
             handed_out = self._handed_out[host_id] = _HandedOut(incarnation, {})
+        commands = [self._keyring.handed_out(host_id, command) for command in commands]
         handed_out.times |= dict.fromkeys((command.command_id for command in commands), now_s)
         self._metrics.commands_handed_out.inc(len(commands))
         for command in commands:
@@ -354,16 +358,18 @@ class HostDaemons:
             poll.failure = error
             poll.end()
 
-
-def _signed(batch: CommandBatch, poll: _Poll) -> CommandBatch:
-    """Add the identity of the database, and whether the daemon should report its standing."""
-    judged = poll.judgement
-    if judged is None:
-        return batch
-    is_ahead = poll.host_id in judged.ahead
-    return msgspec.structs.replace(
-        batch, cluster=judged.cluster, incarnation=judged.incarnation, report_standing=is_ahead
-    )
+    def _signed(self, batch: CommandBatch, poll: _Poll) -> CommandBatch:
+        """Add the identity of the database, whether the daemon should report its standing, and its engine's key."""
+        judged = poll.judgement
+        if judged is None:
+            return batch
+        return msgspec.structs.replace(
+            batch,
+            cluster=judged.cluster,
+            incarnation=judged.incarnation,
+            report_standing=poll.host_id in judged.ahead or poll.host_id in judged.asked,
+            keys=self._keyring.answering(poll.host_id),
+        )
 
 
 def _superseded(host_id: str) -> DaemonSuperseded:

@@ -20,6 +20,7 @@ from flyball.contracts.decisions import (
     UpdateState,
 )
 from services.actuator.ports import ActionProgress, OutboxCommand
+from services.actuator.rules import step_names
 from services.rules.recovery_point import newest_step
 
 DEFAULT_FLUSH_S = 10.0  # for captured states to be committed; part of the time to stop
@@ -49,8 +50,10 @@ def stopped(commands: Iterable[OutboxCommand]) -> dict[str, CommandResult]:
 
 
 def stop_body(plan: ActionPlan) -> StopWorkers:
-    """End the workers. If the job ends, bring its newest recovery point to the slow tiers first."""
-    durable = plan.kind in FREEING and plan.spec.checkpoint.is_durable and not plan.lacks_ranks
+    """End the workers. If the job ends, bring its newest recovery point to the slow tiers first, unless that is one
+    that could not be restored."""
+    ends_durably = plan.kind in FREEING and plan.spec.checkpoint.is_durable
+    durable = ends_durably and not plan.lacks_ranks and not plan.keep_memory
     timeout_s = _LAST_FLUSH_TIMEOUT_S if durable else DEFAULT_FLUSH_S
     history = plan.history if plan.kind is DecisionKind.START_JOB else None
     return StopWorkers(
@@ -73,23 +76,40 @@ def end_body(progress: ActionProgress) -> EndJob:
 
 
 def _keeps_memory(progress: ActionProgress) -> bool:
-    """Whether the slots of a job that did not succeed hold progress that no slower tier has. With the default disk tier
-    of `flyball run` on one machine, that command frees them, once it has read the disk."""
+    """Whether the slots of an ended job hold progress that no slower tier has. With the default disk tier of `flyball
+    run` on one machine, that command frees them, once it has read the disk. What a job that succeeded has on default
+    disks is not needed any more."""
     plan = progress.plan
     checkpoint = plan.spec.checkpoint
-    if plan.kind not in (DecisionKind.FAIL_JOB, DecisionKind.STOP_JOB) or plan.history is None:
+    if plan.keep_memory:
+        return True
+    if plan.kind not in FREEING or plan.history is None:
+        return False
+    if checkpoint.disk_is_default and plan.kind is DecisionKind.COMPLETE_JOB:
         return False
     if checkpoint.disk_is_default and not checkpoint.disk_is_each_hosts_own:
         return True
     if not checkpoint.is_durable:
         return plan.kind is DecisionKind.FAIL_JOB
-    results = stopped(progress.commands)
-    if not results.keys() >= set(plan.stop_hosts):
-        return True
+    return bool(in_memory_alone(progress))
+
+
+def in_memory_alone(progress: ActionProgress) -> str:
+    """Why the newest step of an ending job is in memory alone, as far as its stopped hosts say; '' if it is not."""
+    plan = progress.plan
+    if plan.history is None:
+        return ""
+    checkpoint, results = plan.spec.checkpoint, stopped(progress.commands)
+    where = " or ".join(filter(None, (checkpoint.disk_dir, checkpoint.persistent_dir)))
+    if silent := [host for host in plan.stop_hosts if host not in results]:
+        return f"{', '.join(silent[:8])} did not say whether {where} has the newest step"
     copies = [copy for result in results.values() for copy in result.copies if copy.job == plan.job]
     slow = [copy for copy in copies if copy.tier in (Tier.DISK, Tier.PERSISTENT)]
     newest, durable = (newest_step(c, plan.history.lineage, plan.spec.world_size) for c in (copies, slow))
-    return newest is not None and (durable is None or durable < newest)
+    if newest is None or (durable is not None and durable >= newest):
+        return ""
+    there = "no step" if durable is None else f"step {durable}"
+    return f"step {newest} could not be written to {where}, which has {there}"
 
 
 # --- emergency checkpoints -------------------------------------------------------------------------------------------
@@ -100,7 +120,8 @@ def save_body(progress: ActionProgress, step: int, now: float) -> SaveEmergency:
     rank hangs. A job that is being stopped has its workers' grace for this."""
     plan, left_s = progress.plan, progress.remaining_s(now)
     if plan.kind is DecisionKind.STOP_JOB:
-        return SaveEmergency(plan.job, plan.generation, step, deadline_s=min(plan.grace_s, left_s / 2))
+        of_grace_s = max(0.1, step_names.last_name_at(progress, now) - now)
+        return SaveEmergency(plan.job, plan.generation, step, deadline_s=min(of_grace_s, left_s / 2))
     kept_s = left_s / 2 if plan.spec.checkpoint.is_durable else min(_ANSWER_S, left_s / 4)
     return SaveEmergency(plan.job, plan.generation, step, deadline_s=left_s - kept_s)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from flyball.contracts.cluster import IN_MEMORY_ALONE
 from flyball.contracts.decisions import (
     ActionState,
     CommandBody,
@@ -22,12 +23,14 @@ from flyball.contracts.decisions import (
     UpdateState,
     WarmUp,
 )
+from flyball.contracts.reports.grant_seals import GrantSeal
 from services.actuator.ports import ActionProgress, CommandDraft, OutboxCommand, PlaybookStep
-from services.actuator.rules import host_checks
+from services.actuator.rules import host_checks, step_names
 from services.actuator.rules.command_bodies import (
     FREEING,
     end_body,
     flush_body,
+    in_memory_alone,
     list_body,
     outcome,
     release_body,
@@ -40,6 +43,7 @@ from services.actuator.rules.command_bodies import (
 from services.actuator.rules.host_parts import host_parts
 from services.actuator.rules.moves import drafts, end, failure_message, move, names, nobody_listed, number
 from services.actuator.rules.restoring import await_engines, nobody_knows_the_job, placement_of
+from services.rules.grant_seals import whole_digest
 from services.rules.incident_states import ACTION, ActionEvent
 
 STOP, START, SAVE, FLUSH, RELEASE, END, STACKS = "stop", "start", "save", "flush", "release", "end", "stacks"
@@ -66,8 +70,6 @@ _BEST_EFFORT = FREEING | {DecisionKind.TAKE_STACKS, DecisionKind.CHECK_HOSTS}
 # A failed start may have begun: only a new generation may try again. A refused command changed nothing.
 _ATTEMPTS = {STOP: 3, LIST: 1, START: 1, SAVE: 1, FLUSH: 1, RELEASE: 3, END: 3, STACKS: 1}
 _REFUSALS = 3
-_LATE_MARGIN_STEPS = 4  # doubled with each new name
-_MAX_NAMES = 4
 
 
 class _Answers(msgspec.Struct):
@@ -220,7 +222,11 @@ def _enter(progress: ActionProgress, phase: str, now: float) -> PlaybookStep:
     message = f"{doing} on {names(plan.stop_hosts)}"
     if phase == FLUSH and (failure := save_failure(progress)):
         message = f"{failure}: {message}"
-    return move(progress, phase, _begun(progress), tuple(asking), message=message, now=now)
+    step = move(progress, phase, _begun(progress), tuple(asking), message=message, now=now)
+    is_done = plan.kind is DecisionKind.COMPLETE_JOB and phase == END and STOP in _phases(progress)
+    if is_done and (why := in_memory_alone(progress)):
+        step = msgspec.structs.replace(step, job_message=f"Its ranks are done, and {IN_MEMORY_ALONE}: {why}.")
+    return step
 
 
 def _begun(progress: ActionProgress) -> ActionState:
@@ -244,8 +250,8 @@ def _start(progress: ActionProgress, now: float) -> PlaybookStep:
         return _list_copies(progress, following, now)
     if why := _why_not(progress, following, found):
         return end(progress, ActionEvent.FAILED, why)
-    parts = host_parts(placement).items()
-    bodies = [(host_id, StartWorkers(spec=plan.spec, placement=part)) for host_id, part in parts]
+    seal = GrantSeal(whole=whole_digest(placement))  # whoever issues the commands completes it
+    bodies = [(host_id, StartWorkers(plan.spec, part, seal)) for host_id, part in host_parts(placement).items()]
     asking = drafts(progress, START, bodies, now) + _warm_ups(progress, now)
     source = f"from step {placement.restore.step}" if placement.restore else "from scratch"
     hosts = names(host.host_id for host in placement.hosts)
@@ -258,7 +264,8 @@ def _why_not(progress: ActionProgress, following: GenerationPlan, found: int) ->
     """Why not to start from step `found`, the newest that there is (-1: from scratch); '' if nothing is against it."""
     plan = progress.plan
     if found < following.known_step:
-        return f"Step {following.known_step} was complete, but no host lists it any more."
+        instead = "" if found >= 0 else f" Job {plan.job} does not start from scratch instead: --fresh would."
+        return f"Step {following.known_step} was complete, but no host lists it any more.{instead}"
     listings = [records[-1] for records in _sent(progress, LIST).values()]
     if found < 0 and listings and not any(record.state is UpdateState.SUCCEEDED for record in listings):
         return nobody_listed(listings, plan.job)
@@ -291,16 +298,9 @@ def _ask_for_copies(progress: ActionProgress, known_step: int, now: float) -> Pl
 
 
 def _rename(progress: ActionProgress, answers: _Answers, now: float) -> PlaybookStep:
-    """Name a later step for all ranks: some had passed this one before it was armed everywhere."""
-    passed = [p.step for record in answers.late if record.update for p in record.update.result.positions]
-    named = max(
-        (r.command.body.step for r in progress.commands if isinstance(r.command.body, SaveEmergency)), default=0
-    )
-    newest = max([named, *passed])
-    step = newest + max(
-        _LATE_MARGIN_STEPS * 2 ** (progress.attempt - 1), 2 * (newest - named)
-    )  # twice as far as it was late
-    if progress.attempt >= _MAX_NAMES:
+    """Name a later step for all ranks: some had passed this one before it was armed everywhere. While there is time."""
+    named, step = max(step_names.named_steps(progress.commands)), step_names.next_name(progress)
+    if progress.attempt >= step_names.MAX_NAMES or now >= step_names.last_name_at(progress, now):
         return _enter(progress, STOP if progress.plan.kind is DecisionKind.STOP_JOB else FLUSH, now)
     body = save_body(progress, step, now)
     renamed = tuple(drafts(progress, SAVE, [(host, body) for host in progress.plan.stop_hosts], now))

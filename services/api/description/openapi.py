@@ -13,7 +13,14 @@ import msgspec
 from flyball.contracts.cluster import JobSpec
 from flyball.contracts.decisions import CommandBatch, CommandUpdate
 from flyball.contracts.events import Event
-from flyball.contracts.orders import ApproveRequest, CheckpointRequest, CheckRequest, CordonRequest, SilenceRequest
+from flyball.contracts.orders import (
+    AdoptRequest,
+    ApproveRequest,
+    CheckpointRequest,
+    CheckRequest,
+    CordonRequest,
+    SilenceRequest,
+)
 from flyball.contracts.reports.conditions import ConditionRequest
 from flyball.contracts.reports.drains import Departure, DrainRequest
 from flyball.contracts.reports.rank_logs import LogPiece
@@ -40,7 +47,7 @@ _REF_TEMPLATE = "#/components/schemas/{name}"
 _TYPES = (
     *(Report, ReportReply, HostStanding, CommandBatch, CommandUpdate),
     *(Departure, DrainRequest, ConditionRequest, JobSpec, Event, LogPiece),
-    *(CordonRequest, SilenceRequest, ApproveRequest, CheckRequest, CheckpointRequest),
+    *(CordonRequest, SilenceRequest, ApproveRequest, CheckRequest, CheckpointRequest, AdoptRequest),
     *(RecoverabilityReply, HostMapReply),
     *(
         JobPage,

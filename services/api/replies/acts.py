@@ -40,6 +40,7 @@ class AuditEntry(msgspec.Struct, frozen=True):
     at: WallClock
     ended_at: WallClockOrNull
     role: Annotated[str, msgspec.Meta(description="Of the token.", examples=["operator"])]
+    operator: Annotated[str, msgspec.Meta(description="Whose token; '': the shared one.", examples=["alice"])]
     token: Annotated[str, msgspec.Meta(description="Fingerprint of the token.", examples=["3f9a01c2"])]
     client: Annotated[str, msgspec.Meta(description="Address it came from.", examples=["10.0.0.5"])]
     operation: Annotated[str, msgspec.Meta(examples=["drainHost"])]

@@ -9,9 +9,10 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from flyball.contracts.decisions import CommandBatch, CommandUpdate
+from flyball.contracts.identity import MAX_COMMAND_ID
 from flyball.contracts.reports.drains import Departure
 from flyball.contracts.reports.signals import Report, ReportReply
-from flyball.contracts.reports.standings import MAX_CLUSTER_ID, MAX_COMMAND_ID, HostStanding, LastObeyed
+from flyball.contracts.reports.standings import MAX_CLUSTER_ID, HostStanding, LastObeyed
 from flyball.contracts.reports.succession import MAX_PREDECESSORS
 from flyball.contracts.wire import MAX_MESSAGE_BYTES, OtherVersion
 from services.actuator.backends.host_daemons import MAX_WAIT_S, HostDaemons
@@ -29,7 +30,7 @@ SucceedsQuery = Annotated[
 IncarnationQuery = Annotated[str, Query(min_length=1, max_length=64, description="Of the daemon that polls.")]
 WaitQuery = Annotated[float, Query(ge=0.0, le=MAX_WAIT_S, description="The longest wait, in seconds.")]
 ClusterQuery = Annotated[str, Query(max_length=MAX_CLUSTER_ID, description="Of the last command that it obeyed.")]
-EpochQuery = Annotated[int, Query(ge=0, lt=2**62, description="Of the last command that it obeyed.")]
+EpochQuery = Annotated[int, Query(ge=0, lt=2**63 - 1, description="Of the last command that it obeyed.")]
 CommandQuery = Annotated[str, Query(max_length=MAX_COMMAND_ID, description="The last command that it obeyed.")]
 
 

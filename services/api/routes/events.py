@@ -10,6 +10,7 @@ from starlette.responses import Response, StreamingResponse
 
 from flyball.contracts.errors import InvalidMessage
 from flyball.contracts.events import Event, EventKind
+from services.api.auth import principal_in
 from services.api.description.openapi import body_of, media_of, reply_of
 from services.api.exchange import JobQuery, SinceQuery, json_response, read_message
 from services.api.lifespan import new_events
@@ -89,6 +90,7 @@ def router(events: EventLog, streams: EventStreams, wakeup: Wakeup) -> APIRouter
     ) -> Response:
         """Follow the log as server-sent events. A reader that reconnects continues after its Last-Event-ID."""
         return streams.open(
+            users=principal_in(request.scope).users(request.client.host if request.client else ""),
             job=job,
             after=after if last_event_id is None else last_event_id,
             kinds=frozenset(kinds or ()),

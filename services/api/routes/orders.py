@@ -1,4 +1,4 @@
-"""Routes of operators' orders: cordon, uncordon, check, silence, approve, checkpoint."""
+"""Routes of operators' orders: cordon, uncordon, check, silence, approve, checkpoint, adopt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from starlette.responses import Response
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.cluster import HostState
-from flyball.contracts.orders import ApproveRequest, CheckpointRequest, CheckRequest, CordonRequest, SilenceRequest
+from flyball.contracts.orders import (
+    AdoptRequest,
+    ApproveRequest,
+    CheckpointRequest,
+    CheckRequest,
+    CordonRequest,
+    SilenceRequest,
+)
 from services.api.acts import Acts, ApiStores, DryRun
 from services.api.description.openapi import act_replies, body_of
 from services.api.exchange import HostIdPath, JobPath, read_message
@@ -112,5 +119,18 @@ def router(acts: Acts, clock: Clock) -> APIRouter:
         wanted = await read_message(request, CheckpointRequest, max_bytes=MAX_REQUEST_BYTES)
         now = clock.wall_s()
         return await acts.carry_out(lambda on: (0, on.orders.checkpoint(job, wanted.reason, now)), dry_run=dry_run)
+
+    @routes.post(
+        "/v1/jobs/{job}/adopt", status_code=202, responses=act_replies(OrderReply), openapi_extra=body_of(AdoptRequest)
+    )
+    async def adopt(request: Request, job: JobPath, dry_run: DryRun = False) -> Response:
+        """Supervise a job as its hosts run it, although no seal proves that this cluster started it, or one of its
+        hosts says that it ended.
+
+        The incidents `job_not_adopted` name such jobs, with the program that each runs. 404 if no host tells of one. If
+        its hosts do not agree on it, the order's state in `GET /v1/orders` becomes `refused`."""
+        wanted = await read_message(request, AdoptRequest, max_bytes=MAX_REQUEST_BYTES)
+        now = clock.wall_s()
+        return await acts.carry_out(lambda on: (0, on.orders.adopt(job, wanted.reason, now)), dry_run=dry_run)
 
     return routes

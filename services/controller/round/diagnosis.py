@@ -17,7 +17,7 @@ from flyball.contracts.error_classes import MEANINGS, SECONDARY, ErrorClass, cla
 from flyball.contracts.errors import RestoreFailed
 from flyball.contracts.reports.signals import RankStalled, WorkerExited, WorkerStartFailed
 from services.controller.round.view import ActionView, GenerationView, HostView, PastFailure, RankView
-from services.controller.round.wording import explained, kept, listed, ranks_by_host, ranks_kept, ranks_of
+from services.controller.round.wording import explained, kept, listed, ranks_by_host, ranks_kept, ranks_of, shortened
 
 HOST_SILENT = "host_silent"
 HOST_RESTARTED = "host_restarted"
@@ -68,6 +68,7 @@ ORDERED_CAUSES = (
     RANKS_STOPPED,
 )
 CAUSES = frozenset({*ORDERED_CAUSES, *BESIDE_FAILURES, DOMAIN_SILENT})  # all that the policy knows
+EXIT_CODE = "exit code"  # the kind of an error of which nothing else is known
 _ORDER = {cause: position for position, cause in enumerate(ORDERED_CAUSES)}
 
 # Signals that a process causes itself, for example when library threads outlive the interpreter.
@@ -163,13 +164,13 @@ def exit_failure(rank: RankView, generation: GenerationView) -> Failure | None:
         return None
     step = newest_step_of(rank, generation)
     who = f"Rank {rank.rank} on {rank.host_id} (pid {ended.pid})"
-    is_step_known = step >= 0 or rank.phase is not Phase.STARTING
+    is_step_known = step >= 0 or rank.phase is not Phase.STARTING or ended.last_phase not in (None, Phase.STARTING)
     # A script that does not attach may have trained for days.
     before = "before its first step" if is_step_known else "before it reported any step"
     when = before if step < 0 else f"after step {step}"
     kind, text = _error_of(ended)
     cause = _exit_cause(ended, was_restoring=_was_restoring(rank, generation))
-    error = f"{kind}: {_shortened(text)}" if text else kind
+    error = f"{kind}: {shortened(text)}" if text else kind
     match cause:
         case "restore_failed":
             message = f"{who} could not restore step {generation.restore_step} from any source ({error})."
@@ -225,7 +226,7 @@ def class_of_exit(ended: WorkerExited) -> ErrorClass:
 def _explained(ended: WorkerExited, error_class: ErrorClass) -> str:
     meaning = f" This is {MEANINGS[error_class]}." if error_class in MEANINGS else ""
     core = " It dumped core." if ended.core_dumped else ""
-    kernel = f" The kernel says: {_shortened(ended.kernel)}." if ended.kernel else ""
+    kernel = f" The kernel says: {shortened(ended.kernel)}." if ended.kernel else ""
     return meaning + core + kernel
 
 
@@ -233,7 +234,7 @@ def start_failure(body: WorkerStartFailed, host_id: str, at: float) -> Failure:
     """Return the failure of a rank that could not be started."""
     return Failure(
         cause=WORKER_START_FAILED,
-        message=f"Rank {body.rank} could not be started on {host_id}: {_shortened(body.message)}.",
+        message=f"Rank {body.rank} could not be started on {host_id}: {shortened(body.message)}.",
         generation=body.generation,
         at=at,
         rank=body.rank,
@@ -357,12 +358,7 @@ def _was_restoring(rank: RankView, generation: GenerationView) -> bool:
 def _error_of(ended: WorkerExited) -> tuple[str, str]:
     if ended.error is not None and (ended.error.kind or ended.error.message):
         return ended.error.kind.rpartition(".")[2] or "an unnamed error", ended.error.message.strip()
-    return ("" if ended.exit_code is None else f"exit code {ended.exit_code}"), ""
-
-
-def _shortened(text: str, limit: int = 300) -> str:
-    line = " ".join(text.split()).rstrip(".")
-    return line if len(line) <= limit else f"{line[:limit]}..."
+    return ("" if ended.exit_code is None else f"{EXIT_CODE} {ended.exit_code}"), ""
 
 
 def _signal_name(number: int) -> str:

@@ -57,7 +57,7 @@ def named_hosts(signals: Iterable[Signal]) -> set[str]:
 
 def asks(state: JobState, *, stop_requested: bool) -> bool:
     """Whether every round must cover this job."""
-    return state is JobState.SUBMITTED or (stop_requested and not state.ended)
+    return state is JobState.SUBMITTED or state.ending or (stop_requested and not state.ended)
 
 
 def open_jobs(incidents: Iterable[Incident], actions: Iterable[ActionView]) -> set[str]:

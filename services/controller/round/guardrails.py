@@ -23,7 +23,7 @@ from flyball.contracts.cluster import Phase
 from flyball.contracts.decisions import Harm, Incident
 from flyball.contracts.error_classes import ErrorClass, error_class_of
 from services.controller.round import given_up
-from services.controller.round.diagnosis import FALSE_ALARM, HARMS, newest_common_step
+from services.controller.round.diagnosis import EXIT_CODE, FALSE_ALARM, HARMS, Failure, newest_common_step
 from services.controller.round.view import GenerationView, JobView, PastFailure, PolicySettings, RankView
 
 WORKER_CAUSES = frozenset({"worker_killed", "worker_exception", "rank_stalled", "connection_lost"})
@@ -126,6 +126,12 @@ def is_identical(one: PastFailure, other: PastFailure) -> bool:
     if _ADDRESS.sub("0x", one.error_message) == _ADDRESS.sub("0x", other.error_message):
         return True
     return all(error_class_of(f.error_message) is ErrorClass.GPU_OUT_OF_MEMORY for f in (one, other))
+
+
+def is_early(failure: Failure, generation: GenerationView, settings: PolicySettings) -> bool:
+    """Whether an exception of a script that reported no step counts as one before the first step. It does not if the
+    script ran long enough to have trained; a bare exit code does not say what failed."""
+    return not failure.error_kind.startswith(EXIT_CODE) and not progress_of(generation, settings)
 
 
 def kills_for_lack_of_memory(generation: int, used: int, failures: Iterable[PastFailure]) -> int:

@@ -13,7 +13,7 @@ from flyball.contracts.errors import ConfigurationError
 from services.controller.round.view import PolicySettings
 
 OF_CLUSTER = frozenset(
-    {"spare_fresh_s", "cordoned_percent_per_hour", "host_failures_allowed", "host_failure_window_s"}
+    {"adopt_only", "spare_fresh_s", "cordoned_percent_per_hour", "host_failures_allowed", "host_failure_window_s"}
 )  # they concern all jobs
 OF_JOB = tuple(name for name in PolicySettings.__struct_fields__ if name not in OF_CLUSTER)
 MAX_SETTINGS = 100

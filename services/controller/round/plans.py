@@ -11,7 +11,7 @@ from flyball.contracts.cluster import HostRanks
 from flyball.contracts.decisions import ActionPlan, DecisionKind, GenerationPlan, Incident
 from services.controller.round import fewer_hosts, guardrails, pace
 from services.controller.round.choices.peer_choice import PeerMap, choose_peers
-from services.controller.round.diagnosis import newest_step_of
+from services.controller.round.diagnosis import RESTORE_FAILED, newest_step_of
 from services.controller.round.round import Case
 from services.controller.round.view import GenerationView, HostView
 from services.rules import recovery_point
@@ -55,6 +55,7 @@ def start_plan(case: Case, hosts: tuple[HostRanks, ...]) -> ActionPlan:
             parent_lineage=lineage,
             restart_count=0,
             restarts_used=0,
+            known_step=known_step(case, lineage, reachable) if lineage else -1,
             master_port=_master_port(case, hosts),
             run=case.job.run,
         ),
@@ -182,6 +183,9 @@ def end_plan(case: Case, kind: DecisionKind, grace_s: float, *, last_step: int =
         grace_s=grace_s,
         history=JobHistory(spec.checkpoint, generation.lineage, case.job.run) if generation else None,
         lacks_ranks=any(part.host_id in unreachable for part in generation.hosts) if generation else False,
+        keep_memory=kind is DecisionKind.FAIL_JOB
+        and case.incident is not None
+        and case.incident.cause == RESTORE_FAILED,
     )
 
 

@@ -39,8 +39,10 @@ from services.controller.round.view import (
     Outcome,
     PastFailure,
     PolicySettings,
+    ReportedStanding,
     StandingCondition,
     View,
+    WordChange,
 )
 from services.controller.round.wording import listed
 from services.rules.incident_states import HOST, INCIDENT, HostEvent, IncidentEvent
@@ -113,6 +115,9 @@ class Round:
         self.broke: set[str] = set()  # hosts that a report of this round calls broken
         self.diagnoses: dict[str, Failure] = {}  # job -> what is wrong with its current generation
         self.unadopted: set[str] = set()  # jobs about which hosts know more than the view
+        self.unsupervised: set[str] = set()  # hosts that run ranks of a job that nobody supervises
+        self.words: tuple[WordChange, ...] = ()
+        self.withdrawn: tuple[ReportedStanding, ...] = ()
         self.adoption: Adoption | None = None
         self.kept_for: dict[str, str] = {}  # free host -> the first job in line that waits for more hosts
         self.spare_of: dict[str, str] = {}  # free host -> the running job whose spare it is
@@ -158,7 +163,7 @@ class Round:
         return spare_choice.free_hosts(
             self.hosts.values() if among is None else among,
             spec,
-            taken=self._taken | busy | cordoned,
+            taken=self._taken | busy | cordoned | self.unsupervised,
             now=self.now,
             fresh_s=self.settings.spare_fresh_s,
         )
@@ -312,16 +317,18 @@ class Round:
         if verdict.job_state is not None:
             name = case.job.spec.job
             self.change_job(name, verdict.job_state, verdict.reason)
-            for incident in self.open_incidents(name) if verdict.job_state.ended else ():
+            for incident in self.open_incidents(name) if verdict.job_state.ending else ():
                 self.advance(incident, IncidentEvent.CLEARED)
 
     def decide_host(self, host_id: str, kind: DecisionKind, rule: str, reason: str) -> None:
         """Record a decision about a host that no job needs."""
         self._record(Decision(self._decision_id(), "", "", kind, reason, rule, self.now, {"host": host_id}))
 
-    def decide_job(self, job: str, kind: DecisionKind, rule: str, reason: str, evidence: Evidence) -> None:
-        """Record a decision about a job without an open incident."""
-        self._record(Decision(self._decision_id(), "", job, kind, reason, rule, self.now, evidence))
+    def decide_job(self, job: str, kind: DecisionKind, rule: str, reason: str, evidence: Evidence) -> str:
+        """Record a decision about a job without an open incident; returns the decision's id."""
+        decision_id = self._decision_id()
+        self._record(Decision(decision_id, "", job, kind, reason, rule, self.now, evidence))
+        return decision_id
 
     def decide_check(self, plan: ActionPlan, rule: str, reason: str, evidence: Evidence) -> None:
         """Record a decision to check hosts, for no job."""
@@ -361,6 +368,8 @@ class Round:
             adoption=self.adoption,
             orders=tuple(self._order_changes),
             checks=tuple(self._check_changes.values()),
+            words=self.words,
+            withdrawn=self.withdrawn,
         )
 
     # --- parts of a decision -----------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grow_after_s: Seconds = 30.0  # a host must have been free and well for this long
     grow_cooldown_s: Seconds = 300.0  # and the job must have run for this long since its last start
     grow_horizon_s: Seconds = 3600.0  # how much longer the job is assumed to run, and the hosts to stay
+    adopt_only: Annotated[str, msgspec.Meta(max_length=63)] = ""  # the one job to take over from hosts; '': any
     # Assumed for expected costs, as long as the job has nothing to measure.
     assumed_restart_s: Seconds = 10.0  # from a decision to restart in place until steps advance
     assumed_migration_s: Seconds = 20.0  # the same with a move to another host
@@ -105,7 +106,7 @@ class HostView(msgspec.Struct, frozen=True):
     reason: str = ""
     stale_jobs: Mapping[str, int] = {}  # job -> generation of the superseded workers in its newest report
     drain: DrainView | None = None
-    stored_report_at: float = 0.0  # of the newest stored report, if that is not the last one
+    stored_report_at: float = 0.0  # as of when the newest stored report is, if that is known
     left_at: float = 0.0  # when its daemon announced its end; 0.0: it has not, or came back
     silenced_until: float = 0.0  # the end of a maintenance window (wall clock); 0.0: none now
     recent_losses: int = 0  # how often it was lost with ranks on it within the last hour
@@ -136,8 +137,8 @@ class HostView(msgspec.Struct, frozen=True):
 
     @property
     def known_at(self) -> float:
-        """The moment as of which its workers and their positions are known: with many hosts, reports are stored in
-        turns."""
+        """The moment as of which its workers and their positions are known: a report may have been under way for long,
+        and with many hosts they are stored in turns."""
         return self.stored_report_at or self.last_report_at
 
     @property
@@ -186,6 +187,7 @@ class GenerationView(msgspec.Struct, frozen=True):
     ran_before_s: float = 0.0  # how long it had run when it was adopted
     too_few_hosts: int = 0  # with so many, an earlier generation ran out of memory; 0: none did
     step_s: float = 0.0  # how long a step took until the job was adopted; 0.0: it was not
+    first_step_at: float = 0.0  # when rank 0 completed its first step, by its host's clock; 0.0: not known
 
     @property
     def used_restarts(self) -> int:
@@ -256,11 +258,33 @@ class ActionView(msgspec.Struct, frozen=True):
 
 
 class ReportedStanding(msgspec.Struct, frozen=True):
-    """The standing of a host that is ahead of the database, not settled yet. Moments are the receiver's wall clock."""
+    """The standing of a host that is ahead of the database and not settled yet, or whose word is still needed. Moments
+    are the receiver's wall clock."""
 
     standing: HostStanding
     told_at: float
     first_told_at: float
+    sealed: tuple[str, ...] = ()  # jobs that this cluster gave it, as its seals prove
+    # Likewise: job -> run and generation in which it was placed, and which it says has ended.
+    ended: Mapping[str, tuple[str, int]] = {}
+    is_settled: bool = False  # it gets commands
+    is_needed: bool = False  # its word is needed for some job that is not adopted yet
+
+
+class WordChange(msgspec.Struct, frozen=True):
+    """Whether the word of a host is needed from now on. One that has not given it is asked."""
+
+    host_id: str
+    is_needed: bool
+
+
+class UnreadableRow(msgspec.Struct, frozen=True):
+    """A row of the database that cannot be decoded."""
+
+    table: str
+    key: str  # which row
+    reason: str
+    job: str = ""  # that it is about, if it is one job's
 
 
 class OrderChange(msgspec.Struct, frozen=True):
@@ -299,6 +323,9 @@ class View(msgspec.Struct, frozen=True):
     standings: tuple[ReportedStanding, ...] = ()  # of hosts that are ahead of the database
     orders: tuple[Order, ...] = ()  # operators'
     fleet: Fleet = Fleet()  # of a view that is not whole
+    epoch: int = 0  # the present one
+    asked: tuple[str, ...] = ()  # hosts whose word is awaited
+    unreadable: tuple[UnreadableRow, ...] = ()  # rows that were set aside
 
 
 class HostChange(msgspec.Struct, frozen=True):
@@ -364,6 +391,8 @@ class Outcome(msgspec.Struct, frozen=True):
     adoption: Adoption | None = None
     orders: tuple[OrderChange, ...] = ()
     checks: tuple[CheckChange, ...] = ()
+    words: tuple[WordChange, ...] = ()
+    withdrawn: tuple[ReportedStanding, ...] = ()  # what a host said, and says no longer: to be forgotten
 
     @property
     def empty(self) -> bool:
@@ -379,4 +408,6 @@ class Outcome(msgspec.Struct, frozen=True):
             or self.adoption is not None
             or self.orders
             or self.checks
+            or self.words
+            or self.withdrawn
         )

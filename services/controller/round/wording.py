@@ -24,6 +24,12 @@ def sentence(text: str) -> str:
     return f"{text.strip().rstrip('.')}."
 
 
+def shortened(text: str, limit: int = 300) -> str:
+    """Return the text in one line, without its full stop, cut if it is long."""
+    line = " ".join(text.split()).rstrip(".")
+    return line if len(line) <= limit else f"{line[:limit]}..."
+
+
 def explained(text: str, reason: str) -> str:
     """Return "TEXT: REASON." or, without a reason, "TEXT."."""
     return sentence(f"{text}: {reason.strip()}" if reason.strip() else text)

@@ -20,14 +20,18 @@ from services.controller.round.wording import kept, listed
 from services.controller.rules import preemption_rules, recovery_rules
 from services.rules.incident_states import IncidentEvent
 
+MAX_COOLDOWN_S = 86_400.0
+
 _NOT_WORTH_IT = "not_worth_it"
+_NOT_SAVED = "not_saved"  # the message is when
 _NOT_IN_THE_WAY = frozenset({STRAGGLER, SUPERSEDED_WORKERS})
 
 
 def find(round_: Round, job: JobView, generation: GenerationView) -> None:
     """Open an incident when hosts are free for a job that runs on fewer than it asked for, once they have been well for
-    a while, and not soon after the last start. In the same generation, a save that failed for it is not tried again,
-    and what was not worth a restart is not weighed again before its numbers change."""
+    a while, and not soon after the last start. A save that failed for it is tried again after the cooldown, in the
+    same generation after twice as long each time; what was not worth a restart is not weighed again before its numbers
+    change."""
     case, name, settings = Case(round_, job), job.spec.job, round_.settings_of(job.spec)
     if job.spec.nnodes >= job.spec.asked_nnodes or not settings.grow or not job.spec.checkpoint.saves:
         return
@@ -36,10 +40,10 @@ def find(round_: Round, job: JobView, generation: GenerationView) -> None:
     if any(incident.cause not in _NOT_IN_THE_WAY for incident in round_.open_incidents(name)):
         return
     free = fewer_hosts.joining(case)
-    if not free or _has_failed_before(job, generation) or _not_worth_it(case, generation) in job.failures:
+    if not free or _not_worth_it(case, generation) in job.failures:
         return
     first_at = min(host.since for host in free) + settings.grow_after_s
-    due_at = max(generation.started_at + settings.grow_cooldown_s, first_at)
+    due_at = max(_again_at(job, generation, settings.grow_cooldown_s), first_at)
     if round_.now < due_at:
         round_.wake(due_at)
         return
@@ -78,7 +82,7 @@ def restart_on_more_hosts(case: Case) -> Verdict | None:
 
 def give_up_after_a_failed_save(case: Case) -> Verdict | None:
     """If the ranks could not save, or too many actions have not ended it, let them train on as they are. The job's
-    record says so: it is not tried again in this generation."""
+    record says when: it is tried again later."""
     incident, limit = case.this_incident, case.settings.max_decisions_per_incident
     has_failed = preemption_rules.save_failed(case)
     if not has_failed and incident.decisions_made < limit:
@@ -87,11 +91,12 @@ def give_up_after_a_failed_save(case: Case) -> Verdict | None:
     why = "The ranks could not save a step for it" if has_failed else f"{limit} actions have not ended it"
     return Verdict(
         DecisionKind.HOLD if plan is None else plan.kind,
-        f"{incident.message} {why}: the job trains on as it is, and takes the hosts with its next restart.",
+        f"{incident.message} {why}: the job trains on as it is. It takes the hosts with its next restart, or when it "
+        "can save a step for it later.",
         plan=plan,
         evidence={"decisions": incident.decisions_made},
         gives_up=True,
-        notes=PastFailure(case.this_generation.generation, ROOM_TO_GROW, "", "", -1),
+        notes=PastFailure(case.this_generation.generation, ROOM_TO_GROW, _NOT_SAVED, f"{case.now:.0f}", -1),
     )
 
 
@@ -148,8 +153,12 @@ def _gain(case: Case) -> expected_cost.MoreHosts:
     return expected_cost.of_more(case, _joining(case))
 
 
-def _has_failed_before(job: JobView, generation: GenerationView) -> bool:
-    return any((f.generation, f.cause, f.error_kind) == (generation.generation, ROOM_TO_GROW, "") for f in job.failures)
+def _again_at(job: JobView, generation: GenerationView, cooldown_s: float) -> float:
+    """From when on the job may grow: after its last start, and after each save for it that failed since."""
+    of_this = (generation.generation, ROOM_TO_GROW, _NOT_SAVED)
+    failed_at = [float(f.error_message) for f in job.failures if (f.generation, f.cause, f.error_kind) == of_this]
+    longer: float = cooldown_s * 2 ** len(failed_at)
+    return max([generation.started_at, *failed_at]) + min(longer, MAX_COOLDOWN_S)
 
 
 def _not_worth_it(case: Case, generation: GenerationView) -> PastFailure:

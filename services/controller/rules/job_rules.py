@@ -31,8 +31,14 @@ def stop_on_request(case: Case) -> Verdict | None:
         + (f" Every rank saves step {last_step} first." if last_step >= 0 else ""),
         plan=plans.end_plan(case, DecisionKind.STOP_JOB, job.spec.stop_grace_s, last_step=last_step),
         evidence={"newest_step": job.newest_step},
-        job_state=JobState.STOPPED,
+        job_state=JobState.STOPPING,
     )
+
+
+def end_when_workers_are_gone(round_: Round, job: JobView) -> None:
+    """End a job whose end was decided, once the action that carries it out is over, however that went."""
+    if not any(round_.open_actions(job.spec.job)):
+        round_.change_job(job.spec.job, job.state.outcome, job.message)
 
 
 def _last_step(case: Case) -> int:
@@ -65,7 +71,7 @@ def complete_when_all_ranks_are_done(case: Case) -> Verdict | None:
         + (f"{crash} on the way out." if crashed else "ended with exit code 0."),
         plan=plans.end_plan(case, DecisionKind.COMPLETE_JOB, job.spec.stop_grace_s),
         evidence=evidence,
-        job_state=JobState.SUCCEEDED,
+        job_state=JobState.COMPLETING,
     )
 
 

@@ -13,12 +13,13 @@ from flyball.contracts.decisions import ActionState, DecisionKind
 from flyball.contracts.error_classes import gpu_memory_in_use
 from services.controller.round import diagnosis, fewer_hosts, guardrails, hang_findings, plans
 from services.controller.round.choices import spare_choice
-from services.controller.round.diagnosis import DRAIN_REQUESTED, WORKER_EXCEPTION
+from services.controller.round.diagnosis import DRAIN_REQUESTED, RESTORE_FAILED, WORKER_EXCEPTION
 from services.controller.round.round import Case
 from services.controller.round.verdict import Evidence, Verdict
 from services.controller.round.view import ActionView, GenerationView, HostView, PastFailure
 from services.controller.round.wording import explained, in_words, kept, listed, sentence
 
+COPIES_STAY = "All copies stay where they are: the same command tries them again; with --fresh it starts over."
 _ASK_AGAIN_S = 1.0
 _LEAVING = (HostState.CORDONED, HostState.IN_REPAIR, HostState.DEGRADED)
 
@@ -36,6 +37,8 @@ def fail_after_too_many_decisions(case: Case) -> Verdict | None:
         why = f"{made} actions about this fault and those before it have not brought the job to a new step."
     if (action := _last_action(case)) is not None and is_retry(case):
         why = f"{why} The last one: {sentence(action.message or f'{action.action_id} {in_words(action.state)}')}"
+    if incident.cause == RESTORE_FAILED:
+        why = f"{why} {COPIES_STAY}"
     return fail(case, f"{incident.message} {why}", {"decisions": made})
 
 
@@ -327,7 +330,7 @@ def fail(case: Case, reason: str, evidence: Evidence) -> Verdict:
         reason,
         plan=plans.end_plan(case, DecisionKind.FAIL_JOB, 0.0),
         evidence={**evidence_of(case, case.job.generation), **evidence},
-        job_state=JobState.FAILED,
+        job_state=JobState.FAILING,
         gives_up=True,
     )
 

@@ -1,5 +1,5 @@
 """Rules for a restart that would go further back than the newest recovery point that hosts reported, or that has to,
-since that point cannot be restored.
+since that point cannot be restored. If nothing older can be restored either, the job fails and keeps its copies.
 
 If only unreachable hosts hold newer steps, wait for these hosts first, for as long as it would take to recompute
 the steps. Waiting and recomputing cost the same, so the loss is at most twice the minimum, whether the hosts come back
@@ -7,6 +7,8 @@ or not (the ski rental problem). With `--never-from-scratch` the wait has no end
 """
 
 from __future__ import annotations
+
+from itertools import takewhile
 
 import msgspec
 
@@ -18,7 +20,7 @@ from services.controller.round.diagnosis import RESTORE_FAILED
 from services.controller.round.round import Case
 from services.controller.round.verdict import Verdict
 from services.controller.round.view import JobView
-from services.controller.round.wording import kept, listed
+from services.controller.round.wording import kept, listed, shortened
 from services.controller.rules import health_rules, recovery_rules
 from services.rules import recovery_point
 
@@ -71,9 +73,40 @@ class Rollback(msgspec.Struct, frozen=True):
         return max(since, self.away_since) + min(self.redo_s, longest_s)
 
 
+def fail_when_no_step_restores(case: Case) -> Verdict | None:
+    """If a step could not be restored and no other is in reach, try it once more, and do not start without it. If that
+    fails, too, fail the job: starting over would overwrite what is left of its copies. What an unreachable host had in
+    memory may be lost with it: then wait for that host (`wait_for_newer_steps`), and start over without it."""
+    incident, generation = case.this_incident, case.this_generation
+    if incident.cause != RESTORE_FAILED:
+        return None
+    step, history = generation.restore_step, generation.parent_lineage
+    if incident.generation == generation.generation and step is not None:
+        history = recovery_point.before(generation.lineage, step)
+    elif generation.started_at > 0.0:
+        return None  # it restored nothing; one that was not started was to restore what is left of its history
+    reached = [name for name in case.round.hosts if not case.round.is_silent(name)]
+    if plans.known_step(case, history, reached) >= 0 or _may_be_lost_with_a_host(case):
+        return None
+    if generation.started_at > 0.0 and step is not None and not _is_second_attempt(case):
+        if plans.known_step(case, generation.lineage, reached) >= 0:
+            return None  # any restart restores it
+        return _once_more(case, step)
+    tried = _restores_that_failed(case.job)
+    last = next(iter(tried), None)
+    before = listed([f"step {at} ({why})" for at, why in tried.items() if at not in (last, step)])
+    return recovery_rules.fail(
+        case,
+        f"{incident.message} {f'Before, it was the same with {before}. ' if before else ''}No other step is left, "
+        f"and to start over would overwrite the copies. {recovery_rules.COPIES_STAY}",
+        {"steps_tried": kept([str(at) for at in tried])},
+    )
+
+
 def restart_from_an_older_recovery_point(case: Case) -> Verdict | None:
-    """Skip a step that cannot be restored: at once if there is an older recovery point, otherwise after a second failed
-    attempt. If both are in the store alone, also after the second: a store that does not answer has no older one."""
+    """Skip a step that cannot be restored: at once if there is an older recovery point. After a second failed attempt
+    if both are in the store alone (a store that does not answer has no older one), or if there is no older one, and a
+    host that may have had one cannot be reached."""
     incident, generation = case.this_incident, case.this_generation
     step = generation.restore_step
     if incident.cause != RESTORE_FAILED or step is None or incident.generation != generation.generation:
@@ -84,8 +117,8 @@ def restart_from_an_older_recovery_point(case: Case) -> Verdict | None:
     failed_before = sum(
         1 for f in case.job.failures if f.cause == RESTORE_FAILED and f.generation >= generation.generation - 1
     )
-    if newest is None and failed_before < 2:
-        return None
+    if newest is None and (failed_before < 2 or not _may_be_lost_with_a_host(case)):
+        return None  # restarts do not go to the beginning past copies that are there
     if (
         newest is not None
         and not _is_second_attempt(case)
@@ -195,6 +228,33 @@ def rollback_of(case: Case, plan: ActionPlan | None) -> Rollback | None:
     )
 
 
+def _once_more(case: Case, step: int) -> Verdict:
+    """Restart from this step, although no host lists it now: an engine that comes back may list it again."""
+    following = case.this_generation.generation + 1
+    again = recovery_rules.restart(case, f"No other step is left: generation {following} tries step {step} once more.")
+    assert again.plan is not None and again.plan.next is not None, "a restart grants a generation"
+    must_find = msgspec.structs.replace(again.plan.next, known_step=step)
+    return msgspec.structs.replace(again, plan=msgspec.structs.replace(again.plan, next=must_find))
+
+
+def _may_be_lost_with_a_host(case: Case) -> bool:
+    """Whether an unreachable host ran ranks, or had copies, of a job that has nothing in a store."""
+    copies = [copy for copy in case.round.view.copies if copy.job == case.job.spec.job]
+    if any(copy.tier is Tier.PERSISTENT for copy in copies):
+        return False
+    names = {part.host_id for part in case.this_generation.hosts} | {copy.host_id for copy in copies}
+    return any(case.round.is_silent(name) for name in names)
+
+
+def _restores_that_failed(job: JobView) -> dict[int, str]:
+    """step -> why it could not be restored, of the newest generations that failed so one after the other; the last step
+    first."""
+    found: dict[int, str] = {}
+    for failure in takewhile(lambda failure: failure.cause == RESTORE_FAILED, reversed(job.failures)):
+        found.setdefault(failure.step, shortened(failure.error_message) or "its worker gave no reason")
+    return found
+
+
 def _is_second_attempt(case: Case) -> bool:
     """Whether the generation before failed to restore the same step. If it had been left out, its history were cut."""
     generation = case.this_generation
@@ -225,9 +285,10 @@ def _harm_left_behind(case: Case, wanted: Verdict) -> Harm | None:
 
 
 def _reach_step(case: Case, plan: ActionPlan) -> int:
-    """The newest step of the history that is complete on the hosts of the plan, or in the store."""
+    """The newest step of the history that is complete on the hosts of the plan, or in the store; or the one that the
+    plan does not start without."""
     assert plan.next is not None, "a plan that starts nothing restores nothing"
-    return plans.known_step(case, plan.next.parent_lineage, plan.stop_hosts)
+    return max(plan.next.known_step, plans.known_step(case, plan.next.parent_lineage, plan.stop_hosts))
 
 
 def _begins_anew(case: Case, plan: ActionPlan | None) -> bool:

@@ -54,13 +54,19 @@ def _take_failing(round_: Round, signal: Signal, body: SavesFailing) -> None:
     if incident is not None:
         round_.advance(incident, None, hosts=tuple(sorted({*incident.hosts, signal.source})))
         return
-    failed = f"{body.count} failed in {signal.at - body.since:.0f} s, the newest at step {body.step}"
+    took_s = max(0.0, signal.at - body.since)
+    if body.count:
+        what = f"No save of {ranks_of(body.ranks)} on {signal.source} succeeds"
+        how = f"{body.count} failed in {took_s:.0f} s, the newest at step {body.step}"
+    else:
+        what = f"Nothing of {ranks_of(body.ranks)} on {signal.source} is saved"
+        how = f"it is at step {body.step}, {took_s:.0f} s after its first one"
     round_.open_incident(
         job=body.job,
         host_id=signal.source,
         hosts=(signal.source,),
         cause=SAVES_FAILING,
-        message=explained(f"No save of {ranks_of(body.ranks)} on {signal.source} succeeds: {failed}", body.message),
+        message=explained(f"{what}: {how}", body.message),
         generation=body.generation,
         observed_at=signal.at,
     )
@@ -80,9 +86,9 @@ def _incident_of(round_: Round, job: str) -> Incident | None:
 
 
 def _is_current(round_: Round, host_id: str, body: SavesFailing) -> bool:
-    """Whether the signal is about the current generation, and the host has ranks of it."""
+    """Whether the signal is about the current generation, and about ranks that the host has in it."""
     job = round_.jobs.get(body.job)
     generation = job.generation if job is not None and job.state is JobState.RUNNING else None
     if generation is None or generation.generation != body.generation:
         return False
-    return any(part.host_id == host_id for part in generation.hosts)
+    return any(part.host_id == host_id and set(body.ranks) <= set(part.ranks) for part in generation.hosts)

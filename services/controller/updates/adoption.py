@@ -2,81 +2,91 @@
 
 That happens after a backup was restored, a replica lost its last seconds, or another database took over. Epochs and
 decision numbers continue above those that the hosts have seen. Their jobs are supervised as they run
-(docs/decisions/0015).
+(docs/decisions/0015), if this cluster's seals prove that it started them (0044); others wait for an operator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
-from flyball.contracts.checkpoints import RestorePlan, ShardSource
-from flyball.contracts.cluster import HostRanks, HostState, JobState, Placement
+from flyball.contracts.cluster import Placement
 from flyball.contracts.decisions import DecisionKind, GenerationPlan, Incident
-from flyball.contracts.reports.standings import HeldJob, decision_number
+from flyball.contracts.reports.standings import decision_number
 from services.controller.round.round import Round
-from services.controller.round.view import AdoptedJob, Adoption, GenerationView, JobView, ReportedStanding
+from services.controller.round.view import AdoptedJob, Adoption, ReportedStanding, WordChange
 from services.controller.round.wording import listed
+from services.controller.updates import ended_jobs, held_jobs
+from services.controller.updates.standing_words import (
+    GATHER_S,
+    JobClaim,
+    Placing,
+    Standing,
+    claims_of,
+    is_implausible,
+    is_ordered,
+    judge,
+    merged_of,
+    newest_of,
+    own_running,
+)
 from services.rules.incident_states import IncidentEvent
 
 DATABASE_OLDER = "database_older"  # hosts obeyed newer commands: a backup, or a replica that lost its last seconds
 DATABASE_NEW = "database_new"  # hosts obeyed commands of another database
-NOT_ADOPTED = "job_not_adopted"
 
-GATHER_S = 2.0  # from the first standing: others follow within moments
 OTHER_CLUSTER_S = 15.0  # another supervisor counts as gone if hosts had no contact with it for this long
-WHOLE_WITHIN_S = 20.0  # how long to wait for the other hosts of an incomplete job
 
 
 def take_in(round_: Round) -> None:
     """Adopt jobs of which hosts know more than the database. Until the round after its adoption, the other rules leave
     such a job alone, and its actions end: the view still shows its earlier state. A round that adopts decides nothing
     after this."""
-    reported = round_.view.standings
+    held_jobs.take_in_implausible(round_)
+    reported = [one for one in round_.view.standings if not is_implausible(round_, one)]
+    news = [one for one in reported if not one.is_settled]
     open_now = {i.cause: i for i in round_.incidents.values() if i.cause in (DATABASE_OLDER, DATABASE_NEW)}
-    _close_adopted(round_)
-    if not reported:
-        for incident in open_now.values():
-            round_.advance(incident, IncidentEvent.CLEARED)
-        return
     incidents = [
-        open_now.get(cause) or _open(round_, cause, mine) for cause, mine in _by_cause(round_, reported).items() if mine
+        open_now.get(cause) or _open(round_, cause, mine) for cause, mine in _by_cause(round_, news).items() if mine
     ]
-    began = min(one.first_told_at for one in reported)
-    held, ended = _newest_held(reported), _ended(reported)
-    lost = {job: part for job, part in held.items() if ended.get(job, -1) < part[0] and _is_news(round_, job, part)}
-    round_.unadopted |= lost.keys()
-    others = {one.standing.host_id for one in reported if _is_of_others(round_, one)}
-    for job, (_, parts) in sorted(lost.items()):
-        if any(host_id not in others for host_id, _ in parts):
-            round_.supersede_all(job)  # it runs elsewhere, and its newest steps are unknown here
-    waits_for = _waits_for(round_, reported, lost, began)
-    if waits_for:
-        until, what = waits_for
-        round_.wake(min(until, round_.now + 1.0))
-        for incident in incidents:
-            if incident.holding_for != what:
-                reason = f"{incident.message} {what}."
-                round_.decide_incident(incident, DecisionKind.HOLD, "wait_for_hosts_to_tell", reason)
-                round_.advance(incident, None, holding_for=what, hold_until=until)
-        return
-    stuck = {job for job, part in lost.items() if _missing(*part) and any(_runs(round_, *one) for one in part[1])}
-    for job in sorted(stuck):
-        _cannot_adopt(round_, job, *lost[job])
-    settled = tuple(one for one in reported if not any(job.spec.job in stuck for job in one.standing.jobs))
-    if not settled:
-        return
-    adopted = [_adopt(round_, job, *part, incidents[0]) for job, part in sorted(lost.items()) if not _missing(*part)]
-    _end_what_ended(round_, ended, {job: part[0] for job, part in held.items()})
-    round_.adoption = Adoption(
-        settled=settled,
-        epoch_floor=max(one.standing.obeyed.epoch for one in reported),
-        decision_floor=max(decision_number(one.standing.obeyed.command_id) for one in reported),
-        jobs=tuple(adopted),
-    )
-    _settle(round_, incidents, round_.adoption, is_all=len(settled) == len(reported))
+    causes = {_cause_of(round_, one) for one in news}
+    for cause, incident in open_now.items():
+        if cause not in causes:
+            round_.advance(incident, IncidentEvent.CLEARED)
+    claims = claims_of(round_, reported)
+    ends = ended_jobs.ends_of(reported)
+    told = {one.standing.host_id for one in reported}
+    elsewhere = [one for one in reported if _is_of_others(round_, one)]
+    for claim in claims.values():
+        judge(round_, claim, told, ends.get(claim.job, {}))
+        _wait_for_other_cluster(round_, claim, elsewhere)
+    _leave_alone(round_, claims.values(), {one.standing.host_id for one in elsewhere})
+    ended = ended_jobs.take_in(round_, claims, reported)
+    held_jobs.tell(round_, claims, reported, ended.disputed)
+    settled = [one for one in news if _is_settled(round_, one, claims)]
+    _keep_words(round_, reported, settled, ended.needed | _needed(claims.values(), ends))
+    adopted = [
+        _adopt(round_, claim, incidents, reported) for claim in claims.values() if claim.standing is Standing.ADOPTED
+    ]
+    held_jobs.end_orders(round_, claims)
+    if settled or adopted:
+        holders = {host for claim in claims.values() if claim.standing is Standing.ADOPTED for host in claim.holders}
+        mine = [
+            one.standing.obeyed
+            for one in reported
+            if one.is_settled or one in settled or one.standing.host_id in holders
+        ]
+        round_.adoption = Adoption(
+            settled=tuple(settled),
+            epoch_floor=max(obeyed.epoch for obeyed in mine),
+            decision_floor=max(decision_number(obeyed.command_id) for obeyed in mine),
+            jobs=tuple(adopted),
+        )
+        _settle(round_, incidents, round_.adoption, news)
+    elif incidents:
+        _say_what_is_awaited(round_, incidents, news, claims.values())
 
 
-def _settle(round_: Round, incidents: Iterable[Incident], adoption: Adoption, *, is_all: bool) -> None:
+def _settle(round_: Round, incidents: Iterable[Incident], adoption: Adoption, news: Iterable[ReportedStanding]) -> None:
     """Record where epochs and decision numbers continue. Jobs that cannot be adopted keep the incidents open."""
     evidence = {
         "epoch": adoption.epoch_floor,
@@ -84,21 +94,27 @@ def _settle(round_: Round, incidents: Iterable[Incident], adoption: Adoption, *,
         "hosts": len(adoption.settled),
         "jobs": len(adoption.jobs),
     }
-    for incident in incidents:
+    waiting = {_cause_of(round_, one) for one in news if one not in adoption.settled}
+    concerned = {_cause_of(round_, one) for one in adoption.settled}
+    for incident in (incident for incident in incidents if incident.cause in concerned):
         reason = (
             f"{incident.message} The hosts' state counts: commands continue under an epoch above "
             f"{adoption.epoch_floor}, decisions after number {adoption.decision_floor}."
         )
         round_.decide_incident(incident, DecisionKind.ADOPT, "count_on_above_what_hosts_obeyed", reason, evidence)
-        if is_all:
+        if incident.cause not in waiting:
             round_.advance(round_.incidents[incident.incident_id], IncidentEvent.CLEARED)
 
 
 def _by_cause(round_: Round, reported: Iterable[ReportedStanding]) -> dict[str, list[ReportedStanding]]:
     found: dict[str, list[ReportedStanding]] = {DATABASE_NEW: [], DATABASE_OLDER: []}
     for one in reported:
-        found[DATABASE_NEW if _is_of_others(round_, one) else DATABASE_OLDER].append(one)
+        found[_cause_of(round_, one)].append(one)
     return found
+
+
+def _cause_of(round_: Round, one: ReportedStanding) -> str:
+    return DATABASE_NEW if _is_of_others(round_, one) else DATABASE_OLDER
 
 
 def _is_of_others(round_: Round, one: ReportedStanding) -> bool:
@@ -106,10 +122,9 @@ def _is_of_others(round_: Round, one: ReportedStanding) -> bool:
     return one.standing.obeyed.cluster not in ("", round_.view.cluster)
 
 
-def _runs(round_: Round, host_id: str, held: HeldJob) -> bool:
-    """Whether the host may still run ranks of the job: what a lost host reported before is no reason to wait for it."""
-    host = round_.hosts.get(host_id)
-    return bool(held.ranks) and (host is None or host.state is not HostState.SILENT)
+def _gone_at(round_: Round, one: ReportedStanding) -> float:
+    """When the other supervisor that a host obeyed counts as gone; 0.0: it obeyed none."""
+    return one.told_at + OTHER_CLUSTER_S - one.standing.unanswered_s if _is_of_others(round_, one) else 0.0
 
 
 def _open(round_: Round, cause: str, reported: list[ReportedStanding]) -> Incident:
@@ -125,196 +140,124 @@ def _open(round_: Round, cause: str, reported: list[ReportedStanding]) -> Incide
     )
 
 
-def _newest_held(reported: Iterable[ReportedStanding]) -> dict[str, tuple[int, list[tuple[str, HeldJob]]]]:
-    """Return job -> the newest generation that hosts got a command to start, and what each host holds of it."""
-    found: dict[str, tuple[int, list[tuple[str, HeldJob]]]] = {}
-    for one in reported:
-        for held in one.standing.jobs:
-            job, generation = held.spec.job, held.placement.generation
-            newest = found.get(job, (-1, []))
-            if generation > newest[0]:
-                newest = found[job] = (generation, [])
-            if generation == newest[0]:
-                newest[1].append((one.standing.host_id, held))
-    return found
+def _wait_for_other_cluster(round_: Round, claim: JobClaim, elsewhere: Iterable[ReportedStanding]) -> None:
+    """A job is taken over from another cluster only when that one answers none of the job's hosts."""
+    is_meant = claim.is_open or claim.standing is Standing.ADOPTED
+    for one in elsewhere if is_meant else ():
+        gone_at = _gone_at(round_, one)
+        if one.standing.host_id in claim.holders and round_.now < gone_at:
+            claim.standing, claim.until = Standing.WAITS, gone_at
+            claim.why = _other_may_run(one)
 
 
-def _ended(reported: Iterable[ReportedStanding]) -> dict[str, int]:
-    """Return job -> the newest generation in which a host got a command to end the job."""
-    ended: dict[str, int] = {}
-    for one in reported:
-        for job, generation in one.standing.ended.items():
-            ended[job] = max(generation, ended.get(job, -1))
-    return ended
+def _other_may_run(one: ReportedStanding) -> str:
+    return (
+        f"The supervisor of cluster {one.standing.obeyed.cluster} may still run: its hosts are taken over once it has "
+        f"answered none of them for {OTHER_CLUSTER_S:.0f} s. To keep it, point the daemons at it alone"
+    )
 
 
-def _is_news(round_: Round, job: str, part: tuple[int, list[tuple[str, HeldJob]]]) -> bool:
-    """Whether hosts know a newer generation than the database, or a different one with the same number."""
-    view = round_.jobs.get(job)
-    present = None if view is None else view.generation or view.before
-    generation, parts = part
-    if view is None or present is None or present.generation != generation:
-        return present is None or present.generation < generation
-    if view.state is not JobState.RUNNING:
-        return False  # it ended here, or was submitted again: its workers are strays
-    mine = {host.host_id: host.ranks for host in present.hosts}
-    return present.started_at == 0.0 or any(mine.get(host) != _ranks_of(host, held) for host, held in parts)
+def _leave_alone(round_: Round, claims: Iterable[JobClaim], elsewhere: Set[str]) -> None:
+    """Keep the other rules from jobs of which hosts know more, and work from the hosts that run such jobs. A claim
+    without a seal does that only to a job in which its host has ranks. `elsewhere`: hosts of another cluster."""
+    for claim in claims:
+        if not claim.is_open and claim.standing is not Standing.ADOPTED:
+            continue
+        view = round_.jobs.get(claim.job)
+        present = None if view is None else view.generation or view.before
+        own = set() if present is None else {host.host_id for host in present.hosts}
+        if claim.is_sealed or is_ordered(round_, claim.job) or claim.holders & own:
+            round_.unadopted.add(claim.job)
+            if not claim.holders <= elsewhere:
+                round_.supersede_all(claim.job)  # it runs elsewhere, and its newest steps are unknown here
+        round_.unsupervised.update(claim.running(round_))
 
 
-def _ranks_of(host_id: str, held: HeldJob) -> tuple[int, ...]:
-    part = held.placement.host(host_id)
-    return part.ranks if part is not None else ()
+def _is_settled(round_: Round, one: ReportedStanding, claims: Mapping[str, JobClaim]) -> bool:
+    """Whether nothing is awaited before the host gets commands. One whose jobs lack a proof gets them at once."""
+    if round_.now < max(one.first_told_at + GATHER_S, _gone_at(round_, one)):
+        return False
+    mine = (claims[held.spec.job] for held in one.standing.jobs if held.spec.job in claims)
+    return not any(
+        claim.standing in (Standing.WAITS, *held_jobs.HELD) for claim in mine if one.standing.host_id in claim.holders
+    )
 
 
-def _waits_for(
-    round_: Round,
-    reported: Iterable[ReportedStanding],
-    lost: Mapping[str, tuple[int, list[tuple[str, HeldJob]]]],
-    began: float,
-) -> tuple[float, str] | None:
-    """Return until when the adoption must wait, and for what; None if it need not."""
-    if round_.now < began + GATHER_S:
-        return began + GATHER_S, "Other hosts may be about to report"
-    for one in reported:
-        obeyed = one.standing.obeyed
-        gone_at = one.told_at + OTHER_CLUSTER_S - one.standing.unanswered_s
-        if _is_of_others(round_, one) and round_.now < gone_at:
-            return gone_at, (
-                f"The supervisor of cluster {obeyed.cluster} may still run: its hosts are taken over once it has "
-                f"answered none of them for {OTHER_CLUSTER_S:.0f} s. To keep it, point the daemons at it alone"
-            )
-    if round_.now < began + WHOLE_WITHIN_S:
-        for job in sorted(lost):
-            if missing := _missing(*lost[job]):
-                return began + WHOLE_WITHIN_S, f"The hosts of {missing} of job {job} have not reported yet"
-    return None
+def _say_what_is_awaited(
+    round_: Round, incidents: Iterable[Incident], news: Iterable[ReportedStanding], claims: Iterable[JobClaim]
+) -> None:
+    waits = [(claim.until, claim.why) for claim in claims if claim.standing is Standing.WAITS]
+    for one in news:
+        if round_.now < one.first_told_at + GATHER_S:
+            waits.append((one.first_told_at + GATHER_S, "Other hosts may be about to report"))
+        elif round_.now < _gone_at(round_, one):
+            waits.append((_gone_at(round_, one), _other_may_run(one)))
+    if not waits:
+        return
+    until, what = min(waits)
+    round_.wake(min(until, round_.now + 1.0))
+    for incident in incidents:
+        if incident.holding_for != what:
+            reason = f"{incident.message} {what}."
+            round_.decide_incident(incident, DecisionKind.HOLD, "wait_for_hosts_to_tell", reason)
+            round_.advance(incident, None, holding_for=what, hold_until=until)
 
 
-def _placed(parts: list[tuple[str, HeldJob]]) -> dict[str, HostRanks]:
-    """Return all hosts of a generation that the standings name; rank 0's host knows all of them."""
-    return {host.host_id: host for _, held in parts for host in held.placement.hosts}
+def _keep_words(
+    round_: Round, reported: Iterable[ReportedStanding], settled: Iterable[ReportedStanding], needed: set[str]
+) -> None:
+    """Say whose word is needed from now on, and ask those that have not given it."""
+    listed_anyway = {one.standing.host_id for one in reported if not one.is_settled}
+    listed_anyway -= {one.standing.host_id for one in settled}
+    marked = {one.standing.host_id for one in reported if one.is_needed} | set(round_.view.asked)
+    changes = [WordChange(host, is_needed=True) for host in sorted(needed - marked - listed_anyway)]
+    changes += [WordChange(host, is_needed=False) for host in sorted(marked - needed)]
+    round_.words = tuple(changes)
 
 
-def _missing(generation: int, parts: list[tuple[str, HeldJob]]) -> str:
-    """Describe the ranks whose hosts are unknown; '' if there are none."""
-    world_size = parts[0][1].placement.world_size
-    known = {rank for host in _placed(parts).values() for rank in host.ranks}
-    missing = sorted(set(range(world_size)) - known)
-    return f"{len(missing)} of {world_size} ranks of generation {generation}" if missing else ""
+def _needed(claims: Iterable[JobClaim], ends: Mapping[str, Mapping[str, Placing]]) -> set[str]:
+    """Return the hosts that hold, end or should hold a job that is open."""
+    needed: set[str] = set()
+    for claim in claims:
+        if claim.is_open:
+            needed.update(claim.asked, claim.hosts, claim.holders, claim.rivals, ends.get(claim.job, ()))
+    return needed
 
 
 def _adopt(
-    round_: Round, job: str, generation: int, parts: list[tuple[str, HeldJob]], incident: Incident
+    round_: Round, claim: JobClaim, incidents: Iterable[Incident], reported: Iterable[ReportedStanding]
 ) -> AdoptedJob:
-    spec = parts[0][1].spec
-    placement = merged([held.placement for _, held in parts])
+    spec = claim.parts[0][1].spec
+    placement = merged_of(round_, claim)
     plan = plan_of(
         placement,
         known_step=placement.restore.step if placement.restore else -1,
-        ran_s=max(held.ran_s for _, held in parts),
+        ran_s=max(held.ran_s for _, held in claim.parts),
     )
-    live = sum(len(held.ranks) for _, held in parts)
-    known = round_.jobs.get(job)
-    before = "did not know the job" if known is None else f"knew generation {_newest(known)}"
-    decision_id = round_.decide_incident(
-        incident,
-        DecisionKind.ADOPT,
-        "adopt_what_hosts_run",
-        f"Job {job} is adopted as its hosts run it: generation {generation} on "
+    live = sum(len(own_running(host, held)) for host, held in claim.parts)
+    known = round_.jobs.get(claim.job)
+    before = "did not know the job" if known is None else f"knew generation {newest_of(known)}"
+    proof = "" if claim.is_sealed else " An operator ordered it: no seal proves that this cluster started it."
+    reason = (
+        f"Job {claim.job} is adopted as its hosts run it: generation {claim.generation} on "
         f"{listed([host.host_id for host in placement.hosts])}, {live} of {placement.world_size} ranks alive. The "
-        f"database {before}.",
-        {"job": job, "generation": generation, "ranks": placement.world_size, "alive": live},
+        f"database {before}.{proof}"
     )
-    _forget_what_is_past(round_, job, known)
-    return AdoptedJob(spec, plan, placement, decision_id)
-
-
-def _newest(view: JobView) -> int:
-    present: GenerationView | None = view.generation or view.before
-    return present.generation if present is not None else -1
-
-
-def _forget_what_is_past(round_: Round, job: str, known: JobView | None) -> None:
-    """End actions and incidents of older generations: current faults will be detected again."""
-    if known is None:
-        return
-    round_.supersede_all(job)
-    for incident in round_.open_incidents(job):
-        round_.advance(incident, IncidentEvent.CLEARED)
-
-
-def _cannot_adopt(round_: Round, job: str, generation: int, parts: list[tuple[str, HeldJob]]) -> None:
-    """Open an incident, once. It stays open until the job is supervised, or none of its ranks runs."""
-    round_.wake(round_.now + GATHER_S)
-    if any(i.cause == NOT_ADOPTED and i.job == job for i in round_.incidents.values() if not i.state.closed):
-        return
-    hosts = [host for host, held in parts if held.ranks]
-    incident = round_.open_incident(
-        job=job,
-        host_id="",
-        cause=NOT_ADOPTED,
-        message=(
-            f"Job {job} runs unsupervised on {listed(hosts)}: no host reports where {_missing(generation, parts)} are. "
-            f"Next step: bring its other hosts back; or end its workers on {listed(hosts)} (SIGINT ends a daemon with "
-            "them), start the daemons again, and submit the job: it continues from its newest recovery point."
-        ),
-        generation=generation,
-        observed_at=round_.now,
-    )
-    round_.decide_incident(incident, DecisionKind.HOLD, "say_what_cannot_be_adopted", incident.message)
-
-
-def _close_adopted(round_: Round) -> None:
-    """Close incidents of jobs that are supervised by now, or that no host runs any more."""
-    running = {
-        held.spec.job
-        for one in round_.view.standings
-        for held in one.standing.jobs
-        if _runs(round_, one.standing.host_id, held)
+    evidence: dict[str, str | int] = {
+        "job": claim.job,
+        "generation": claim.generation,
+        "ranks": placement.world_size,
+        "alive": live,
+        "sealed": claim.is_sealed,
+        "told_by": listed(sorted(host for host, _ in claim.parts)),
     }
-    for incident in list(round_.incidents.values()):
-        view = round_.jobs.get(incident.job)
-        is_known = view is not None and _newest(view) >= incident.generation
-        if incident.cause == NOT_ADOPTED and (is_known or incident.job not in running):
-            round_.advance(incident, IncidentEvent.CLEARED)
-
-
-def _end_what_ended(round_: Round, ended: Mapping[str, int], held: Mapping[str, int]) -> None:
-    """Stop jobs that run according to the database, but whose hosts got a command to end them."""
-    for job, generation in sorted(ended.items()):
-        view = round_.jobs.get(job)
-        if view is None or view.state.ended or held.get(job, -1) > generation or view.generation is None:
-            continue
-        if view.generation.generation <= generation:
-            reason = (
-                "its hosts got the command to end it from a supervisor whose records are lost; how it ended is unknown"
-            )
-            round_.decide_job(job, DecisionKind.ADOPT, "believe_hosts_that_a_job_ended", f"Job {job}: {reason}.", {})
-            _forget_what_is_past(round_, job, view)
-            round_.change_job(job, JobState.STOPPED, reason)
-
-
-def merged(parts: list[Placement]) -> Placement:
-    """Merge the parts of a placement that hosts got. Pure."""
-    hosts = {host.host_id: host for part in parts for host in part.hosts}
-    peers = {owner: holders for part in parts for owner, holders in part.peers.items()}
-    whole = max(parts, key=lambda part: len(part.hosts))
-    sources: dict[str, tuple[ShardSource, ...]] = {}
-    for part in parts:
-        sources |= dict(part.restore.sources) if part.restore is not None else {}
-    return Placement(
-        job=whole.job,
-        generation=whole.generation,
-        world_size=whole.world_size,
-        hosts=tuple(sorted(hosts.values(), key=lambda host: host.ranks)),
-        master_address=whole.master_address,
-        master_port=whole.master_port,
-        peers=peers,
-        lineage=whole.lineage,
-        restore=RestorePlan(whole.restore.step, sources) if whole.restore is not None else None,
-        restart_count=whole.restart_count,
-        run=whole.run,
-    )
+    incident = next(iter(incidents), None)
+    if incident is not None:
+        decision_id = round_.decide_incident(incident, DecisionKind.ADOPT, "adopt_what_hosts_run", reason, evidence)
+    else:
+        decision_id = round_.decide_job(claim.job, DecisionKind.ADOPT, "adopt_what_hosts_run", reason, evidence)
+    ended_jobs.forget_what_is_past(round_, claim.job, known)
+    return AdoptedJob(spec, plan, placement, decision_id)
 
 
 def plan_of(placement: Placement, *, known_step: int, ran_s: float) -> GenerationPlan:

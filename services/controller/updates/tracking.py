@@ -23,7 +23,7 @@ from services.controller.round.diagnosis import (
     Failure,
     newest_common_step,
 )
-from services.controller.round.guardrails import failures_within, is_another_fault, progress_of
+from services.controller.round.guardrails import failures_within, is_another_fault, is_early, progress_of
 from services.controller.round.round import Case, Round
 from services.controller.round.view import ActionView, GenerationView, HostView, JobView, PastFailure, RankView
 from services.controller.round.wording import explained
@@ -307,7 +307,7 @@ def _record(round_: Round, job: JobView, generation: GenerationView, failure: Fa
     else:
         return
     record = failure.record
-    if not failure.is_step_known:  # it cannot be compared by step
+    if not failure.is_step_known and not is_early(failure, generation, round_.settings_of(job.spec)):
         record = PastFailure(record.generation, record.cause, "", "", record.step, record.host_id)
     round_.change_job(job.spec.job, job.state, job.message, record)
 

@@ -52,6 +52,7 @@ class HttpServer:
                 log_config=None,
                 access_log=False,  # ours omits query strings
                 server_header=False,
+                headers=[("x-content-type-options", "nosniff")],  # of every response, also of those it makes itself
                 ws="none",
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_S,

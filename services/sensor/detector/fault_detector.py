@@ -7,7 +7,7 @@ afterwards, at most `_RECOVER_S`: hosts try again within that time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 
 import msgspec
 
@@ -48,10 +48,15 @@ class FaultDetector:
         self._forgiven_s = 0.0
 
     def expect(self, host_id: str, now_s: float, report_ago_s: float, reported_at: float = 0.0) -> None:
-        """A host has ranks, and last reported to any sensor `report_ago_s` ago, at `reported_at` by that sensor's wall
+        """A host should report, and last did to any sensor `report_ago_s` ago, at `reported_at` by that sensor's wall
         clock. To be called regularly: a host that reports elsewhere does not become silent here, and one that dies with
         its sensor does."""
         self._silence.expect(host_id, self._own_time(now_s), report_ago_s, reported_at)
+
+    def expect_no_others(self, expected: Set[str]) -> None:
+        """All that are expected, after `expect` of each."""
+        self._silence.expect_no_others(expected)
+        self._drop_forgotten()
 
     def doubt(self, now_s: float, for_s: float) -> None:
         """Reports to other sensors are unknown for now: let no host become silent for that long."""

@@ -10,7 +10,7 @@ neighbour that its job got only now, by a move, has time to answer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from math import inf
 from typing import Protocol
 
@@ -84,6 +84,7 @@ class SilenceWatch:
         self._least_s = inf  # no host whose last report is younger than this is yellow
         self._doubt_until_s = -inf
         self._forgotten: list[str] = []
+        self._only_expected: set[str] = set()  # no report came here
 
     def __len__(self) -> int:
         return len(self._hosts)
@@ -100,7 +101,10 @@ class SilenceWatch:
         """Watch a host that should report to some sensor. A report to another sensor `report_ago_s` ago counts like one
         to this sensor, if it is clearly newer. So does a `reported_at` (that sensor's wall clock) that advances while
         no report comes here: this works even if the clocks of the sensors disagree."""
-        host = self._hosts.get(host_id) or self._admit(host_id, now_s)
+        host = self._hosts.get(host_id)
+        if host is None:
+            host = self._admit(host_id, now_s)
+            self._only_expected.add(host_id)
         silent_s = now_s - host.last_seen_s
         moved_s = reported_at - host.reported_at if host.reported_at else 0.0
         moved = moved_s > _JITTER_S and silent_s > _ELSEWHERE_AFTER_S
@@ -112,12 +116,18 @@ class SilenceWatch:
             self._hosts[host_id] = self._hosts.pop(host_id)
             self._next_scan_s = min(self._next_scan_s, now_s)
 
+    def expect_no_others(self, expected: Set[str]) -> None:
+        """Forget hosts that never reported here, and should report nowhere any more."""
+        for host_id in self._only_expected - expected:
+            self.leave(host_id)
+
     def observe(self, report: Report, now_s: float) -> tuple[list[SignalBody], bool]:
         """Returns signals, and whether this is the host's newest report. A repeated or late one only shows that it
         is alive."""
         host_id = report.facts.host_id
         signals: list[SignalBody] = []
         host = self._hosts.pop(host_id, None)
+        self._only_expected.discard(host_id)
         if host is None:
             host = self._admit(host_id, now_s)
         else:
@@ -364,5 +374,6 @@ class SilenceWatch:
 
     def _forget(self, host_id: str) -> None:
         self._leave(self._hosts.pop(host_id).domain)
+        self._only_expected.discard(host_id)
         self._forgotten.append(host_id)
         self._witnesses.forget(host_id)

@@ -59,6 +59,8 @@ class Witnesses:
             alive = self._testified.get(testimony.peer)
             if alive is None or testimony.daemon_s is None or testimony.peer == witness:
                 continue  # it was not asked about, or its engine has outlived its daemon
+            if witness not in self._asked.get(testimony.peer, ()) and witness not in alive:
+                continue  # it was not asked
             alive_s = now_s - testimony.engine_s - testimony.daemon_s
             alive[witness] = max(alive_s, alive.get(witness, alive_s))
 
@@ -88,8 +90,11 @@ class Witnesses:
         return max(self._asked.get(host_id, {}).values(), default=-inf)
 
     def accusers(self, host_id: str, doubtful: Collection[str]) -> list[str]:
-        """The witnesses that cannot reach a host, without the doubtful ones."""
-        return sorted(self._accusers.get(host_id, set()).difference(doubtful))
+        """The witnesses that cannot reach a host, without the doubtful ones. Only its neighbours have a link to it."""
+        accusers = self._accusers.get(host_id, set())
+        if self._neighbours:  # they are known
+            accusers = accusers.intersection(self._neighbours.get(host_id, ()))
+        return sorted(accusers.difference(doubtful))
 
     def testified(self, host_id: str) -> Mapping[str, float]:
         """witness -> when the suspect was last alive. A witness that is late by now counts: testimonies age anyway."""

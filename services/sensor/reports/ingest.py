@@ -27,6 +27,7 @@ from services.sensor.detector.straggler_watch import StragglerWatch
 from services.sensor.detector.suspect_replicas import SuspectReplicas
 from services.sensor.detector.watched_job import LearnedJob
 from services.sensor.reports.committed import CommittedPositions
+from services.sensor.reports.peer_addresses import PeerAddresses
 from services.sensor.reports.report_queue import Received, ReportQueue
 from services.sensor.rules.admission import Admission, reason_of
 from services.sensor.rules.early_steps import EarlySteps
@@ -95,6 +96,7 @@ class Ingest:
         metrics: Metrics,
     ) -> None:
         self.vouches = Vouches()
+        self.peer_addresses = PeerAddresses(clock)
         # Two sensors may share a name, for a while or by mistake. Their reports must not be mixed up.
         self._voucher = f"sensor.{sensor_id}.{incarnation}"
         self._steps = StepEventLog(sensor_id)
@@ -117,8 +119,8 @@ class Ingest:
         self._received = metrics.tally(metrics.reports_received)
 
     def expect_hosts(self, reported_at: Mapping[str, float]) -> None:
-        """Hosts with ranks -> when each last reported to any sensor (wall clock). One that reports to none is silent,
-        even if it never reported here."""
+        """Hosts that should report -> when each last did to any sensor (wall clock). One that reports to none is
+        silent, even if it never reported here."""
         now_s, now = self._clock.monotonic_s(), self._clock.wall_s()
         for host_id, at in reported_at.items():
             self._detector.expect(host_id, now_s, now - at, at)
@@ -194,7 +196,9 @@ class Ingest:
         ask = self._detector.questions(host_id)
         stored = self._stored_points and self._stored_of(own.workers)
         clean = self._replicas.clean_steps(own.workers, self._losses.clean_steps(of.job for of in own.workers))
-        return ReportReply(known, ask, stored, clean) if known or ask or stored or clean else NOTHING_NEW
+        where = self.peer_addresses.of(report.engine.unreachable_peers) if report.engine.unreachable_peers else {}
+        news = known or ask or stored or clean or where
+        return ReportReply(known, ask, stored, clean, where) if news else NOTHING_NEW
 
     def admit_large(self, host_id: str, size_bytes: int) -> None:
         """Call this before decoding a report of more than LARGE_REPORT_BYTES. Raises TooBusy; the host is alive."""
@@ -232,10 +236,12 @@ class Ingest:
         while True:
             wait_s = EXPECT_EVERY_S
             try:
-                reported_at = iter((await asyncio.to_thread(read)).items())
+                found = await asyncio.to_thread(read)
+                reported_at = iter(found.items())
                 while part := dict(islice(reported_at, EXPECTED_AT_ONCE)):
                     self.expect_hosts(part)
                     await asyncio.sleep(0)  # let waiting reports in
+                self._detector.expect_no_others(found.keys())
                 outage.ended()
             except OUTAGES as error:
                 wait_s = outage.pause_s(error)

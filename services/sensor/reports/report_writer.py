@@ -52,7 +52,7 @@ class StatusStore(Protocol):
         """The highest seq per sender up to which every signal is committed."""
         ...
 
-    def hosts_with_placement(self) -> dict[str, float]:
+    def expected_hosts(self) -> dict[str, float]:
         """Hosts that should have workers -> when each last reported to any sensor."""
         ...
 

@@ -26,6 +26,7 @@ from flyball.contracts.errors import (
     WrongClock,
 )
 from flyball.contracts.identity import is_name
+from flyball.contracts.reports.conditions import BY_API
 from flyball.contracts.reports.rank_columns import (
     CompletedSteps,
     Workers,
@@ -34,6 +35,10 @@ from flyball.contracts.reports.rank_columns import (
     check_workers,
 )
 from flyball.contracts.reports.signals import (
+    ConditionBegan,
+    ConditionEnded,
+    ConditionsStand,
+    FalseAlarm,
     HostReturned,
     HostSilent,
     HostSuspect,
@@ -41,6 +46,7 @@ from flyball.contracts.reports.signals import (
     RankStalled,
     Report,
     Signal,
+    SignalBody,
     SignalUnreadable,
 )
 from flyball.contracts.reports.succession import is_given_up
@@ -70,6 +76,7 @@ _SUPERVISORS_OWN = (
     HostSuspect,
     HostReturned,
     RankStalled,
+    FalseAlarm,
     LossDiverged,
     LossRecovered,
     Straggler,
@@ -317,9 +324,26 @@ def _check_signals(signals: Iterable[Signal], host_id: str) -> None:
                 "supervisor can raise.",
                 hint="a daemon reports only what it observed itself",
             )
+        if any(source.startswith(BY_API) for source in _sources(signal.body)):
+            raise Forbidden(
+                f"The report of {host_id!r} carries a condition that others reported at the API.",
+                hint="a daemon reports only what it observed itself",
+            )
         if signal.seq <= newest.get(signal.incarnation, 0):
             raise InvalidMessage(
                 f"The signals of incarnation {signal.incarnation!r} are out of order at {signal.seq}.",
                 hint="signals are numbered from 1 and sent in order",
             )
         newest[signal.incarnation] = signal.seq
+
+
+def _sources(body: SignalBody) -> tuple[str, ...]:
+    """Who reports the conditions that a signal is about."""
+    match body:
+        case ConditionBegan():
+            return (body.condition.source,)
+        case ConditionEnded():
+            return (body.source,)
+        case ConditionsStand():
+            return (*body.sources, *(source for source, _, _ in body.keys))
+    return ()

@@ -12,12 +12,13 @@ from typing import Any
 import msgspec
 from sqlalchemy import Connection, Row, Select, select
 
-from flyball.contracts.decisions import ActionPlan, Command, CommandResult, CommandUpdate
+from flyball.contracts.decisions import ActionPlan, ActionState, Command, CommandResult, CommandUpdate, Decision
 from services.actuator.ports import OutboxCommand
 from services.record.answers import ActionAnswers, sum_up
 from services.record.codec import load
 from services.store.sql import events
-from services.store.sql.tables import actions, commands
+from services.store.sql.set_aside import readable
+from services.store.sql.tables import actions, commands, decisions
 
 COLUMNS = [column for column in actions.columns if column is not actions.c.plan]  # which is long with very many hosts
 
@@ -38,9 +39,11 @@ class ActionCache:
     def __init__(self) -> None:
         self._known: dict[int, CachedAction] = {}
         self._revision = 0
+        self.broken: dict[int, str] = {}  # of the last read: action that cannot be decoded -> what of it
 
     def read(self, connection: Connection, rows: Sequence[Row[Any]]) -> Mapping[int, CachedAction]:
-        """Return the actions of `rows` (of `COLUMNS`), as this transaction sees them."""
+        """Return the actions of `rows` (of `COLUMNS`), as this transaction sees them. Without those that are broken."""
+        self.broken = {}
         revision = events.revision(connection)
         if revision < self._revision:  # an older copy replaced the database; its numbers mean something else
             self._known = {}
@@ -48,17 +51,28 @@ class ActionCache:
         for action, number, answer in _answers(connection, known, after=self._revision):
             record = known[action].records.get(number)
             if record is not None:  # otherwise it is read below, with its answer
-                known[action].records[number] = msgspec.structs.replace(record, update=load(answer, CommandUpdate))
+                update = readable("commands", number, load, answer, CommandUpdate)
+                known[action].records[number] = msgspec.structs.replace(record, update=update or record.update)
         known |= {
             number: CachedAction(plan)
             for number, plan in load_plans(connection, {r.number for r in rows} - known.keys())
         }
         for row in rows:
-            mine = known[row.number]
-            if mine.version != row.version:
+            mine = known.get(row.number)
+            if mine is None:
+                self.broken[row.number] = "Its plan"
+            elif readable("actions", f"act-{row.number}", ActionState, row.state) is None:
+                self.broken[row.number] = "Its state"
+                del known[row.number]
+            elif mine.version != row.version:
                 newest = next(reversed(mine.records), 0)
                 query = _COMMANDS.where(commands.c.action == row.number, commands.c.number > newest)
-                mine.records |= {fresh.number: _record(fresh) for fresh in connection.execute(query)}
+                fresh = {one.number: _record(one) for one in connection.execute(query)}
+                if None in fresh.values():  # without all its commands nobody knows what to do next
+                    self.broken[row.number] = "A command of it"
+                    del known[row.number]
+                    continue
+                mine.records |= {number: record for number, record in fresh.items() if record is not None}
                 mine.version = row.version
         self._known, self._revision = known, revision
         return known
@@ -82,7 +96,9 @@ class AnswerCache:
         fresh += _answers(connection, set(numbers) - known.keys(), after=None)
         answers = {number: known.get(number, {}) for number in numbers}
         for action, number, answer in fresh:
-            update = load(answer, CommandUpdate)
+            update = readable("commands", number, load, answer, CommandUpdate)
+            if update is None:
+                continue
             result = update.result
             kept = CommandResult(positions=result.positions, stands=result.stands, check=result.check)
             answers[action][number] = msgspec.structs.replace(update, result=kept)
@@ -98,12 +114,24 @@ def incident_id(number: int | None) -> str:
     return f"inc-{number}" if number is not None else ""
 
 
+def decided_plans(connection: Connection, numbers: Collection[int]) -> Iterator[tuple[int, ActionPlan]]:
+    """Yield (number, plan) of actions whose own plan cannot be decoded, as they were decided."""
+    if numbers:
+        query = select(decisions.c.number, decisions.c.document).where(decisions.c.number.in_(sorted(numbers)))
+        for number, document in connection.execute(query):
+            decided = readable("decisions", f"dec-{number}", load, document, Decision)
+            if decided is not None and decided.action is not None:
+                yield number, decided.action
+
+
 def load_plans(connection: Connection, numbers: Collection[int]) -> Iterator[tuple[int, ActionPlan]]:
-    """Yield (number, plan) of actions; plans never change."""
+    """Yield (number, plan) of actions; plans never change. Without those that cannot be decoded."""
     if numbers:
         query = select(actions.c.number, actions.c.plan).where(actions.c.number.in_(sorted(numbers)))
-        for number, plan in connection.execute(query):
-            yield number, load(plan, ActionPlan)
+        for number, document in connection.execute(query):
+            plan = readable("actions", f"act-{number}", load, document, ActionPlan)
+            if plan is not None:
+                yield number, plan
 
 
 def _answers(
@@ -120,10 +148,7 @@ def _answers(
     yield from (tuple(row) for row in connection.execute(query))
 
 
-def _record(row: Any) -> OutboxCommand:  # noqa: ANN401 - a row's columns have no static type
-    return OutboxCommand(
-        command=load(row.document, Command),
-        phase=row.phase,
-        created_at=row.created_at,
-        update=load(row.answer, CommandUpdate) if row.answer else None,
-    )
+def _record(row: Any) -> OutboxCommand | None:  # noqa: ANN401 - a row's columns have no static type
+    command = readable("commands", row.number, load, row.document, Command)
+    answer = readable("commands", row.number, load, row.answer, CommandUpdate) if row.answer else None
+    return OutboxCommand(command, row.phase, row.created_at, answer) if command is not None else None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,13 +19,16 @@ from services.actuator.ports import ActionProgress, PlaybookStep
 from services.actuator.rules.playbook import may_start
 from services.record.answers import ACKNOWLEDGED, ANSWERED
 from services.record.codec import dump, load, number_of
-from services.record.step_events import Position
+from services.record.step_events import Position, job_and_generation
 from services.record.stored_steps import Wanted
+from services.rules.grant_seals import GrantSeals
 from services.store.actions import step_writer
 from services.store.actions.action_cache import COLUMNS, ActionCache, CachedAction, incident_id
 from services.store.reports.persistent_steps import PersistentCopies
 from services.store.sql import events, lease
 from services.store.sql.database import Database
+from services.store.sql.set_aside import readable
+from services.store.sql.shared_reads import GivenPlans
 from services.store.sql.tables import actions, commands, host_reports, hosts, log_head
 
 _OPEN = select(*COLUMNS).where(~actions.c.ended).order_by(actions.c.number)  # made once: it is asked all the time
@@ -35,22 +39,36 @@ _log = structlog.get_logger(__name__)
 class SqlActionStore:
     """An `ActionStore`. Thread-safe; any number of actuators may share the database."""
 
-    def __init__(self, db: Database, clock: Clock) -> None:
+    def __init__(self, db: Database, clock: Clock, seals: GrantSeals) -> None:
         self._db = db
         self._clock = clock
+        self._seals = seals
+        self._given = GivenPlans()
         self._one_looks = threading.Lock()
         self._known = ActionCache()
         self._copies = PersistentCopies()
 
     def open_actions(self) -> list[ActionProgress]:
         """Return every action that has not ended, with all its commands, oldest first. Includes engine addresses and
-        persistent copies for those whose next move may need them."""
+        persistent copies for those whose next move may need them. Those that cannot be decoded end as failed, so that
+        the policy decides again."""
+        found, broken = self._open_actions()
+        for number, what in sorted(broken.items()):
+            message = f"{what} cannot be read: see the incident, and the supervisor's log."
+            self._db.transact(
+                partial(step_writer.fail_unread, number=number, message=message, now=self._clock.wall_s())
+            )
+        return found
+
+    def _open_actions(self) -> tuple[list[ActionProgress], Mapping[int, str]]:
+        """Return the actions, and what of others cannot be decoded."""
         with self._one_looks, self._db.read() as connection:
             rows = connection.execute(_OPEN).all()
             if not rows:
-                return []
+                return [], {}
             known = self._known.read(connection, rows)
-            found = [_progress(row, known[row.number]) for row in rows]
+            found = [_progress(row, known[row.number]) for row in rows if row.number in known]
+            broken = self._known.broken
             starting = {
                 progress.plan.job: Wanted.of(progress.plan.spec, progress.plan.next.parent_lineage)
                 for progress in found
@@ -58,14 +76,14 @@ class SqlActionStore:
             }
             self._copies.forget_others(starting)
             if not starting:
-                return found
+                return found, broken
             addresses = {
                 row.host_id: row.engine_address
                 for row in connection.execute(select(hosts.c.host_id, hosts.c.engine_address))
                 if row.engine_address
             }
             copies = self._copies.read(connection, starting)
-        return [
+        complete = [
             msgspec.structs.replace(
                 progress,
                 persistent_copies=tuple(copy for copy in copies if copy.job == progress.plan.job),
@@ -75,6 +93,7 @@ class SqlActionStore:
             else progress
             for progress in found
         ]
+        return complete, broken
 
     def apply(self, progress: ActionProgress, step: PlaybookStep, now: float) -> bool:
         """Store a step with its commands under the present lease epoch. Return False, and store nothing, if the action
@@ -97,7 +116,9 @@ class SqlActionStore:
                 phase=progress.phase,
                 state=progress.state,
             )
-            events.append(connection, step_writer.store(connection, position, step, issuer=issuer, now=now))
+            events.append(
+                connection, step_writer.store(connection, position, step, issuer=issuer, seals=self._seals, now=now)
+            )
             return True
 
         return self._db.transact(work)
@@ -144,7 +165,9 @@ class SqlActionStore:
                 rows = connection.execute(query).all()
         found: defaultdict[str, list[Command]] = defaultdict(list)
         for row in rows:
-            found[row.host_id].append(load(row.document, Command))
+            command = readable("commands", row.number, load, row.document, Command)
+            if command is not None:
+                found[row.host_id].append(command)
         return dict(found)
 
     def record(self, update: CommandUpdate) -> None:
@@ -154,9 +177,13 @@ class SqlActionStore:
         mine = (commands.c.command_id == update.command_id, commands.c.host_id == update.host_id)
 
         def work(connection: Connection) -> bool:
+            document = connection.scalar(select(commands.c.document).where(*mine))
+            command = readable("commands", update.command_id, load, document, Command) if document else None
+            if command is None:
+                return False
             values: dict[str, Any] = {
                 "progress": progress,
-                "answer": dump(update),
+                "answer": dump(self._own(connection, command, update)),
                 "answered_at": self._clock.wall_s(),
             }
             if progress == ANSWERED:
@@ -165,11 +192,28 @@ class SqlActionStore:
             if moved.rowcount:
                 events.append(connection, [])
                 connection.execute(_stamp().where(*mine))
-                return True
-            return connection.execute(select(commands.c.number).where(*mine)).first() is not None
+            return True
 
         if not self._db.transact(work, durable=False):  # a lost answer is requested again
             _log.warning("answer_ignored", command_id=update.command_id, host_id=update.host_id, why="unknown command")
+
+    def _own(self, connection: Connection, command: Command, update: CommandUpdate) -> CommandUpdate:
+        """The answer without what a host cannot know: ranks that it was not given, copies of other hosts or jobs, and
+        measurements of others. An older generation's ranks are known to whom the command's generation was given."""
+        result, host_id = update.result, update.host_id
+        own: Collection[int] = ()
+        if result.positions or result.stands:
+            job, generation = job_and_generation(command.body)
+            own = self._given.read(connection, job, generation).get(host_id, ())
+        of_job = job_and_generation(command.body)[0]
+        kept = msgspec.structs.replace(
+            result,
+            positions=tuple(one for one in result.positions if one.rank in own),
+            stands=tuple(one for one in result.stands if one.rank in own),
+            copies=tuple(one for one in result.copies if one.job == of_job and one.host_id in (host_id, "")),
+            check=result.check if result.check is not None and result.check.host_id == host_id else None,
+        )
+        return update if kept == result else msgspec.structs.replace(update, result=kept)
 
 
 def _progress(row: Row[Any], known: CachedAction) -> ActionProgress:

@@ -10,7 +10,8 @@ from flyball.contracts.decisions import ActionPlan
 from flyball.contracts.reports.drains import Departure
 from services.record.codec import load, number_of
 from services.store.sql.database import Database
-from services.store.sql.shared_reads import HAS_ENDED, RunningPlans, hosts_of, open_incidents
+from services.store.sql.set_aside import readable
+from services.store.sql.shared_reads import ENDS, HAS_ENDED, RunningPlans, hosts_of, open_incidents
 from services.store.sql.tables import actions, hosts, jobs
 
 
@@ -59,8 +60,9 @@ class SqlDepartures:
         if missing:
             query = select(actions.c.number, actions.c.plan).where(actions.c.number.in_(sorted(missing)))
             for row in connection.execute(query):
-                plan: ActionPlan = load(row.plan, ActionPlan)
-                stopped[row.number] = frozenset(plan.stop_hosts)
+                plan = readable("actions", f"act-{row.number}", load, row.plan, ActionPlan)
+                if plan is not None:  # otherwise it fails in a moment
+                    stopped[row.number] = frozenset(plan.stop_hosts)
         self._stopped = stopped
         return stopped
 
@@ -68,4 +70,4 @@ class SqlDepartures:
 def _ends_under_way(connection: Connection) -> dict[int, str]:
     """Return action -> job, of open actions that carry out the end of a job."""
     query = select(actions.c.number, jobs.c.job).join(jobs, jobs.c.job == actions.c.job)
-    return {row.number: row.job for row in connection.execute(query.where(~actions.c.ended, HAS_ENDED))}
+    return {row.number: row.job for row in connection.execute(query.where(~actions.c.ended, ENDS | HAS_ENDED))}

@@ -7,8 +7,8 @@ from typing import Any
 from sqlalchemy import Connection, insert, select, update
 
 from flyball.contracts.cluster import Placement
-from flyball.contracts.decisions import Command
-from flyball.contracts.events import Event
+from flyball.contracts.decisions import ActionState, Command
+from flyball.contracts.events import Event, EventKind
 from services.actuator.ports import PlaybookStep
 from services.record.codec import dump
 from services.record.lease_terms import Issuer
@@ -18,10 +18,14 @@ from services.record.step_events import (
     events_of,
     restore_step_of,
 )
-from services.store.sql.tables import action_changes, actions, commands, generations, jobs
+from services.rules.grant_seals import GrantSeals
+from services.store.sql import events
+from services.store.sql.tables import action_changes, actions, commands, decisions, generations, jobs
 
 
-def store(connection: Connection, position: Position, step: PlaybookStep, *, issuer: Issuer, now: float) -> list[Event]:
+def store(
+    connection: Connection, position: Position, step: PlaybookStep, *, issuer: Issuer, seals: GrantSeals, now: float
+) -> list[Event]:
     """Write a step of an action whose row the caller has locked and updated (`values_of`). Returns its events."""
     if step.message or (step.phase, step.state) != (position.phase, position.state):
         connection.execute(
@@ -32,11 +36,13 @@ def store(connection: Connection, position: Position, step: PlaybookStep, *, iss
     if step.commands:
         granted = connection.scalar(select(jobs.c.generation).where(jobs.c.job == position.plan.job))
         rows = [
-            _row(position.number, step.phase, command_of(position, draft, granted, issuer), now)
+            _row(position.number, step.phase, command_of(position, draft, granted, issuer, seals), now)
             for draft in step.commands
         ]
         _withdraw(connection, position.number, step)
         connection.execute(insert(commands), rows)
+    if step.job_message:
+        connection.execute(update(jobs).where(jobs.c.job == position.plan.job).values(message=step.job_message))
     if step.placement is not None:
         _start_generation(connection, step.placement, now)
     if step.state.ended:
@@ -55,6 +61,45 @@ def values_of(step: PlaybookStep, now: float) -> dict[str, Any]:
         "version": actions.c.version + 1,
         "ended_at": now if step.state.ended else 0.0,
     }
+
+
+def fail_unread(connection: Connection, *, number: int, message: str, now: float) -> None:
+    """Fail an action of which something cannot be decoded, unless it ended meanwhile."""
+    mine = actions.c.number == number
+    row = connection.execute(select(*HEAD).where(mine, ~actions.c.ended).with_for_update()).first()
+    if row is None:
+        return
+    state = ActionState.FAILED
+    step = PlaybookStep(row.phase, state, message=message, attempt=row.attempt)
+    connection.execute(update(actions).where(mine).values(values_of(step, now)))
+    connection.execute(
+        insert(action_changes).values(action=number, at=now, phase=row.phase, state=state.value, message=message)
+    )
+    close_commands(connection, number)
+    events.append(connection, [ended_unread(connection, row, state, now)])
+
+
+# The columns that describe an action without its plan.
+HEAD = (actions.c.number, actions.c.incident, actions.c.job, actions.c.phase, actions.c.attempt)
+
+
+def ended_unread(
+    connection: Connection,
+    row: Any,  # noqa: ANN401 - a row of these or more columns
+    state: ActionState,
+    now: float,
+) -> Event:
+    """Return the event of an action's end whose plan cannot be decoded. `row`: at least `HEAD`."""
+    kind = connection.scalar(select(decisions.c.kind).where(decisions.c.number == row.number)) or ""
+    generation = connection.scalar(select(jobs.c.generation).where(jobs.c.job == row.job))
+    return Event(
+        at=now,
+        kind=EventKind.ACTION_ENDED,
+        job=row.job,
+        generation=-1 if generation is None else generation,
+        incident_id="" if row.incident is None else f"inc-{row.incident}",
+        data={"action_id": f"act-{row.number}", "state": state.value, "kind": kind},
+    )
 
 
 def close_commands(connection: Connection, number: int) -> None:

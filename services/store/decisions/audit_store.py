@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -9,17 +10,28 @@ from sqlalchemy import Connection, delete, insert, select, update
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import Conflict
-from services.record.audit_records import IN_PROGRESS_S, KEY_KEPT_S, Answer, Attempt, Begun
-from services.record.codec import number_of
+from flyball.contracts.reports.signals import (
+    ConditionBegan,
+    ConditionEnded,
+    ConditionsStand,
+    PreemptionNotice,
+    Signal,
+    SignalBody,
+)
+from services.record.audit_records import IN_PROGRESS_S, KEY_KEPT_S, OPERATOR, Answer, Attempt, Begun, Noted
+from services.record.codec import load, number_of
+from services.runtime.http.auth import Role
 from services.runtime.list_filters import AuditFilter
 from services.runtime.paging import Page
 from services.store.sql.database import Database
 from services.store.sql.rows import new_version, upsert
+from services.store.sql.set_aside import readable
 from services.store.sql.shared_reads import DISORDER_S, last_before
 from services.store.sql.tables import audit_entries, idempotency_keys
 
 Json = dict[str, Any]
 _KEYS = idempotency_keys.c
+UNREADABLE_DETAIL = {"unreadable": True}  # of a record that somebody changed: it is shown with what can be read
 
 
 class SqlAuditLog:
@@ -80,23 +92,57 @@ class SqlAuditLog:
                 first = last_before(connection, columns.number, columns.at, wanted.since - DISORDER_S)
                 query = query.where(columns.at >= wanted.since, columns.number > first)
             rows = connection.execute(query.order_by(columns.number.desc()).limit(page.limit)).all()[::-1]
+        details = [readable("audit_entries", f"aud-{row.number}", load, row.detail, Json) for row in rows]
         return [
             {
                 "audit_id": f"aud-{row.number}",
                 "at": row.at,
                 "ended_at": row.ended_at or None,
                 "role": row.role,
+                "operator": str(detail.pop(OPERATOR, "")) if detail is not None else "",
                 "token": row.token,
                 "client": row.client,
                 "operation": row.operation,
                 "target": row.target,
-                "detail": msgspec.json.decode(row.detail),
+                "detail": UNREADABLE_DETAIL if detail is None else detail,
                 "status": row.status,
                 "code": row.code,
                 "idempotency_key": row.idempotency_key,
             }
-            for row in rows
+            for row, detail in zip(rows, details, strict=True)
         ]
+
+
+def note(connection: Connection, noted: Noted) -> None:
+    """Record what a host said, in the transaction that stores it."""
+    row = {"at": noted.at, "ended_at": noted.at, "operation": noted.operation, "target": noted.target}
+    row |= {"role": Role.DAEMON.value, "token": "", "client": "", "status": 200, "code": ""}
+    detail = msgspec.json.encode(noted.detail).decode()
+    connection.execute(insert(audit_entries).values(detail=detail, idempotency_key="", claim=0, **row))
+
+
+def note_signals(connection: Connection, signals: Sequence[Signal], now: float) -> None:
+    """Record what hosts said of themselves that work leaves them for, or may return for."""
+    for signal in signals:
+        body = signal.body
+        if isinstance(body, PreemptionNotice | ConditionBegan | ConditionEnded | ConditionsStand):
+            detail = _detail_of(body)
+            tag = str(body.__struct_config__.tag)
+            note(connection, Noted(now, f"report_{tag}", signal.source, detail))
+
+
+def _detail_of(body: SignalBody) -> dict[str, object]:
+    match body:
+        case PreemptionNotice():
+            return {"deadline_at": body.deadline_at}
+        case ConditionBegan():
+            condition = body.condition
+            return {"kind": condition.kind, "severity": condition.severity.value, "subject": condition.subject}
+        case ConditionEnded():
+            return {"kind": body.kind, "subject": body.subject}
+        case ConditionsStand():
+            return {"stand": len(body.keys)}
+    return {}
 
 
 def _claimed(connection: Connection, attempt: Attempt, claim: int, now: float) -> Answer | None:

@@ -12,6 +12,7 @@ from services.controller.round.view import CheckChange
 from services.record.checks import begun_by, is_newest
 from services.record.codec import dump, load, number_of
 from services.store.sql.rows import upsert
+from services.store.sql.set_aside import aside_so_far, readable
 from services.store.sql.tables import host_checks
 
 
@@ -28,9 +29,12 @@ class CheckCache:
 
     def read(self, connection: Connection) -> Mapping[str, HostCheck]:
         """Return what `load_checks` returns."""
-        if self._known is None:
-            self._known = load_checks(connection)
-        return self._known
+        if self._known is not None:
+            return self._known
+        before = aside_so_far()
+        found = load_checks(connection)
+        self._known = found if aside_so_far() == before else None
+        return found
 
 
 def load_checks(connection: Connection, host_ids: Collection[str] | None = None) -> dict[str, HostCheck]:
@@ -38,7 +42,15 @@ def load_checks(connection: Connection, host_ids: Collection[str] | None = None)
     query = select(host_checks.c.host_id, host_checks.c.document)
     if host_ids is not None:
         query = query.where(host_checks.c.host_id.in_(sorted(host_ids)))
-    return {row.host_id: load(row.document, HostCheck) for row in connection.execute(query)}
+    rows = connection.execute(query).all()
+    found = {row.host_id: readable("host_checks", row.host_id, _check, row.document) for row in rows}
+    return {host_id: check for host_id, check in found.items() if check is not None}
+
+
+def _check(document: str) -> HostCheck:
+    check: HostCheck = load(document, HostCheck)
+    number_of(check.action_id)
+    return check
 
 
 def running(checks: Mapping[str, HostCheck]) -> set[int]:

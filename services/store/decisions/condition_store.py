@@ -18,6 +18,7 @@ from services.record.codec import dump, load
 from services.store.sql import events
 from services.store.sql.database import Database
 from services.store.sql.rows import upsert
+from services.store.sql.set_aside import aside_so_far, readable
 from services.store.sql.tables import host_conditions, hosts, log_head
 
 _COLUMNS = host_conditions.c
@@ -38,7 +39,7 @@ class SqlConditionStore:
             _check_host(connection, host_id)
             mine = _is(host_id, condition.key)
             row = connection.execute(select(host_conditions).where(mine).with_for_update()).first()
-            known = load(row.document, HostCondition) if row is not None else None
+            known = readable("host_conditions", host_id, load, row.document, HostCondition) if row is not None else None
             standing = connection.scalar(select(func.count()).where(_COLUMNS.host_id == host_id)) or 0
             if known is None and standing >= MAX_CONDITIONS:
                 raise Conflict(
@@ -85,7 +86,11 @@ class ConditionCache:
         head = connection.execute(select(log_head.c.revision, log_head.c.conditions_revision)).one()
         revision, changed_at = self._seen
         if head.conditions_revision != changed_at or head.revision < revision:  # an older copy replaced the database
+            before = aside_so_far()
             self._known = load_conditions(connection)
+            if aside_so_far() > before:
+                self._seen = (-1, -1)
+                return self._known
         self._seen = (head.revision, head.conditions_revision)
         return self._known
 
@@ -104,7 +109,10 @@ def load_conditions(
     if host_ids is not None:
         query = query.where(_COLUMNS.host_id.in_(sorted(host_ids)))
     for row in connection.execute(query):
-        found[row.host_id].append(_standing(row.document, bool(row.is_overruled)))
+        name = f"{row.host_id} {row.source} {row.kind} {row.subject}"
+        one = readable("host_conditions", name, _standing, row.document, bool(row.is_overruled))
+        if one is not None:
+            found[row.host_id].append(one)
     return {host_id: tuple(sorted(standing, key=lambda one: one.condition.key)) for host_id, standing in found.items()}
 
 

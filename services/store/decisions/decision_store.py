@@ -18,8 +18,10 @@ from services.controller.round.focus import Focus
 from services.controller.round.view import Outcome, View
 from services.record import signal_events
 from services.record.signal_events import SignalKey
+from services.rules.grant_seals import GrantSeals
 from services.rules.stream import Cursor, LeaseGrant
 from services.store.decisions import (
+    audit_store,
     check_store,
     condition_store,
     order_store,
@@ -41,11 +43,12 @@ _log = structlog.get_logger(__name__)
 class SqlDecisionStore:
     """A `DecisionStore`. One per controller process: it remembers whether this process has held the lease."""
 
-    def __init__(self, db: Database, clock: Clock) -> None:
+    def __init__(self, db: Database, clock: Clock, seals: GrantSeals) -> None:
         self._db = db
         self._clock = clock
+        self._seals = seals
         self._lease = ControllerLease(clock)
-        self._views = ViewLoader(clock)
+        self._views = ViewLoader(clock, seals)
         self._revision = 0  # of the newest view
         self._is_elected = threading.Event()  # since the last view; another thread may renew the lease
 
@@ -75,7 +78,7 @@ class SqlDecisionStore:
 
     def went_back(self, holder: str) -> None:
         """Drop all caches and release the lease, after an older copy replaced the database: a new epoch must begin."""
-        self._views = ViewLoader(self._clock)
+        self._views = ViewLoader(self._clock, self._seals)
         self._revision = 0
         self.release_lease(holder)
 
@@ -145,6 +148,7 @@ class SqlDecisionStore:
             news += condition_store.store(connection, outcome.conditions, now)
             news += signal_writer.store(connection, signals, now)
             signal_writer.store_exits(connection, signals)
+            audit_store.note_signals(connection, signals, now)
             if cursor is not None:
                 row = {"name": CONTROLLER, "stream": cursor.stream, "position": cursor.position}
                 upsert(connection, cursors, [row], replace=("stream", "position"))
@@ -153,10 +157,14 @@ class SqlDecisionStore:
             news += outcome_writer.store_decisions(connection, outcome.decisions, epoch)
             check_store.store(connection, outcome.checks)
             check_store.begin(connection, outcome.decisions)
-            news += outcome_writer.store_actions(connection, outcome.decisions, first_steps, issuer=issuer, now=now)
+            news += outcome_writer.store_actions(
+                connection, outcome.decisions, first_steps, issuer=issuer, seals=self._seals, now=now
+            )
             news += outcome_writer.store_jobs(connection, outcome.jobs, now)
             if outcome.adoption is not None:
                 news += standing_store.adopt(connection, outcome.adoption, now)
+            standing_store.need(connection, outcome, now)
+            outcome_writer.forget_standings(connection, outcome.withdrawn)
             order_store.store(connection, outcome.orders, now)
             if packed is not None:
                 rounds.store(connection, packed, signals, epoch=epoch, now=now)

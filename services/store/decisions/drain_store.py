@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import Connection, delete, select, update
 
 from flyball.contracts.cluster import HostState
@@ -12,6 +14,7 @@ from services.controller.round.view import DrainView, HostChange
 from services.store.sql import events
 from services.store.sql.database import Database
 from services.store.sql.rows import upsert
+from services.store.sql.set_aside import readable
 from services.store.sql.tables import drains, host_conditions, hosts, orders
 
 _GONE = (HostState.SILENT, HostState.IN_REPAIR)
@@ -77,10 +80,13 @@ class SqlDrainStore:
 
 def load_drains(connection: Connection) -> dict[str, DrainView]:
     """Return host -> its drain request."""
-    return {
-        row.host_id: DrainView(DrainState(row.state), row.requested_at, row.deadline_at, row.reason)
-        for row in connection.execute(select(drains))
-    }
+    rows = connection.execute(select(drains)).all()
+    found = {row.host_id: readable("drains", row.host_id, _drain, row) for row in rows}
+    return {host_id: drain for host_id, drain in found.items() if drain is not None}
+
+
+def _drain(row: Any) -> DrainView:  # noqa: ANN401 - a row's columns have no static type
+    return DrainView(DrainState(row.state), row.requested_at, row.deadline_at, row.reason)
 
 
 def answer(connection: Connection, change: HostChange) -> None:

@@ -15,11 +15,14 @@ from services.controller.round.view import RankView
 from services.record.codec import load
 from services.record.host_views import CachedHost
 from services.record.positions import read_positions
+from services.store.sql.set_aside import readable
 from services.store.sql.tables import host_reports, hosts
 
 PAGE = 1000  # hosts in one query
 PAGES_BUDGET_S = 0.02  # time of a view for pages that are not due yet
 MAX_AGE_S = 5.0
+_UNREAD = -1  # the version of a row that is read with every view: it is set aside as long as it cannot be decoded
+UNREADABLE_STATE = HostState.CORDONED  # what a host counts as whose state cannot be read: it gets no work
 
 
 class HostCache:
@@ -143,6 +146,7 @@ _FACTS = select(
 _REPORTS = select(
     host_reports.c.host_id,
     host_reports.c.version,
+    host_reports.c.sent_at,
     host_reports.c.received_at,
     host_reports.c.workers,
     host_reports.c.positions,
@@ -157,7 +161,11 @@ def _rows(connection: Connection, query: Select[Any], host_ids: Sequence[str]) -
 
 def _take_facts(host: CachedHost, row: Any) -> None:  # noqa: ANN401 - a row's columns have no static type
     host.version = row.version
-    host.state = HostState(row.state)
+    state = readable("hosts", row.host_id, HostState, row.state)
+    copies = readable("hosts", row.host_id, load, row.copies, tuple[ShardCopy, ...])
+    if state is None or copies is None:
+        host.version = _UNREAD
+    host.state, host.copies = state or UNREADABLE_STATE, copies or ()
     host.since = row.since
     host.reason = row.reason
     host.preempt_deadline_at = row.preempt_deadline_at
@@ -168,18 +176,25 @@ def _take_facts(host: CachedHost, row: Any) -> None:  # noqa: ANN401 - a row's c
     host.left_at = row.left_at
     host.fabric = row.fabric
     host.memory_bytes = row.memory_bytes
-    host.copies = load(row.copies, tuple[ShardCopy, ...])
     host.copies_of = frozenset(copy.job for copy in host.copies)
 
 
 def _take_report(host: CachedHost, row: Any) -> None:  # noqa: ANN401
     host.report_version = row.version
     host.last_report_at = row.received_at
-    host.workers = load(row.workers, dict[str, int])
-    host.ranks = {
+    host.sent_at = row.sent_at
+    workers = readable("host_reports", row.host_id, load, row.workers, dict[str, int])
+    positions = readable("host_reports", row.host_id, _ranks, host.host_id, row.positions)
+    if workers is None or positions is None:
+        host.report_version = _UNREAD
+    host.workers, host.ranks = workers or {}, positions or {}
+
+
+def _ranks(host_id: str, document: str) -> Mapping[tuple[str, int], tuple[RankView, ...]]:
+    return {
         (part.job, part.generation): tuple(
-            RankView(rank.rank, host.host_id, rank.step, Phase(rank.phase), rank.reported_at, is_gone=rank.is_gone)
+            RankView(rank.rank, host_id, rank.step, Phase(rank.phase), rank.reported_at, is_gone=rank.is_gone)
             for rank in part.ranks
         )
-        for part in read_positions(row.positions)
+        for part in read_positions(document)
     }

@@ -10,6 +10,7 @@ from flyball.contracts.clock import Clock
 from flyball.contracts.decisions import Incident
 from services.controller.round.choices.spare_choice import HISTORY_S, failures_of_hosts, recent_losses
 from services.record.codec import load
+from services.store.sql.set_aside import readable
 from services.store.sql.tables import incidents
 
 INCIDENTS_KEPT = 1000  # that a new leader reads
@@ -32,9 +33,16 @@ class HostFailures:
         """Return host -> number of losses within the last hour, and host -> moments of its failures (wall clock);
         both omit hosts that did not fail."""
         if self._incidents is None:
-            query = select(incidents.c.document).order_by(incidents.c.number.desc()).limit(INCIDENTS_KEPT)
-            newest: list[Incident] = [load(document, Incident) for document in connection.scalars(query)]
-            self._incidents = {incident.incident_id: incident for incident in newest}
+            query = (
+                select(incidents.c.number, incidents.c.document)
+                .order_by(incidents.c.number.desc())
+                .limit(INCIDENTS_KEPT)
+            )
+            newest = (
+                readable("incidents", f"inc-{number}", load, text, Incident)
+                for number, text in connection.execute(query)
+            )
+            self._incidents = {incident.incident_id: incident for incident in newest if incident is not None}
         self._incidents |= {incident.incident_id: incident for incident in open_incidents}
         now = self._clock.wall_s()
         self._incidents = {

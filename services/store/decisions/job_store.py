@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy import Connection, Row, delete, insert, select, text, update
 from sqlalchemy.exc import IntegrityError
 
 from flyball.contracts.checkpoints import Lineage, with_world_sizes
@@ -20,6 +20,7 @@ from services.store.decisions import outcome_writer
 from services.store.sql import events
 from services.store.sql.database import Database
 from services.store.sql.lease import leader
+from services.store.sql.left_state import LAST_SIGN_SQL
 from services.store.sql.shared_reads import HAS_ENDED, plan_of
 from services.store.sql.tables import actions, generations, incidents, job_failures, jobs
 
@@ -56,6 +57,7 @@ class SqlJobStore:
 
         def work(connection: Connection) -> bool:
             mine = jobs.c.job == spec.job
+            first: dict[str, int] = {}  # the goodput of what --fresh threw away is another account
             row = {
                 "job": spec.job,
                 "spec": dump(spec),
@@ -76,6 +78,11 @@ class SqlJobStore:
                     connection.execute(insert(jobs).values(row))
             except IntegrityError:
                 known = connection.execute(select(jobs).where(mine).with_for_update()).one()
+                if JobState(known.state).ending and again is not Again.NO:
+                    raise Conflict(
+                        f"Job {spec.job!r} is {known.state}: some of its workers still run.",
+                        hint="submit it again once it has ended",
+                    ) from None
                 is_over = JobState(known.state).ended and ended_at in (None, known.ended_at)
                 if not is_over or again is Again.NO:
                     if _without_user(load(known.spec, JobSpec).as_asked) != _without_user(spec):
@@ -85,7 +92,9 @@ class SqlJobStore:
                         ) from None
                     return False
                 _begin_again(connection, known, spec, now, again, run=run, adopted=adopted)
-            data = {"world_size": spec.world_size, "save_every_steps": spec.checkpoint.every_steps}
+                if again is Again.FRESH:
+                    first = {"first_generation": known.generation + 1}
+            data = {"world_size": spec.world_size, "save_every_steps": spec.checkpoint.every_steps, **first}
             submitted = Event(at=now, kind=EventKind.JOB_SUBMITTED, job=spec.job, data=data)
             events.append(connection, [submitted])
             return True
@@ -99,10 +108,13 @@ class SqlJobStore:
         def work(connection: Connection) -> None:
             if not self._db.is_sqlite and leader(connection) is not None:
                 return  # a shared database: the controller that leads there knows better
-            known = connection.scalar(select(jobs.c.job).where(jobs.c.job == job, ~HAS_ENDED))
-            if known is not None:
-                change = JobChange(job, JobState.STOPPED, "everything of it was killed")
-                news = outcome_writer.store_jobs(connection, [change], now)
+            state = connection.scalar(select(jobs.c.state).where(jobs.c.job == job, ~HAS_ENDED))
+            if state is not None:
+                known = JobState(state)
+                ended = known.outcome if known.ending else JobState.STOPPED
+                change = JobChange(job, ended, "everything of it was killed")
+                last_sign = max(filter(None, connection.execute(text(LAST_SIGN_SQL)).one()), default=now)
+                news = outcome_writer.store_jobs(connection, [change], min(last_sign, now))
                 events.append(connection, [*news, *_close(connection, job, now)])
 
         self._db.transact(work)

@@ -1,22 +1,25 @@
-"""Operators' orders: cordon, silence, approve, clear, check, checkpoint."""
+"""Operators' orders: cordon, silence, approve, clear, check, checkpoint, adopt."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, and_, delete, func, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, select, update
 
 from flyball.contracts.cluster import JobSpec, JobState
 from flyball.contracts.decisions import DecisionKind, Incident
 from flyball.contracts.errors import Conflict, NotFound
 from flyball.contracts.orders import AWAITS_APPROVAL, DOMAIN, Order, OrderKind, OrderState, SilenceRequest
+from flyball.contracts.reports.standings import HostStanding
 from services.controller.round.view import OrderChange
 from services.record.codec import load, number_of
 from services.store.sql import events
 from services.store.sql.database import Database
 from services.store.sql.rows import upsert
-from services.store.sql.tables import decisions, hosts, incidents, jobs, orders
+from services.store.sql.set_aside import readable
+from services.store.sql.tables import decisions, hosts, incidents, jobs, orders, standings
 
 MAX_ORDERS = 10_000
 REFUSED_KEPT_S = 86_400.0
@@ -57,6 +60,10 @@ class SqlOrderStore:
         nothing."""
         return self._put(Order(OrderKind.CHECKPOINT, job, now, reason))[0]
 
+    def adopt(self, job: str, reason: str, now: float) -> Order:
+        """Order that a job is supervised as its hosts run it. Raises NotFound if no host tells of such a job."""
+        return self._put(Order(OrderKind.ADOPT, job, now, reason))[0]
+
     def _put(self, *given: Order) -> list[Order]:
         def work(connection: Connection) -> list[Order]:
             accepted = [_checked(connection, order) for order in given]
@@ -75,19 +82,21 @@ class SqlOrderStore:
 def load_orders(connection: Connection) -> tuple[Order, ...]:
     """Return all orders, by kind and target."""
     rows = connection.execute(select(orders).order_by(orders.c.kind, orders.c.target))
-    return tuple(
-        Order(
-            kind=OrderKind(row.kind),
-            target=row.target,
-            requested_at=row.requested_at,
-            reason=row.reason,
-            until=row.until,
-            state=OrderState(row.state),
-            message=row.message,
-            awaited=row.awaited,
-            action_id=row.action_id,
-        )
-        for row in rows
+    found = (readable("orders", f"{row.kind} {row.target}", _order, row) for row in rows)
+    return tuple(order for order in found if order is not None)
+
+
+def _order(row: Row[Any]) -> Order:
+    return Order(
+        kind=OrderKind(row.kind),
+        target=row.target,
+        requested_at=row.requested_at,
+        reason=row.reason,
+        until=row.until,
+        state=OrderState(row.state),
+        message=row.message,
+        awaited=row.awaited,
+        action_id=row.action_id,
     )
 
 
@@ -140,6 +149,9 @@ def _checked(connection: Connection, order: Order) -> Order:
     if order.kind is OrderKind.CHECKPOINT:
         _check_saves(connection, target)
         return order
+    if order.kind is OrderKind.ADOPT:
+        _check_is_told_of(connection, target)
+        return order
     column, value = hosts.c.host_id, target
     if target.startswith(DOMAIN):
         column, value = hosts.c.failure_domain, target.removeprefix(DOMAIN)
@@ -147,6 +159,19 @@ def _checked(connection: Connection, order: Order) -> Order:
         what = "failure domain" if target.startswith(DOMAIN) else "host"
         raise NotFound(f"There is no {what} {value!r}.", hint="`flyball status --hosts` lists them")
     return order
+
+
+def _check_is_told_of(connection: Connection, job: str) -> None:
+    """Raise NotFound unless a host runs the job that nobody supervises, or says that it ended."""
+    query = select(standings.c.document).where(~standings.c.is_settled | standings.c.is_needed)
+    for document in connection.scalars(query):
+        told: HostStanding | None = readable("standings", job, load, document, HostStanding) if document else None
+        if told is not None and (job in told.ended or any(held.spec.job == job for held in told.jobs)):
+            return
+    raise NotFound(
+        f"No host tells of a job {job!r} that waits to be adopted.",
+        hint="incidents `job_not_adopted` name those that do: `flyball get incidents`",
+    )
 
 
 def _check_saves(connection: Connection, job: str) -> None:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, delete, insert, select, update
 
 from flyball.contracts.cluster import HostState, JobSpec, JobState
 from flyball.contracts.decisions import ActionPlan, ActionState, Decision, GenerationPlan, Incident
 from flyball.contracts.events import Event
 from services.actuator.ports import PlaybookStep
-from services.controller.round.view import HostChange, JobChange
+from services.controller.round.view import HostChange, JobChange, ReportedStanding
 from services.record import outcome_events, step_events
 from services.record.codec import dump, load, number_of
 from services.record.lease_terms import Issuer
 from services.record.step_events import Position
+from services.rules.grant_seals import GrantSeals
 from services.store.actions import step_writer
 from services.store.actions.action_cache import incident_id
 from services.store.decisions import drain_store
+from services.store.decisions.host_cache import UNREADABLE_STATE
 from services.store.sql.rows import new_version
+from services.store.sql.set_aside import readable
 from services.store.sql.tables import (
     action_changes,
     actions,
@@ -30,6 +33,7 @@ from services.store.sql.tables import (
     incidents,
     job_failures,
     jobs,
+    standings,
 )
 
 
@@ -48,7 +52,8 @@ def store_hosts(connection: Connection, changes: Sequence[HostChange], now: floa
             values["preempt_deadline_at"] = change.preempt_deadline_at
         connection.execute(update(hosts).where(mine).values(values))
         drain_store.answer(connection, change)
-        events += outcome_events.of_host(change, HostState(before), now)
+        state = readable("hosts", change.host_id, HostState, before) or UNREADABLE_STATE
+        events += outcome_events.of_host(change, state, now)
     return events
 
 
@@ -59,7 +64,8 @@ def store_incidents(connection: Connection, changed: Sequence[Incident], decided
     known = {row.number: row for row in connection.execute(select(incidents).where(incidents.c.number.in_(numbers)))}
     events = []
     for number, incident in zip(numbers, changed, strict=True):
-        before = load(known[number].document, Incident) if number in known else None
+        stored = known[number].document if number in known else None
+        before = readable("incidents", incident.incident_id, load, stored, Incident) if stored else None
         values = {
             "job": incident.job,
             "state": incident.state.value,
@@ -69,7 +75,7 @@ def store_incidents(connection: Connection, changed: Sequence[Incident], decided
             "opened_at": incident.opened_at,
             "document": dump(incident),
         }
-        if before is None:
+        if stored is None:
             connection.execute(insert(incidents).values(number=number, decided_at=0.0, **values))
         else:
             connection.execute(update(incidents).where(incidents.c.number == number).values(values))
@@ -126,6 +132,7 @@ def store_actions(
     first_steps: Mapping[str, PlaybookStep],
     *,
     issuer: Issuer,
+    seals: GrantSeals,
     now: float,
 ) -> list[Event]:
     """Insert the actions of decisions, each with the first step of its playbook."""
@@ -168,7 +175,7 @@ def store_actions(
             connection.execute(
                 update(actions).where(actions.c.number == number).values(step_writer.values_of(step, now))
             )
-            events.extend(step_writer.store(connection, position, step, issuer=issuer, now=now))
+            events.extend(step_writer.store(connection, position, step, issuer=issuer, seals=seals, now=now))
     return events
 
 
@@ -192,16 +199,20 @@ def supersede(connection: Connection, action_ids: Sequence[str], now: float) -> 
             insert(action_changes).values(action=number, at=now, phase=row.phase, state=state.value, message=message)
         )
         step_writer.close_commands(connection, number)
-        position = Position(
-            action_id=action_id,
-            incident_id=incident_id(row.incident),
-            number=number,
-            plan=load(row.plan, ActionPlan),
-            phase=row.phase,
-            state=ActionState(row.state),
-        )
+        plan = readable("actions", action_id, load, row.plan, ActionPlan)
+        if plan is None:
+            events.append(step_writer.ended_unread(connection, row, state, now))
+            continue
+        position = Position(action_id, incident_id(row.incident), number, plan, row.phase, state)
         events.append(step_events.ended_event(position, state, now))
     return events
+
+
+def forget_standings(connection: Connection, withdrawn: Iterable[ReportedStanding]) -> None:
+    """Forget what these hosts said, unless they said it again meanwhile."""
+    for one in withdrawn:
+        same = (standings.c.host_id == one.standing.host_id, standings.c.told_at == one.told_at)
+        connection.execute(delete(standings).where(*same))
 
 
 def store_jobs(connection: Connection, changes: Sequence[JobChange], now: float) -> list[Event]:
@@ -210,12 +221,13 @@ def store_jobs(connection: Connection, changes: Sequence[JobChange], now: float)
     for change in changes:
         mine = jobs.c.job == change.job
         before = connection.scalar(select(jobs.c.state).where(mine).with_for_update())
-        if before is None:
+        known = readable("jobs", change.job, JobState, before, job=change.job) if before is not None else None
+        if known is None:
             continue
         values: dict[str, Any] = {"state": change.state.value, "message": change.message}
-        if change.state.ended and not JobState(before).ended:
+        if change.state.ended and not known.ended:
             values["ended_at"] = now
-        events += outcome_events.of_job(change, JobState(before), now)
+        events += outcome_events.of_job(change, known, now)
         connection.execute(update(jobs).where(mine).values(values))
         if change.failure is not None:
             failure = change.failure
@@ -251,6 +263,7 @@ def _grant(connection: Connection, decision: Decision, plan: GenerationPlan, nno
     mine = (jobs.c.job == plan.job, jobs.c.generation < plan.generation)
     values: dict[str, Any] = {"generation": plan.generation}
     stored = connection.scalar(select(jobs.c.spec).where(*mine))
-    if stored is not None and (spec := load(stored, JobSpec)).nnodes != nnodes:
+    spec = readable("jobs", plan.job, load, stored, JobSpec, job=plan.job) if stored is not None else None
+    if spec is not None and spec.nnodes != nnodes:
         values["spec"] = dump(spec.on(nnodes))
     connection.execute(update(jobs).where(*mine).values(values))

@@ -12,6 +12,7 @@ from flyball.contracts.decisions import DecisionKind, Incident, IncidentState
 from services.controller.round.view import PastRecovery
 from services.record.codec import load
 from services.record.recoveries import RECOVERING, newest_recoveries
+from services.store.sql.set_aside import readable
 from services.store.sql.tables import actions, decisions, incidents
 
 DECISIONS_READ = 64  # per job
@@ -85,8 +86,15 @@ def _recoveries(connection: Connection, job: str) -> tuple[PastRecovery, ...]:
         .order_by(decisions.c.number.desc())
         .limit(DECISIONS_READ)
     )
-    rows = ((DecisionKind(row.kind), row.at, load(row.document, Incident)) for row in connection.execute(query))
-    return newest_recoveries(rows)
+    found = (
+        (DecisionKind(row.kind), row.at, readable("incidents", job, load, row.document, Incident))
+        for row in connection.execute(query)
+    )
+    return newest_recoveries((kind, at, incident) for kind, at, incident in found if incident is not None)
+
+
+# They only look, or stop strays, which a host that the job left may have without end.
+_BESIDE = (DecisionKind.TAKE_STACKS, DecisionKind.CHECK_HOSTS, DecisionKind.CORDON)
 
 
 def _acted_at(connection: Connection, jobs: Sequence[str], since: float) -> Mapping[str, list[float]]:
@@ -101,7 +109,7 @@ def _acted_at(connection: Connection, jobs: Sequence[str], since: float) -> Mapp
             actions.c.job.in_(jobs),
             actions.c.incident.is_not(None),
             actions.c.started_at > since,
-            decisions.c.kind.not_in([DecisionKind.TAKE_STACKS.value, DecisionKind.CHECK_HOSTS.value]),  # they only look
+            decisions.c.kind.not_in([kind.value for kind in _BESIDE]),
         )
         .order_by(actions.c.number.desc())
     )

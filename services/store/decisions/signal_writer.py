@@ -17,6 +17,7 @@ from services.record.signal_events import (
 )
 from services.store.reports.status_store import raise_newest_step, read_watermarks
 from services.store.sql.rows import upsert
+from services.store.sql.set_aside import readable
 from services.store.sql.tables import generations, ranks, signals, watermarks
 
 MAX_GAP = 20_000  # seqs that may wait after a missing one; more than a daemon spools
@@ -114,11 +115,20 @@ def store_exits(connection: Connection, fresh: Sequence[Signal]) -> None:
 
 def _hosts_of_ranks(connection: Connection, wanted: set[tuple[str, int]]) -> dict[tuple[str, int, int], str]:
     """Return (job, generation, rank) -> the host that was given the rank. Omits generations that were never granted."""
-    query = select(generations.c.plan).where(tuple_(generations.c.job, generations.c.generation).in_(sorted(wanted)))
-    plans: list[GenerationPlan] = [load(document, GenerationPlan) for document in connection.scalars(query)]
+    query = select(generations.c.job, generations.c.generation, generations.c.plan).where(
+        tuple_(generations.c.job, generations.c.generation).in_(sorted(wanted))
+    )
+    documents = connection.execute(query).all()
+    found = (readable("generations", f"{row.job} {row.generation}", _plan, row.plan) for row in documents)
+    plans = [plan for plan in found if plan is not None]
     return {
         (plan.job, plan.generation, rank): host.host_id for plan in plans for host in plan.hosts for rank in host.ranks
     }
+
+
+def _plan(document: str) -> GenerationPlan:
+    plan: GenerationPlan = load(document, GenerationPlan)
+    return plan
 
 
 def raise_watermarks(connection: Connection, senders: Collection[Sender]) -> None:

@@ -5,22 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import Connection, Row, insert, select, tuple_, update
+import msgspec
+from sqlalchemy import Connection, Row, delete, insert, select, tuple_, update
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.cluster import JobState
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.reports.standings import HostStanding, LastObeyed, database_knows
-from services.actuator.ports import Judgement
-from services.controller.round.view import AdoptedJob, Adoption, ReportedStanding
-from services.record.codec import dump, load, number_of
+from services.actuator.ports import AHEAD_AGAIN_S, ASK_AGAIN_S, Judgement
+from services.controller.round.view import AdoptedJob, Adoption, Outcome, ReportedStanding
+from services.record.audit_records import Noted
+from services.record.codec import MAX_NUMBER, dump, load, number_of
 from services.record.step_events import restore_step_of
+from services.rules.grant_seals import GrantSeals
+from services.store.decisions import audit_store
 from services.store.decisions.signal_writer import raise_watermarks
 from services.store.sql import events
 from services.store.sql.database import Database
 from services.store.sql.lease import CONTROLLER, raise_epoch
 from services.store.sql.rows import upsert
+from services.store.sql.set_aside import readable
 from services.store.sql.tables import cluster, commands, generations, jobs, lease, standings, watermarks
+
+SHOWN = 100  # names in a record of the audit
 
 
 class SqlStandings:
@@ -44,6 +51,12 @@ class SqlStandings:
                     one, cluster=here.cluster_id, epoch=here.epoch, is_command_known=one.command_id in known
                 )
             }
+            wanted = standings.c.host_id.in_(sorted(obeyed)) & standings.c.is_needed
+            asked = set(
+                connection.scalars(
+                    select(standings.c.host_id).where(wanted, standings.c.told_at < self._clock.wall_s() - ASK_AGAIN_S)
+                )
+            )
             if ahead:
                 settled = select(standings).where(standings.c.host_id.in_(sorted(ahead)))
                 ahead -= {
@@ -51,15 +64,14 @@ class SqlStandings:
                     for row in connection.execute(settled)
                     if _is_settled(row, last[row.host_id], here.epoch)
                 }
-        return Judgement(here.cluster_id, here.incarnation, frozenset(ahead))
+        return Judgement(here.cluster_id, here.incarnation, frozenset(ahead), frozenset(asked))
 
     def record(self, standing: HostStanding) -> None:
-        """Store a host's standing for the controller, if the host is ahead. Raises watermarks over the signals that it
-        cannot send again."""
+        """Store a host's standing for the controller, if the host is ahead or its word is needed. Raises watermarks
+        over the signals that it cannot send again."""
         now = self._clock.wall_s()
         row = {
             "told_at": now,
-            "is_settled": False,
             "cluster": standing.obeyed.cluster,
             "command_id": standing.obeyed.command_id,
             "document": dump(standing),
@@ -74,15 +86,25 @@ class SqlStandings:
             upsert(connection, watermarks, marks, maximum=("seq",))
             raise_watermarks(connection, [(standing.host_id, incarnation) for incarnation in standing.committed])
             here = connection.execute(_HERE).one()
-            if _knows(connection, here.cluster_id, here.epoch, standing.obeyed):
-                return
             mine = standings.c.host_id == standing.host_id
             before = connection.execute(select(standings).where(mine).with_for_update()).first()
+            is_known = _knows(connection, here.cluster_id, here.epoch, standing.obeyed) or (
+                before is not None and _is_settled(before, standing.obeyed, here.epoch)
+            )
+            if is_known and (before is None or not before.is_needed):
+                return
             if before is None:
-                connection.execute(insert(standings).values(host_id=standing.host_id, first_told_at=now, **row))
-            elif not _is_settled(before, standing.obeyed, here.epoch):
-                first = {"first_told_at": now} if before.is_settled else {}
-                connection.execute(update(standings).where(mine).values(**row, **first))
+                first = {"is_settled": False, "is_needed": False, "first_told_at": now}
+                connection.execute(insert(standings).values(host_id=standing.host_id, **first, **row))
+            else:
+                again = (
+                    before.told_at + AHEAD_AGAIN_S if before.told_at else 0.0
+                )  # one host alone must not end epochs at will
+                first = {"is_settled": False, "first_told_at": max(now, again)} if before.is_settled else {}
+                connection.execute(update(standings).where(mine).values(**row, **({} if is_known else first)))
+            detail = _detail(standing)
+            if before is None or detail != _detail_before(standing.host_id, before.document):
+                audit_store.note(connection, Noted(now, "report_standing", standing.host_id, detail))
             events.append(connection, [])
 
         self._db.transact(work)
@@ -94,16 +116,59 @@ def cluster_id(connection: Connection) -> str:
 
 def decision_floor(connection: Connection) -> int:
     """Return the number up to which decisions were numbered, perhaps by another copy of the database."""
-    return int(connection.scalar(select(cluster.c.decision_floor)) or 0)
+    floor = int(connection.scalar(select(cluster.c.decision_floor)) or 0)
+    return floor if floor < MAX_NUMBER else 0  # no supervisor numbered that many
 
 
-def unsettled(connection: Connection) -> tuple[ReportedStanding, ...]:
-    """Return the standings of hosts that are ahead, by host. Usually empty."""
-    query = select(standings).where(~standings.c.is_settled).order_by(standings.c.host_id)
-    return tuple(
-        ReportedStanding(load(row.document, HostStanding), row.told_at, row.first_told_at)
-        for row in connection.execute(query)
-    )
+class StandingCache:
+    """Reads the standings of hosts that are ahead, or whose word is needed, and verifies each once. Belongs to one
+    thread."""
+
+    def __init__(self, seals: GrantSeals) -> None:
+        self._seals = seals
+        self._known: dict[str, tuple[str, ReportedStanding]] = {}  # host -> document, what it amounts to
+
+    def read(self, connection: Connection) -> tuple[tuple[ReportedStanding, ...], tuple[str, ...]]:
+        """Return the standings by host, and the hosts whose word is awaited. Usually both are empty."""
+        query = select(standings).where(~standings.c.is_settled | standings.c.is_needed).order_by(standings.c.host_id)
+        rows = connection.execute(query).all()
+        known, self._known = self._known, {}
+        found = []
+        for row in rows:
+            document, one = known.get(row.host_id, ("", None))
+            if row.document and document != row.document:
+                one = readable("standings", row.host_id, self._verified, row.document)
+            if one is None or not row.document:
+                continue
+            self._known[row.host_id] = row.document, one
+            marks = {"is_settled": bool(row.is_settled), "is_needed": bool(row.is_needed)}
+            moments = {"told_at": row.told_at, "first_told_at": row.first_told_at}
+            found.append(msgspec.structs.replace(one, **moments, **marks))
+        return tuple(found), tuple(row.host_id for row in rows if not row.document)
+
+    def _verified(self, document: str) -> ReportedStanding:
+        standing: HostStanding = load(document, HostStanding)
+        sealed, ended = self._seals.word_of(standing)
+        return ReportedStanding(standing, 0.0, 0.0, sealed, ended)
+
+
+def need(connection: Connection, outcome: Outcome, now: float) -> None:
+    """Store whose word is needed from now on. A host that has not given it, or long ago, is asked with its next
+    poll."""
+    fresh = {one.standing.host_id for one in outcome.adoption.settled} if outcome.adoption is not None else set()
+    for change in outcome.words:
+        mine = standings.c.host_id == change.host_id
+        if not change.is_needed:
+            connection.execute(delete(standings).where(mine, standings.c.document == ""))
+            connection.execute(update(standings).where(mine).values(is_needed=False))
+            continue
+        if change.host_id not in fresh:
+            stale = (mine, standings.c.is_settled, standings.c.told_at < now - ASK_AGAIN_S)
+            connection.execute(update(standings).where(*stale).values(document="", told_at=0.0))
+        if connection.execute(update(standings).where(mine).values(is_needed=True)).rowcount == 0:
+            row = {"told_at": 0.0, "first_told_at": now, "is_settled": True, "is_needed": True}
+            text = {"cluster": "", "command_id": "", "document": ""}
+            connection.execute(insert(standings).values(host_id=change.host_id, **row, **text))
 
 
 def adopt(connection: Connection, adoption: Adoption, now: float) -> list[Event]:
@@ -111,6 +176,9 @@ def adopt(connection: Connection, adoption: Adoption, now: float) -> list[Event]
     news: list[Event] = []
     for job in adoption.jobs:
         news += _adopt_job(connection, job, now)
+        told_by = sorted(host.host_id for host in job.placement.hosts)
+        detail = {"generation": job.plan.generation, "hosts": told_by[:SHOWN], "decision": job.decision_id}
+        audit_store.note(connection, Noted(now, "adopt_job", job.spec.job, detail))
     settled = [
         (one.standing.host_id, one.standing.obeyed.cluster, one.standing.obeyed.command_id) for one in adoption.settled
     ]
@@ -130,6 +198,21 @@ _HERE = (  # one row each
         cluster.join(lease, lease.c.name == CONTROLLER)
     )
 )
+
+
+def _detail(standing: HostStanding) -> dict[str, Any]:
+    """What the audit says of a standing."""
+    return {
+        "command_id": standing.obeyed.command_id,
+        "epoch": standing.obeyed.epoch,
+        "jobs": [f"{held.spec.job} {held.placement.generation}" for held in standing.jobs[:SHOWN]],
+        "ended": [*standing.ended][:SHOWN],
+    }
+
+
+def _detail_before(host_id: str, document: str) -> dict[str, Any] | None:
+    before: HostStanding | None = readable("standings", host_id, load, document, HostStanding) if document else None
+    return _detail(before) if before is not None else None
 
 
 def _knows(connection: Connection, cluster_id: str, epoch: int, obeyed: LastObeyed) -> bool:

@@ -17,9 +17,8 @@ from sqlalchemy import Connection, Row, func, or_, select
 
 from flyball.contracts.checkpoints import Lineage
 from flyball.contracts.clock import Clock
-from flyball.contracts.cluster import JobSpec, JobState, Phase
+from flyball.contracts.cluster import JobState, Phase
 from flyball.contracts.decisions import ActionPlan, ActionState, GenerationPlan, Incident
-from flyball.contracts.errors import NotFound
 from flyball.contracts.identity import run_id
 from services.controller.round.focus import (
     Focus,
@@ -42,10 +41,11 @@ from services.controller.round.view import (
     View,
 )
 from services.record.answers import ActionAnswers, failed_in
-from services.record.codec import load, number_of
+from services.record.codec import MAX_NUMBER, number_of
 from services.record.host_views import CachedHost, Newest, OtherHosts, host_views, newest_ranks
 from services.record.stored_steps import Wanted
-from services.store.actions.action_cache import COLUMNS, AnswerCache, incident_id, load_plans
+from services.rules.grant_seals import GrantSeals
+from services.store.actions.action_cache import COLUMNS, AnswerCache, decided_plans, incident_id, load_plans
 from services.store.decisions import check_store, standing_store
 from services.store.decisions.condition_store import ConditionCache
 from services.store.decisions.drain_store import load_drains
@@ -53,10 +53,13 @@ from services.store.decisions.host_cache import HostCache
 from services.store.decisions.host_failures import HostFailures
 from services.store.decisions.order_store import load_orders
 from services.store.decisions.past_actions import JobPast, PastActions
+from services.store.decisions.readable_jobs import ReadableJobs, told_of, with_unreadable
 from services.store.reports import vouching
 from services.store.reports.persistent_steps import PersistentCopies
-from services.store.reports.rank_rows import RecordedRank, recorded_ranks
-from services.store.sql.shared_reads import HAS_ENDED, open_incidents, plan_of
+from services.store.reports.rank_rows import FirstSteps, RecordedRank, recorded_ranks
+from services.store.sql import lease
+from services.store.sql.set_aside import readable, setting_aside
+from services.store.sql.shared_reads import HAS_ENDED, open_incidents
 from services.store.sql.tables import actions, decisions, generations, incidents, job_failures, jobs
 
 TURN_PAGES = 2  # pages of hosts read in a round for jobs whose turn it is: all hosts come up before all jobs
@@ -69,25 +72,17 @@ _FAILED = (ActionState.FAILED, ActionState.TIMED_OUT)
 _Rows = Mapping[Any, Sequence[Row[Any]]]
 
 
-class _KnownPlan(msgspec.Struct, frozen=True):
-    spec: str  # the job's document then: a plan changes only with it
-    plan: GenerationPlan
-    given: Mapping[str, frozenset[int]]  # host -> its ranks
-
-    @property
-    def ranks(self) -> int:
-        return sum(map(len, self.given.values()))
-
-
 class ViewLoader:
     """Caches plans and hosts until they change. Belongs to one thread."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, seals: GrantSeals) -> None:
         self._hosts = HostCache(clock)
-        self._plans: dict[tuple[str, int], _KnownPlan] = {}
+        self._known = ReadableJobs()
+        self._standings = standing_store.StandingCache(seals)
         self._actions: dict[int, ActionPlan] = {}
         self._answers = AnswerCache()
         self._copies = PersistentCopies()
+        self._first_steps = FirstSteps()
         self._failed: set[str] = set()  # actions, as of the last view
         self._vouched = vouching.VouchedHosts()
         self._others = OtherHosts()
@@ -113,9 +108,15 @@ class ViewLoader:
 
     def running_jobs(self) -> list[tuple[str, int]]:
         """Return the jobs that have ranks, each with its number of ranks, as of the last view."""
-        return [(job, max(known.ranks, HOST_RANKS * len(known.given))) for (job, _), known in self._plans.items()]
+        return [(job, max(known.ranks, HOST_RANKS * len(known.given))) for (job, _), known in self._known.plans.items()]
 
     def load(self, connection: Connection, focus: Focus | None = None) -> View:
+        """Return the view of `_load`, with the rows that could not be decoded."""
+        with setting_aside() as aside:
+            view = self._load(connection, focus)
+        return msgspec.structs.replace(view, unreadable=aside.rows) if aside.rows else view
+
+    def _load(self, connection: Connection, focus: Focus | None) -> View:
         """Load jobs that have not ended or still have open incidents, actions or workers; all hosts; open incidents and
         their actions. With a focus, return what `focused` selects from that, without reading all hosts."""
         unresolved = tuple(open_incidents(connection))
@@ -123,26 +124,24 @@ class ViewLoader:
         if focus is not None:
             self._hosts.expire(named_hosts(focus.signals))
         checks = self._checks.read(connection)
-        action_rows = _action_rows(connection, unresolved, check_store.running(checks))
+        action_rows, plans = self._action_rows(connection, unresolved, check_store.running(checks))
         action_jobs = {row.number: row.job for row in action_rows}
-        numbers = action_jobs.keys()
-        self._actions = {number: plan for number, plan in self._actions.items() if number in numbers}
-        self._actions.update(load_plans(connection, numbers - self._actions.keys()))
-        answers = self._answers.read(connection, numbers)
-        action_views = _actions(connection, action_rows, self._actions, answers)
+        answers = self._answers.read(connection, action_jobs.keys())
+        action_views = _actions(connection, action_rows, plans, answers)
         failed = {action.action_id: action.plan.stop_hosts for action in action_views if action.state in _FAILED}
         for action_id in failed.keys() - self._failed:  # perhaps because its hosts no longer have the step
             self._hosts.expire(failed[action_id])
         self._failed = set(failed)
         cached = self._hosts.read(connection, pages=None if focus is None else TURN_PAGES if focus.jobs else 0)
-        ahead = standing_store.unsettled(connection)
+        ahead, asked = self._standings.read(connection)
         named = open_jobs(unresolved, action_views) | {held.spec.job for one in ahead for held in one.standing.jobs}
-        named.update(job for one in ahead for job in one.standing.ended)
+        named.update(job for one in ahead for job in one.ended)
         orders = load_orders(connection)
         named |= ordered_jobs(orders)
-        rows = _job_rows(connection, named.union(*(host.workers for host in cached.values())))
-        running = self._generations(connection, {row.job: row.spec for row in rows})
+        every = _job_rows(connection, named.union(*(host.workers for host in cached.values())))
+        rows, running = self._known.read(connection, every)
         placed, newest = self._placed(rows, running)
+        placed = with_unreadable(placed, cached, {row.job for row in every} - {row.job for row in rows})
         drains, conditions = load_drains(connection), self._conditions.read(connection)
         pressing = (name for name, standing in conditions.items() if any(one.is_pressing for one in standing))
         noted = {*drains, *pressing}  # hosts that every round covers
@@ -158,7 +157,13 @@ class ViewLoader:
         past = self._past.read(connection, unresolved, action_jobs, shown={row.job for row in rows}, present=present)
         job_views = self._jobs(connection, rows, running, cached, past)
         if focus is not None:
-            involved = {*signalled, *noted, *open_hosts(unresolved, action_views), *placed_hosts(job_views)}
+            involved = {
+                *signalled,
+                *told_of(ahead),
+                *noted,
+                *open_hosts(unresolved, action_views),
+                *placed_hosts(job_views),
+            }
             involved.update(self._others.of(named))
             shown = [cached[name] for name in involved if name in cached]
         shown.sort(key=_HOST_ID)
@@ -182,7 +187,7 @@ class ViewLoader:
             incidents=unresolved,
             actions=action_views,
             copies=(
-                *(copy for host in shown for copy in host.copies if focus is None or copy.job in named),
+                *self._known.copies_of(connection, shown, None if focus is None else named),
                 *self._copies.read(connection, _wanted(job_views, marks)),
             ),
             next_incident=_next(connection, incidents),
@@ -191,8 +196,23 @@ class ViewLoader:
             fleet=Fleet() if focus is None else Fleet.of(host.failure_domain for host in cached.values()),
             cluster=standing_store.cluster_id(connection),
             standings=ahead,
+            asked=asked,
+            epoch=lease.current_epoch(connection),
             orders=orders,
         )
+
+    def _action_rows(
+        self, connection: Connection, unresolved: Sequence[Incident], checks: set[int]
+    ) -> tuple[Sequence[Row[Any]], Mapping[int, ActionPlan]]:
+        """Return the rows of actions, and their plans. One whose own plan cannot be decoded is shown with the one that
+        was decided: it ends as failed, and the policy has to see that."""
+        rows = _action_rows(connection, unresolved, checks)
+        rows = [row for row in rows if readable("actions", f"act-{row.number}", ActionState, row.state) is not None]
+        numbers = {row.number for row in rows}
+        self._actions = {number: plan for number, plan in self._actions.items() if number in numbers}
+        self._actions.update(load_plans(connection, numbers - self._actions.keys()))
+        plans = self._actions | dict(decided_plans(connection, numbers - self._actions.keys()))
+        return [row for row in rows if row.number in plans], plans
 
     def _placed(self, rows: Sequence[Row[Any]], running: Mapping[str, Any]) -> tuple[Mapping[str, str], Newest]:
         """Return host -> the job that has ranks on it, and job -> (newest generation, whether it ended)."""
@@ -202,7 +222,7 @@ class ViewLoader:
             has_ended = JobState(row.state).ended
             newest[row.job] = (row.generation if row.job in running else -1, has_ended)
             if row.job in running and not has_ended and row.state != _SUBMITTED:
-                placed.update(dict.fromkeys(self._plans[row.job, row.generation].given, row.job))
+                placed.update(dict.fromkeys(self._known.plans[row.job, row.generation].given, row.job))
         return placed, newest
 
     def _jobs(
@@ -217,7 +237,7 @@ class ViewLoader:
         if not names:
             return ()
         seen = {
-            row.job: newest_ranks(cached, row.job, row.generation, self._plans[row.job, row.generation].given)
+            row.job: newest_ranks(cached, row.job, row.generation, self._known.plans[row.job, row.generation].given)
             for row in rows
             if row.job in running
         }
@@ -225,7 +245,7 @@ class ViewLoader:
         whole = {
             row.job
             for row in rows
-            if row.job in seen and len(seen[row.job]) == self._plans[row.job, row.generation].ranks
+            if row.job in seen and len(seen[row.job]) == self._known.plans[row.job, row.generation].ranks
         }
         for recorded in chain(
             recorded_ranks(connection, {name for name in names if name not in whole}),
@@ -233,8 +253,15 @@ class ViewLoader:
         ):
             of_job = seen.setdefault(recorded.job, {})
             of_job[recorded.rank] = _with_exit(of_job.get(recorded.rank), recorded)
+        first_steps = self._first_steps.read(connection, {job: running[job].generation for job in seen})
         granted = {
-            row.job: _generation(running[row.job], self._plans[row.job, row.generation].plan, seen[row.job])
+            row.job: _generation(
+                running[row.job],
+                self._known.plans[row.job, row.generation].plan,
+                self._known.lineages[row.job][1],
+                seen[row.job],
+                first_steps.get(row.job, 0.0),
+            )
             for row in rows
             if row.job in running
         }
@@ -245,12 +272,14 @@ class ViewLoader:
         )
         return tuple(
             JobView(
-                spec=load(row.spec, JobSpec),
+                spec=self._known.specs[row.job],
                 state=JobState(row.state),
                 submitted_at=row.submitted_at,
                 stop_requested=bool(row.stop_requested),
                 generation=None if row.state == _SUBMITTED else granted.get(row.job),
-                before=_before(row, granted.get(row.job)) if row.state == _SUBMITTED else None,
+                before=_before(row, self._known.adopted.get(row.job), granted.get(row.job))
+                if row.state == _SUBMITTED
+                else None,
                 stored_run=row.run,
                 failures=tuple(
                     PastFailure(f.generation, f.cause, f.error_kind, f.error_message, f.step, f.host_id)
@@ -265,36 +294,10 @@ class ViewLoader:
             for row in rows
         )
 
-    def _generations(self, connection: Connection, specs: Mapping[str, str]) -> Mapping[str, Any]:
-        """Return the newest generation of each job. Reads each plan, which may be long, once for each specification.
-        `specs`: the jobs' documents."""
-        if not specs:
-            return {}
-        columns = generations.c
-        of_jobs = (
-            select(columns.job, columns.generation, columns.started_at, columns.restore_step, columns.lineage)
-            .join(jobs, (jobs.c.job == columns.job) & (jobs.c.generation == columns.generation))
-            .where(columns.job.in_(list(specs)))
-        )
-        running = {row.job: row for row in connection.execute(of_jobs)}
-        present = {(row.job, row.generation) for row in running.values()}
-        self._plans = {
-            key: known for key, known in self._plans.items() if key in present and known.spec == specs[key[0]]
-        }
-        for job, generation in sorted(present - self._plans.keys()):
-            plan = plan_of(connection, job, generation)
-            if plan is None:
-                raise NotFound(
-                    f"The plan of {job}, generation {generation}, is missing, although its row was just read.",
-                    hint="somebody else deleted rows: if this repeats, stop the services and restore a backup",
-                )
-            given = {host.host_id: frozenset(host.ranks) for host in plan.hosts}
-            self._plans[job, generation] = _KnownPlan(specs[job], plan, given)
-        return running
-
 
 def _next(connection: Connection, table: Any) -> int:  # noqa: ANN401 - a table's columns have no static type
-    return int(connection.scalar(select(func.coalesce(func.max(table.c.number), 0))) or 0) + 1
+    newest = select(func.coalesce(func.max(table.c.number), 0)).where(table.c.number < MAX_NUMBER)
+    return int(connection.scalar(newest) or 0) + 1
 
 
 def _grouped(rows: Sequence[Row[Any]]) -> _Rows:
@@ -317,11 +320,17 @@ def _with_exit(seen: RankView | None, recorded: RecordedRank) -> RankView:
     )
 
 
-def _generation(row: Any, plan: GenerationPlan, seen: Mapping[int, RankView]) -> GenerationView:  # noqa: ANN401
+def _generation(
+    row: Any,  # noqa: ANN401
+    plan: GenerationPlan,
+    lineage: Lineage,
+    seen: Mapping[int, RankView],
+    first_step_at: float,
+) -> GenerationView:
     return GenerationView(
         generation=plan.generation,
         parent=plan.parent,
-        lineage=load(row.lineage, Lineage) if row.lineage else plan.parent_lineage,
+        lineage=lineage,
         hosts=plan.hosts,
         peers=plan.peers,
         started_at=row.started_at,
@@ -334,14 +343,14 @@ def _generation(row: Any, plan: GenerationPlan, seen: Mapping[int, RankView]) ->
         ran_before_s=plan.ran_before_s,
         too_few_hosts=plan.too_few_hosts,
         step_s=plan.step_s,
+        first_step_at=first_step_at,
         ranks=tuple(seen[number] for number in sorted(seen)),
     )
 
 
-def _before(row: Any, granted: GenerationView | None) -> GenerationView | None:  # noqa: ANN401
+def _before(row: Any, lineage: Lineage | None, granted: GenerationView | None) -> GenerationView | None:  # noqa: ANN401
     """Return what a resubmitted job continues from. Its lineage is empty if this is another run."""
-    if row.adopted:
-        lineage: Lineage = load(row.adopted, Lineage)
+    if lineage:
         number = max(lineage[-1].generation, row.generation)
         return GenerationView(number, None, lineage, (), {}, 0.0, None, 0)
     if granted is None or granted.run == (row.run or run_id(row.submitted_at)):

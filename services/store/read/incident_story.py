@@ -9,7 +9,9 @@ from sqlalchemy import Connection, select
 from flyball.contracts.decisions import Decision, DecisionKind
 from services.record.codec import load, number_of
 from services.store.read import read_history
+from services.store.read.incident_signals import signals_before
 from services.store.sql import tables
+from services.store.sql.set_aside import readable
 
 Json = dict[str, Any]
 MAX_DECISIONS = 100  # the newest
@@ -22,7 +24,7 @@ def incident(connection: Connection, number: int) -> list[Json]:
 
 def _parts(connection: Connection, number: int, found: Json) -> Json:
     numbers = [number, *map(number_of, found["parts"])]  # what was observed and decided about its parts belongs to it
-    observed = [signal for one in numbers for signal in read_history.signals_before(connection, one, float("inf"))]
+    observed = [signal for one in numbers for signal in signals_before(connection, one, float("inf"))]
     observed.sort(key=lambda signal: signal["stored_at"])
     query = (
         select(tables.decisions.c.number, tables.decisions.c.incident, tables.decisions.c.document)
@@ -30,15 +32,22 @@ def _parts(connection: Connection, number: int, found: Json) -> Json:
         .order_by(tables.decisions.c.number.desc())
         .limit(MAX_DECISIONS)
     )
+    rows = connection.execute(query).all()[::-1]
+    bases = ((row, readable("decisions", f"dec-{row.number}", _basis, row.document)) for row in rows)
     decided = [
-        read_history.decision_basis(load(row.document, Decision))
+        basis
         | {
             "action": read_history.action(connection, row.number),
             "stands": read_history.stands(connection, row.incident, row.number),
         }
-        for row in connection.execute(query).all()[::-1]
+        for row, basis in bases
+        if basis is not None
     ]
     return {"observed": observed, "decided": decided, "story": _story(found, observed, decided)}
+
+
+def _basis(document: str) -> Json:
+    return read_history.decision_basis(load(document, Decision))
 
 
 def _story(found: Json, observed: list[Json], decided: list[Json]) -> list[Json]:

@@ -18,6 +18,7 @@ from services.store.read import read_state
 from services.store.reports import persistent_steps
 from services.store.reports.rank_rows import newest_step
 from services.store.sql import tables
+from services.store.sql.set_aside import readable
 from services.store.sql.shared_reads import GivenPlans, newest_lineage
 
 Json = dict[str, Any]
@@ -57,9 +58,9 @@ def checkpoints(connection: Connection, job: str, *, with_copies: bool) -> list[
     """Return the job's copies by tier, and each of them if asked for (an empty list if there is no such job). Copies on
     lost hosts are listed, but do not count."""
     row = connection.execute(select(tables.jobs).where(tables.jobs.c.job == job)).first()
-    if row is None:
+    found = _copies(connection, row) if row is not None else None
+    if found is None:
         return []
-    found = _copies(connection, row)
     return [
         {
             "job": job,
@@ -78,8 +79,10 @@ def checkpoints(connection: Connection, job: str, *, with_copies: bool) -> list[
 
 def _listed(connection: Connection, found: _Copies, job: str) -> list[ShardCopy]:
     copies = list(found.persistent)
-    for _, document in _documents(connection, job, found.hosts.holders):
-        copies += [copy for copy in load(document, list[ShardCopy]) if copy.job == job]
+    for host_id, document in _documents(connection, job, found.hosts.holders):
+        copies += [
+            copy for copy in readable("hosts", host_id, load, document, list[ShardCopy]) or () if copy.job == job
+        ]
     return copies
 
 
@@ -90,9 +93,10 @@ def _place_in_list(copy: ShardCopy) -> tuple[int, int, str, str]:
 def recoverability(connection: Connection, job: str, plans: GivenPlans) -> list[Json]:
     """Return what the job would lose now (an empty list if there is no such job)."""
     row = connection.execute(select(tables.jobs).where(tables.jobs.c.job == job)).first()
-    if row is None:
+    found = _copies(connection, row) if row is not None else None
+    shown = next(iter(read_state.jobs(connection, job, with_ranks=False)), None)
+    if row is None or found is None or shown is None:
         return []
-    found, (shown,) = _copies(connection, row), read_state.jobs(connection, job, with_ranks=False)
     given = plans.read(connection, job, row.generation)
     step = newest_step(connection, job, row.generation, given)
     step = found.newest_step if step < 0 else step
@@ -122,7 +126,11 @@ def recoverability(connection: Connection, job: str, plans: GivenPlans) -> list[
 _NOTHING: Json = {"steps": None, "redo_s": None}
 
 
-def _copies(connection: Connection, row: Row[Any]) -> _Copies:
+def _copies(connection: Connection, row: Row[Any]) -> _Copies | None:
+    """Return the copies of a job; None if the job cannot be read."""
+    spec = readable("jobs", row.job, load, row.spec, JobSpec, job=row.job)
+    if spec is None:
+        return None
     hosts = _hosts(connection, row.job)
     persistent = list(persistent_steps.read(connection, [row.job]))
     holdings = held(
@@ -130,9 +138,9 @@ def _copies(connection: Connection, row: Row[Any]) -> _Copies:
     )
     within_reach = [host_id for host_id in hosts.holders if host_id not in hosts.lost]
     for host_id, document in _documents(connection, row.job, within_reach):
-        holdings += held(host_id, row.job, load(document, list[CopyFacts]))
+        holdings += held(host_id, row.job, readable("hosts", host_id, load, document, list[CopyFacts]) or [])
     lineage = newest_lineage(connection, row.job) or ()
-    return _Copies(load(row.spec, JobSpec), row.newest_step, lineage, hosts, persistent, holdings)
+    return _Copies(spec, row.newest_step, lineage, hosts, persistent, holdings)
 
 
 def _hosts(connection: Connection, job: str) -> _Hosts:

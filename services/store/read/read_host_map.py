@@ -18,6 +18,7 @@ from services.store.sql import tables
 from services.store.sql.shared_reads import HAS_ENDED, GivenPlans
 
 Json = dict[str, Any]
+_STATES = frozenset(state.value for state in HostState)  # a host in another one cannot be read, as in the list of hosts
 _COLUMNS = tables.hosts.c
 # In the order of the index that has these columns: no row is read.
 _IN_SHORT = select(_COLUMNS.failure_domain, _COLUMNS.host_id, _COLUMNS.state).order_by(
@@ -41,7 +42,7 @@ def host_map(connection: Connection, given: GivenPlans) -> Json:
     states: Counter[str] = Counter()
     items = []
     for domain, rows in groupby(connection.execute(_IN_SHORT).all(), itemgetter(0)):
-        shown = [row for row in rows if row[1] not in left]
+        shown = [row for row in rows if row[1] not in left and row[2] in _STATES]
         if not shown:
             continue
         _, host_ids, of_hosts = zip(*shown, strict=True)

@@ -19,8 +19,10 @@ from services.sensor.rules.placed import GivenRanks
 from services.store.decisions.check_store import load_checks
 from services.store.decisions.condition_store import load_conditions
 from services.store.read.read_state import moment
+from services.store.read.readable_pages import readable_page
 from services.store.reports import vouching
 from services.store.sql import tables
+from services.store.sql.set_aside import readable, worded
 from services.store.sql.shared_reads import HAS_ENDED, GivenPlans, open_incidents
 
 Json = dict[str, Any]
@@ -77,23 +79,33 @@ def hosts(
         query = query.where(_COLUMNS.failure_domain == wanted.failure_domain)
     if wanted.host_ids:
         query = query.where(_COLUMNS.host_id.in_(wanted.host_ids))
-    if page.before:
-        query = query.where(_COLUMNS.host_id < page.before)
     of_job = placed.get(wanted.job, {}) if wanted.job else None
-    rows = _last_rows(connection, query, page, of_job)[::-1]
-    names = [row.host_id for row in rows]
-    drains, conditions, checks = _drains(connection), load_conditions(connection, names), load_checks(connection, names)
-    received_at = vouching.received_at(connection, names)
-    return [
-        _host(row, *_place(placed, row.host_id), received_at.get(row.host_id, 0.0))
-        | {"drain": drains.get(row.host_id), "conditions": [*map(_condition, conditions.get(row.host_id, ()))]}
-        | {"check": plain(checks[row.host_id]) if row.host_id in checks else None}
-        for row in rows
-    ]
+    drains = _drains(connection)
+
+    def items_of(rows: Sequence[Row[Any]]) -> list[Json | None]:
+        names = [row.host_id for row in rows]
+        conditions, checks = load_conditions(connection, names), load_checks(connection, names)
+        received_at = vouching.received_at(connection, names)
+
+        def whole(row: Row[Any]) -> Json:
+            return (
+                _host(row, *_place(placed, row.host_id), received_at.get(row.host_id, 0.0))
+                | {"drain": drains.get(row.host_id), "conditions": [*map(_condition, conditions.get(row.host_id, ()))]}
+                | {"check": plain(checks[row.host_id]) if row.host_id in checks else None}
+            )
+
+        return [readable("hosts", row.host_id, whole, row) for row in rows]
+
+    def rows_of(page: Page) -> Sequence[Row[Any]]:
+        return _last_rows(connection, query, page, of_job)[::-1]
+
+    return readable_page(page, rows_of, lambda row: str(row.host_id), items_of)
 
 
 def _last_rows(connection: Connection, query: Select[Any], page: Page, of_job: GivenRanks | None) -> Sequence[Row[Any]]:
     """Return the last `page.limit` rows, the last one first. `of_job`: only of the hosts that a job has."""
+    if page.before:
+        query = query.where(_COLUMNS.host_id < page.before)
     if of_job is None:
         return connection.execute(query.limit(page.limit)).all()
     found: list[Row[Any]] = []
@@ -134,7 +146,8 @@ def _condition(standing: StandingCondition) -> Json:
 def _drains(connection: Connection) -> dict[str, Json]:
     """Return host -> its drain request and state. A host is drained once its ranks train elsewhere."""
     drains, host_state = tables.drains, _COLUMNS.state.label("host_state")
-    rows = connection.execute(select(drains, host_state).join(tables.hosts, _OF)).all()
+    found = connection.execute(select(drains, host_state).join(tables.hosts, _OF)).all()
+    rows = worded("drains", found, "{host_id}", state=DrainState)
     if not rows:
         return {}
     moving = {incident.host_id for incident in open_incidents(connection)}
@@ -157,7 +170,7 @@ def _host(row: Row[Any], job: str, ranks: Collection[int], received_at: float) -
     copies: list[_Sized] = load(row.copies, list[_Sized])
     return {
         "host_id": row.host_id,
-        "state": row.state,
+        "state": HostState(row.state).value,
         "since": row.since,
         "reason": row.reason,
         "job": job,

@@ -6,12 +6,13 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, select
 
+from flyball.contracts.decisions import ActionState, DecisionKind
 from flyball.contracts.reports.signals import Signal
 from services.record.codec import load, number_of, plain
 from services.runtime.list_filters import ActionFilter, SignalFilter
 from services.runtime.paging import Page
-from services.store.read.read_history import page_of, since
 from services.store.read.read_state import moment
+from services.store.read.readable_pages import each, numbered_page, since
 from services.store.sql import tables
 
 Json = dict[str, Any]
@@ -29,20 +30,21 @@ def signals(connection: Connection, page: Page, wanted: SignalFilter) -> list[Js
         if value:
             query = query.where(column == value)
     query = since(connection, query, columns.number, columns.stored_at, wanted.since)
-    return [
-        {
-            "signal_id": f"sig-{row.number}",
-            "kind": row.kind,
-            "job": row.job,
-            "generation": row.generation,
-            "host_id": row.host_id,
-            "at": row.observed_at,
-            "stored_at": row.stored_at,
-            "source": row.source,
-            "body": plain(load(row.document, Signal).body),
-        }
-        for row in page_of(connection, query, columns.number, page)
-    ]
+    return numbered_page(connection, query, columns.number, "sig", page, items_of=each("signals", "sig", _signal))
+
+
+def _signal(row: Row[Any]) -> Json:
+    return {
+        "signal_id": f"sig-{row.number}",
+        "kind": row.kind,
+        "job": row.job,
+        "generation": row.generation,
+        "host_id": row.host_id,
+        "at": row.observed_at,
+        "stored_at": row.stored_at,
+        "source": row.source,
+        "body": plain(load(row.document, Signal).body),
+    }
 
 
 def actions(connection: Connection, page: Page, wanted: ActionFilter) -> list[Json]:
@@ -56,12 +58,13 @@ def actions(connection: Connection, page: Page, wanted: ActionFilter) -> list[Js
     if wanted.incident_id:
         query = query.where(columns.incident == number_of(wanted.incident_id))
     query = since(connection, query, columns.number, columns.started_at, wanted.since)
-    return [_action(row) for row in page_of(connection, query, columns.number, page)]
+    return numbered_page(connection, query, columns.number, "act", page, items_of=each("actions", "act", _action))
 
 
 def action(connection: Connection, number: int) -> list[Json]:
     """Return the action with this number, without its steps; an empty list if there is none."""
-    return [_action(row) for row in connection.execute(_actions().where(tables.actions.c.number == number))]
+    rows = connection.execute(_actions().where(tables.actions.c.number == number)).all()
+    return [one for one in each("actions", "act", _action)(rows) if one is not None]
 
 
 def _actions() -> Any:  # noqa: ANN401 - a select of many columns
@@ -78,8 +81,8 @@ def _action(row: Row[Any]) -> Json:
         "decision_id": f"dec-{row.number}",
         "incident_id": f"inc-{row.incident}" if row.incident is not None else "",
         "job": row.job,
-        "kind": row.kind,
-        "state": row.state,
+        "kind": DecisionKind(row.kind).value,
+        "state": ActionState(row.state).value,
         "phase": row.phase,
         "attempt": row.attempt,
         "message": row.message,

@@ -26,10 +26,12 @@ from services.store.decisions.order_store import load_orders
 from services.store.read import incident_story, read_copies, read_history, read_hosts, read_lists, read_state
 from services.store.read.read_host_map import host_map
 from services.store.sql.database import Database
+from services.store.sql.set_aside import setting_aside
 from services.store.sql.shared_reads import GivenPlans
 
 Json = dict[str, Any]
 T = TypeVar("T")
+_Rows = tuple[tuple[str, str], ...]  # table, key: see `readable`
 _FIRST = Page()
 
 
@@ -66,8 +68,9 @@ class SqlReadModels:
 
     def job(self, name: str) -> Json:
         """Return one job: spec, state, generation, and each rank with host, step and phase. Raises NotFound."""
-        return _only(
-            self._read(lambda c: read_state.jobs(c, name, plans=self._plans, with_ranks=True)),
+        return self._only(
+            lambda c: read_state.jobs(c, name, plans=self._plans, with_ranks=True),
+            (("jobs", name),),
             f"job {name!r}",
             "`flyball get jobs` lists them",
         )
@@ -81,8 +84,9 @@ class SqlReadModels:
 
     def host(self, host_id: str) -> Json:
         """Return one host. Raises NotFound."""
-        return _only(
-            self._read(lambda c: read_hosts.hosts(c, host_id, given=self._given)),
+        return self._only(
+            lambda c: read_hosts.hosts(c, host_id, given=self._given),
+            (("hosts", host_id),),
             f"host {host_id!r}",
             "`flyball get hosts` lists them",
         )
@@ -94,13 +98,18 @@ class SqlReadModels:
     def checkpoints(self, job: str, *, with_copies: bool = False) -> Json:
         """Return the verified copies by tier, and the recovery point; only if asked each copy too, of which a large job
         has a hundred thousand. Raises NotFound."""
-        found = self._read(lambda c: read_copies.checkpoints(c, job, with_copies=with_copies))
-        return _only(found, f"job {job!r}", "`flyball get jobs` lists them")
+        return self._only(
+            lambda c: read_copies.checkpoints(c, job, with_copies=with_copies),
+            (("jobs", job),),
+            f"job {job!r}",
+            "`flyball get jobs` lists them",
+        )
 
     def recoverability(self, job: str) -> Json:
         """Return the newest step in each tier, and what a loss of hosts would cost. Raises NotFound."""
-        return _only(
-            self._read(lambda c: read_copies.recoverability(c, job, self._given)),
+        return self._only(
+            lambda c: read_copies.recoverability(c, job, self._given),
+            (("jobs", job),),
             f"job {job!r}",
             "`flyball get jobs` lists them",
         )
@@ -120,8 +129,9 @@ class SqlReadModels:
         """Return one incident as a story: signals, decisions with actions and commands, and all of it in the order of
         time. Raises NotFound."""
         number = number_of(incident_id)
-        return _only(
-            self._read(lambda c: incident_story.incident(c, number)),
+        return self._only(
+            lambda c: incident_story.incident(c, number),
+            (("incidents", f"inc-{number}"),),
             f"incident {incident_id!r}",
             "`flyball get incidents` lists the newest",
         )
@@ -139,10 +149,11 @@ class SqlReadModels:
         number = number_of(action_id)
 
         def read(connection: Connection) -> list[Json]:
-            found = read_lists.action(connection, number)
-            return [one | (read_history.action(connection, number) or {}) for one in found]
+            whole = read_history.action(connection, number)
+            return [one | whole for one in read_lists.action(connection, number) if whole is not None]
 
-        return _only(self._read(read), f"action {action_id!r}", "`flyball get actions` lists the newest")
+        rows = (("actions", f"act-{number}"), ("decisions", f"dec-{number}"))
+        return self._only(read, rows, f"action {action_id!r}", "`flyball get actions` lists the newest")
 
     def decisions(
         self, job: str | None, page: Page = _FIRST, wanted: DecisionFilter = _FILTERS.decisions
@@ -154,8 +165,9 @@ class SqlReadModels:
         """Return one decision: the incident, the signals before it, its action with phases, commands and answers.
         Raises NotFound."""
         number = number_of(decision_id)
-        return _only(
-            self._read(lambda c: read_history.decision(c, number)),
+        return self._only(
+            lambda c: read_history.decision(c, number),
+            (("decisions", f"dec-{number}"),),
             f"decision {decision_id!r}",
             "`flyball get decisions` lists the newest",
         )
@@ -178,8 +190,17 @@ class SqlReadModels:
         with self._db.read() as connection:
             return work(connection)
 
-
-def _only(found: Sequence[Json], what: str, hint: str) -> Json:
-    if not found:
+    def _only(self, work: Callable[[Connection], Sequence[Json]], rows: _Rows, what: str, hint: str) -> Json:
+        """Return the one item that `work` finds. Raises NotFound, which says so if it is there but one of its own rows
+        cannot be read."""
+        with setting_aside() as aside:
+            found = self._read(work)
+        if found:
+            return found[0]
+        for row in aside.rows:
+            if (row.table, row.key) in rows:
+                raise NotFound(
+                    f"The {what} cannot be read: {row.key} of {row.table} ({row.reason}).",
+                    hint="find out who changed the database; restore the row from a backup",
+                )
         raise NotFound(f"There is no {what}.", hint=hint)
-    return found[0]

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import Connection, Row, func, select
 
-from flyball.contracts.cluster import JobSpec
+from flyball.contracts.cluster import JobSpec, JobState
 from flyball.contracts.decisions import GenerationPlan
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.reports.signals import EngineStatus
@@ -18,9 +18,11 @@ from flyball.contracts.reports.training_health import loss_value
 from services.record.codec import load, plain, shown
 from services.runtime.list_filters import JobFilter
 from services.runtime.paging import Page
+from services.store.read.readable_pages import readable_page
 from services.store.reports.rank_rows import KnownRank, known_ranks
 from services.store.sql import tables
 from services.store.sql.events import newest_of_jobs
+from services.store.sql.set_aside import readable
 from services.store.sql.shared_reads import HAS_ENDED, KeptPlans, plan_of
 
 Json = dict[str, Any]
@@ -45,6 +47,28 @@ def jobs(
 ) -> list[Json]:
     """Return a page of all jobs (or of those that have not ended), oldest first, or the one with that name; if asked
     for, with the ranks of its newest granted generation, of which a large job has thousands."""
+    kept = plans or job_plans()
+
+    def items_of(rows: Sequence[Row[Any]]) -> list[Json | None]:
+        outlines = {row.job: kept.read(connection, row.job, row.generation) for row in rows}
+        times = progress(connection, [row.job for row in rows])
+        apart = _save_intervals(connection, rows, outlines)
+
+        def whole(row: Row[Any]) -> Json:
+            shown = _job(row, outlines[row.job], times.get(row.job, JobProgress()))
+            return shown | {"save_interval": apart.get(row.job)} | (_ranks(connection, row) if with_ranks else {})
+
+        return [readable("jobs", row.job, whole, row, job=row.job) for row in rows]
+
+    def rows_of(page: Page) -> Sequence[Row[Any]]:
+        return _rows(connection, name, page, open_only=open_only, wanted=wanted)
+
+    return readable_page(page, rows_of, lambda row: str(row.job), items_of)
+
+
+def _rows(
+    connection: Connection, name: str | None, page: Page, *, open_only: bool, wanted: JobFilter
+) -> Sequence[Row[Any]]:
     columns = tables.jobs.c
     query = select(tables.jobs).order_by(columns.submitted_at.desc(), columns.job.desc()).limit(page.limit)
     if name is not None:
@@ -58,17 +82,7 @@ def jobs(
     if page.before:
         at = select(columns.submitted_at).where(columns.job == page.before).scalar_subquery()
         query = query.where((columns.submitted_at < at) | ((columns.submitted_at == at) & (columns.job < page.before)))
-    rows = connection.execute(query).all()[::-1]
-    kept = plans or job_plans()
-    outlines = {row.job: kept.read(connection, row.job, row.generation) for row in rows}
-    times = progress(connection, [row.job for row in rows])
-    apart = _save_intervals(connection, rows, outlines)
-    return [
-        _job(row, outlines[row.job], times.get(row.job, JobProgress()))
-        | {"save_interval": apart.get(row.job)}
-        | (_ranks(connection, row) if with_ranks else {})
-        for row in rows
-    ]
+    return connection.execute(query).all()[::-1]
 
 
 class PlanOutline(msgspec.Struct, frozen=True):
@@ -110,14 +124,14 @@ def _save_intervals(
     generations = {row.job: row.generation for row in rows}
     hosts = tables.hosts.c
     query = select(hosts.host_id, hosts.engine).where(hosts.host_id.in_(sorted(set(leaders.values()))))
-    engines: dict[str, EngineStatus] = {
-        row.host_id: load(row.engine, EngineStatus) for row in connection.execute(query)
-    }
+    rows_of_engines = connection.execute(query).all()
+    engines = {row.host_id: readable("hosts", row.host_id, load, row.engine, EngineStatus) for row in rows_of_engines}
     return {
         reported.job: {"wanted_steps": reported.wanted_steps, "every_steps": reported.every_steps}
         | {"save_s": reported.save_s, "step_s": reported.step_s}
         for job, host_id in leaders.items()
-        for reported in (engines[host_id].intervals if host_id in engines else ())
+        for engine in [engines.get(host_id)]
+        for reported in (engine.intervals if engine is not None else ())
         if (reported.job, reported.generation) == (job, generations[job])
     }
 
@@ -127,7 +141,7 @@ def _job(row: Row[Any], outline: PlanOutline, times: JobProgress) -> Json:
     return {
         "job": row.job,
         "spec": plain(shown(spec)),
-        "state": row.state,
+        "state": JobState(row.state).value,
         "message": row.message,
         "world_size": spec.world_size,
         "asked_world_size": spec.as_asked.world_size,

@@ -13,6 +13,7 @@ from services.store.sql.database import Database
 from services.store.sql.events import SqlEventLog
 from services.store.sql.lease import leader
 from services.store.sql.rows import upsert
+from services.store.sql.set_aside import readable
 from services.store.sql.tables import cursors
 
 Json = dict[str, Any]
@@ -45,7 +46,8 @@ class UnsentEvents:
         while True:
             page = self._events.read(None, after, EVENTS_AT_ONCE, self.kinds)
             for number, event in page:
-                if (story := self._story(event)) is not None:
+                # What belongs to it may be unreadable: then it is nobody's news.
+                if (story := readable("events", number, self._story, event)) is not None:
                     return number, story
                 after = number
             is_end = len(page) < EVENTS_AT_ONCE

@@ -22,6 +22,7 @@ from flyball.contracts.cluster import JobSpec
 from services.record.codec import load
 from services.record.stored_steps import KEPT_STEPS, Wanted, forgettable, is_outdated, newest_first, restorable
 from services.store.sql.rows import new_version, upsert
+from services.store.sql.set_aside import readable
 from services.store.sql.shared_reads import newest_lineage
 from services.store.sql.tables import jobs, persistent_copies, persistent_steps
 
@@ -105,7 +106,8 @@ def _wanted(connection: Connection, job: str) -> Wanted | None:
     """Return it for the newest started generation, None if none started."""
     spec = connection.scalar(select(jobs.c.spec).where(jobs.c.job == job))
     lineage = newest_lineage(connection, job)
-    return Wanted.of(load(spec, JobSpec), lineage) if spec and lineage is not None else None
+    found = readable("jobs", job, load, spec, JobSpec, job=job) if spec else None
+    return Wanted.of(found, lineage) if found is not None and lineage is not None else None
 
 
 def read(connection: Connection, jobs: Sequence[str]) -> tuple[ShardCopy, ...]:

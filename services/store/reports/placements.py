@@ -16,8 +16,9 @@ from services.sensor.detector.witnesses import neighbours
 from services.sensor.rules.placed import GivenRanks, Placed, given_in
 from services.store.reports.persistent_steps import NewestStored
 from services.store.sql.database import Database
+from services.store.sql.set_aside import readable
 from services.store.sql.shared_reads import RunningPlans
-from services.store.sql.tables import jobs, learned_jobs
+from services.store.sql.tables import hosts, jobs, learned_jobs
 
 Neighbours = Mapping[str, tuple[str, ...]]
 _Generation = tuple[str, int]
@@ -80,17 +81,28 @@ class SqlPlacements:
         return self._stored.read(connection, self._persistent) if self._persistent else {}
 
 
+def engine_addresses(db: Database, sought: Collection[str]) -> dict[str, str]:
+    """Return host -> "ip:port" of its engine, as it last reported, for those of the hosts that have one."""
+    with db.read() as connection:
+        query = select(hosts.c.host_id, hosts.c.engine_address).where(hosts.c.host_id.in_(sorted(sought)))
+        return {row.host_id: row.engine_address for row in connection.execute(query) if row.engine_address}
+
+
 def _specs(connection: Connection) -> dict[str, JobSpec]:
     """Return the specifications of running jobs."""
     running = select(jobs.c.job, jobs.c.spec).where(jobs.c.state == JobState.RUNNING.value)
-    return {row.job: load(row.spec, JobSpec) for row in connection.execute(running)}
+    rows = connection.execute(running).all()
+    found = {row.job: readable("jobs", row.job, load, row.spec, JobSpec, job=row.job) for row in rows}
+    return {job: spec for job, spec in found.items() if spec is not None}
 
 
 def _learned(connection: Connection, names: Collection[str]) -> dict[str, LearnedJob]:
     """Return what sensors learned about these jobs, except about an earlier run of the same name."""
     of_this_run = (jobs.c.job == learned_jobs.c.job) & (jobs.c.submitted_at <= learned_jobs.c.told_at)
     query = select(learned_jobs).join(jobs, of_this_run).where(learned_jobs.c.job.in_(sorted(names)))
-    return {row.job: load(row.learned, LearnedJob) for row in connection.execute(query)}
+    rows = connection.execute(query).all()
+    found = {row.job: readable("learned_jobs", row.job, load, row.learned, LearnedJob) for row in rows}
+    return {job: learned for job, learned in found.items() if learned is not None}
 
 
 def _part_of(plan: GenerationPlan) -> _Part:

@@ -9,9 +9,10 @@ import msgspec
 from sqlalchemy import Connection, select
 
 from flyball.contracts.cluster import Phase
-from flyball.contracts.reports.signals import WorkerExited
+from flyball.contracts.reports.signals import RankMarks, WorkerExited
 from services.record.codec import load
 from services.record.positions import JobPositions, read_positions
+from services.store.sql.set_aside import readable
 from services.store.sql.tables import host_reports, jobs, ranks
 
 _CHUNK = 1000  # hosts that one query names
@@ -84,8 +85,30 @@ def _reported(connection: Connection, hosts: Sequence[str]) -> Iterator[tuple[st
             host_reports.c.host_id.in_(hosts[first : first + _CHUNK])
         )
         for host_id, document in connection.execute(query).all():
-            for part in read_positions(document):
+            for part in readable("host_reports", host_id, read_positions, document) or ():
                 yield host_id, part
+
+
+class FirstSteps:
+    """When rank 0 of each job's newest generation completed its first step. Belongs to one thread."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int], float] = {}  # once it is, it stays
+
+    def read(self, connection: Connection, newest: Mapping[str, int]) -> Mapping[str, float]:
+        """Return job -> wall clock. `newest`: job -> generation."""
+        self._known = {key: at for key, at in self._known.items() if newest.get(key[0]) == key[1]}
+        missing = sorted(job for job, generation in newest.items() if (job, generation) not in self._known)
+        query = (
+            select(ranks.c.job, ranks.c.generation, ranks.c.marks)
+            .join(jobs, (jobs.c.job == ranks.c.job) & (jobs.c.generation == ranks.c.generation))
+            .where(ranks.c.job.in_(missing), ranks.c.rank == 0, ranks.c.marks.is_not(None))
+        )
+        for row in connection.execute(query) if missing else ():
+            marks = readable("ranks", f"{row.job} 0", load, row.marks, RankMarks, job=row.job)
+            if marks is not None and marks.first_step_at > 0.0:
+                self._known[row.job, row.generation] = marks.first_step_at
+        return {job: at for (job, _), at in self._known.items()}
 
 
 def recorded_ranks(
@@ -102,5 +125,8 @@ def recorded_ranks(
     if only_ended:
         query = query.where(ranks.c.exited.is_not(None))
     for row in connection.execute(query):
-        exited: WorkerExited | None = load(row.exited, WorkerExited) if row.exited else None
+        exited: WorkerExited | None = None
+        if row.exited:
+            name = f"{row.job} {row.rank}"
+            exited = readable("ranks", name, load, row.exited, WorkerExited, job=row.job)
         yield RecordedRank(row.job, row.rank, row.host_id, exited, row.exited_at)

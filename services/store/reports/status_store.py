@@ -21,9 +21,11 @@ from services.record.report_events import Before, RankKey, RankRow, Received
 from services.sensor.detector.watched_job import LearnedJob
 from services.sensor.rules.step_log import StepSummary
 from services.store.reports import persistent_steps, vouching
+from services.store.reports.own_ranks import has_ranks, own_part
 from services.store.sql import events
 from services.store.sql.database import Database
 from services.store.sql.rows import new_version, upsert
+from services.store.sql.set_aside import readable
 from services.store.sql.shared_reads import GivenPlans, RunningPlans, hosts_of
 from services.store.sql.tables import (
     MAX_COPIES_OF,
@@ -38,6 +40,9 @@ from services.store.sql.tables import (
 )
 
 FEW_HOSTS = 500
+_FREE = select(hosts.c.host_id).where(
+    hosts.c.state.not_in((HostState.SILENT.value, HostState.IN_REPAIR.value)), hosts.c.left_at == 0.0
+)
 
 _FACTS = (
     "address",
@@ -55,6 +60,8 @@ _FACTS = (
     "fabric",
     "memory_bytes",
 )
+
+_ENDED = frozenset(state.value for state in JobState if state.ended)
 
 
 class _Known(msgspec.Struct, frozen=True):
@@ -127,10 +134,11 @@ class SqlStatusStore:
         with self._db.read() as connection:
             return read_watermarks(connection, senders)
 
-    def hosts_with_placement(self) -> dict[str, float]:
-        """Return the hosts with ranks of running jobs -> when any sensor last received a report (wall clock)."""
+    def expected_hosts(self) -> dict[str, float]:
+        """Return the hosts that should report -> when any sensor last received one (wall clock): those with ranks of
+        running jobs, and the others that did not leave and are not known to be gone."""
         with self._db.read() as connection:
-            named = frozenset().union(*self._placed.read(connection).values())
+            named = frozenset().union(*self._placed.read(connection).values(), connection.scalars(_FREE))
             received_at = vouching.received_at(connection)
             # Reports of few hosts are stored as they arrive, and are newer than the vouches.
             wanted = named if len(named) <= FEW_HOSTS else named - received_at.keys()
@@ -151,6 +159,7 @@ def read_watermarks(connection: Connection, senders: Collection[Sender]) -> dict
 def _record(
     connection: Connection, reports: Sequence[Received], steps: Sequence[StepSummary], plans: GivenPlans
 ) -> None:
+    reports = [(own_part(connection, report, plans), received_at) for report, received_at in reports]
     known = _known_reports(connection, sorted({report.facts.host_id for report, _ in reports}))
     fresh, current = report_events.sift(reports, {host_id: row.before for host_id, row in known.items()})
     named = _jobs(connection, [report for report, _ in fresh], steps, known)
@@ -179,7 +188,12 @@ def _record(
     _store_reports(connection, known, current, digests, positions)
     _store_recorded(connection, recorded)
     _raise_newest_steps(connection, rows, granted, plans)
-    copies = [copy for report, _ in fresh for copy in report.copies if copy.tier is Tier.PERSISTENT]
+    copies = [
+        copy
+        for report, _ in fresh
+        for copy in report.copies
+        if copy.tier is Tier.PERSISTENT and has_ranks(connection, report.facts.host_id, copy, named.newest, plans)
+    ]
     persistent_steps.store(connection, (copy for copy in copies if (copy.job, copy.generation) in granted))
     _store_losses(connection, steps)
     news.extend(report_events.event_of_steps(part) for part in steps if (part.job, part.generation) in granted)
@@ -199,7 +213,7 @@ def _known_reports(connection: Connection, host_ids: Sequence[str]) -> dict[str,
             row.received_at,
             row.digest,
             row.workers,
-            rows_of(read_positions(row.positions), row.host_id),
+            rows_of(readable("host_reports", row.host_id, read_positions, row.positions) or (), row.host_id),
             row.interval_s,
             row.left_at > 0.0,
         )
@@ -228,7 +242,7 @@ def _jobs(
     )
     return _Jobs(
         granted=frozenset((row.job, row.generation) for row in granted),
-        newest={row.job: row.generation for row in newest if row.job in live or not JobState(row.state).ended},
+        newest={row.job: row.generation for row in newest if row.job in live or row.state not in _ENDED},
     )
 
 

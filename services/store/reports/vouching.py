@@ -11,6 +11,7 @@ from sqlalchemy import Connection, delete, select, update
 from services.record.codec import dump, load
 from services.store.sql import events
 from services.store.sql.rows import upsert
+from services.store.sql.set_aside import readable
 from services.store.sql.tables import vouches
 
 FORGET_AFTER_S = 600.0  # rows of sensors that vouch no more: each start of a sensor has a row of its own
@@ -37,7 +38,9 @@ def received_at(connection: Connection, host_ids: Collection[str] | None = None)
     newest: dict[str, float] = {}
     wanted = None if host_ids is None else frozenset(host_ids)
     for row in connection.execute(select(vouches)):
-        for name, age_ms in zip(load(row.hosts, list[str]), load(row.ages_ms, list[int]), strict=False):
+        hosts = readable("vouches", row.sensor, load, row.hosts, list[str]) or []
+        ages_ms = readable("vouches", row.sensor, load, row.ages_ms, list[int]) or []
+        for name, age_ms in zip(hosts, ages_ms, strict=False):
             if wanted is None or name in wanted:
                 at = row.at - age_ms / 1000.0
                 if at > newest.get(name, 0.0):
@@ -67,9 +70,12 @@ class VouchedHosts:
         for row in connection.execute(select(vouches)):
             vouched = before.get(row.sensor)
             if vouched is None or vouched.document != row.hosts:
-                names: list[str] = load(row.hosts, list[str])
+                names = readable("vouches", row.sensor, load, row.hosts, list[str])
+                if names is None:
+                    continue
                 vouched = _Vouched(row.hosts, {name: place for place, name in enumerate(names)})
-            vouched.at, vouched.ages_ms = row.at, load(row.ages_ms, list[int])
+            ages_ms = readable("vouches", row.sensor, load, row.ages_ms, list[int])
+            vouched.at, vouched.ages_ms = row.at, ages_ms or []
             self._sensors[row.sensor] = vouched
         return self
 

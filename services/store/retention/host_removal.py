@@ -11,8 +11,10 @@ from services.store.reports import vouching
 from services.store.sql import events
 from services.store.sql.database import Database
 from services.store.sql.shared_reads import RunningPlans, hosts_of
-from services.store.sql.tables import drains, host_checks, host_conditions, host_reports, hosts, orders
+from services.store.sql.tables import host_reports, hosts, metadata, orders
 
+# Whose rows are about one host: its state and reports, what it said, and what was asked of it.
+OF_ONE_HOST = tuple(table for table in metadata.sorted_tables if "host_id" in table.primary_key.columns)
 QUIET_S = 10.0  # a host that reported within this time is alive
 
 
@@ -73,7 +75,7 @@ def _received_at(connection: Connection, host_id: str) -> float:
 
 def _forget(connection: Connection, host_id: str) -> None:
     connection.execute(delete(orders).where(orders.c.target == host_id))
-    for table in (drains, host_checks, host_conditions, host_reports, hosts):
+    for table in OF_ONE_HOST:
         connection.execute(delete(table).where(table.c.host_id == host_id))
     events.append(connection, [])
     condition_store.mark_changed(connection)

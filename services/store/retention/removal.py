@@ -147,11 +147,13 @@ def _ended_jobs(db: Database, before: float) -> list[str]:
 
 
 def remove_keys(connection: Connection, table: Table, keys: Sequence[int | str]) -> int:
-    """Remove the rows with these primary keys. Returns their number."""
+    """Remove the rows with these primary keys. Returns the number of those that were there: a key that is no text is
+    read as another one, and matches no row."""
     (key,) = table.primary_key.columns
-    for start in range(0, len(keys), ROWS_AT_ONCE):
-        connection.execute(delete(table).where(key.in_(keys[start : start + ROWS_AT_ONCE])))
-    return len(keys)
+    return sum(
+        connection.execute(delete(table).where(key.in_(keys[start : start + ROWS_AT_ONCE]))).rowcount
+        for start in range(0, len(keys), ROWS_AT_ONCE)
+    )
 
 
 def _until_none(db: Database, remove: Callable[[Connection], int]) -> Iterator[int]:

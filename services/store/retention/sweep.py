@@ -33,6 +33,7 @@ from services.store.retention.host_removal import SqlHostRemoval
 from services.store.sql.database import Database
 from services.store.sql.lease import leader
 from services.store.sql.rows import upsert
+from services.store.sql.set_aside import readable
 from services.store.sql.shared_reads import last_before
 from services.store.sql.tables import cursors, events
 
@@ -108,7 +109,8 @@ def _merge_step_events(db: Database, before: float) -> Iterator[int]:
             with db.read() as connection:
                 query = select(events.c.number, events.c.document).where(events.c.job == job, *in_window)
                 rows = connection.execute(query.order_by(events.c.number)).all()
-            found = ((row.number, load(row.document, Event)) for row in rows)
+            events_of = ((row.number, readable("events", row.number, load, row.document, Event)) for row in rows)
+            found = ((number, event) for number, event in events_of if event is not None)
             for _, of_span in groupby(found, key=lambda pair: span_of(pair[1].at)):
                 if merged := merge_steps(of_span):
                     yield db.transact(partial(_replace, merged=merged), durable=False)
@@ -123,7 +125,11 @@ def _clear_signal_events(db: Database, before: float) -> Iterator[int]:
         )
         with db.read() as connection:
             rows = connection.execute(query).all()
-        gone = [row.number for row in rows if is_prompt_signal(load(row.document, Event))]
+        gone = []
+        for row in rows:
+            event = readable("events", row.number, load, row.document, Event)
+            if event is not None and is_prompt_signal(event):
+                gone.append(row.number)
         for start in range(0, len(gone), removal.ROWS_AT_ONCE):
             part = gone[start : start + removal.ROWS_AT_ONCE]
             yield db.transact(partial(removal.remove_keys, table=events, keys=part), durable=False)

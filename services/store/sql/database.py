@@ -21,7 +21,15 @@ from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, DisconnectionEr
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from flyball.contracts.errors import ConfigurationError, InvalidMessage, NotFound, Unreachable
+from flyball.contracts.errors import (
+    ConfigurationError,
+    FlyballError,
+    InvalidMessage,
+    NotFound,
+    StorageFull,
+    Unreachable,
+)
+from services.store.sql.broken_text import MYSQL_ENCODING, text_of
 from services.store.sql.failures import is_deadlock, is_not_primary, is_without_tables, translate
 from services.store.sql.left_state import read_only_uri
 
@@ -31,6 +39,7 @@ BUSY_TIMEOUT_S = 10.0  # the longest wait for another transaction's lock
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 20.0  # the longest wait for a reply of a MySQL server; longer than a lock wait
 MIGRATION_ANSWER_TIMEOUT_S = 86_400.0  # the same in migrations: altering a large table may take hours
+PROBLEM_FRESH_S = 10.0  # loops try again after two seconds at most
 MAX_ATTEMPTS = 5  # of a transaction that the server rolls back in a deadlock
 
 _DURABLE = "flyball_durable"  # an execution option of a connection
@@ -54,6 +63,7 @@ class Database:
         self._writers = threading.Lock() if self.is_sqlite else None
         self.make_schema: Callable[[], None] | None = None  # for a file that replaced ours; see `migrate`
         self._has_no_schema = False
+        self._refused: tuple[FlyballError, float] | None = None  # the last write, if it was, and when
         if self.is_sqlite:
             self._reader, self._writer = _sqlite_engines(self.url, self._busy_timeout_s, read_only=read_only)
         else:
@@ -75,6 +85,22 @@ class Database:
         does not wait for the disk, and a power cut may undo the newest such commits (never out of order).
         """
         self._make_schema_anew()
+        try:
+            with self._write(durable=durable) as connection:
+                yield connection
+        except (StorageFull, ConfigurationError) as error:
+            self._refused = error, time.monotonic()
+            raise
+        self._refused = None
+
+    @property
+    def write_problem(self) -> FlyballError | None:
+        """Why nothing can be stored, for example since the disk is full; None if it can, or nobody tried lately."""
+        refused = self._refused
+        return refused[0] if refused is not None and time.monotonic() - refused[1] < PROBLEM_FRESH_S else None
+
+    @contextmanager
+    def _write(self, *, durable: bool) -> Iterator[Connection]:
         if self._writers is None:
             with self._translated(), self._writer.begin() as connection:
                 yield connection
@@ -193,6 +219,7 @@ def _sqlite_engines(url: URL, busy_timeout_s: float, *, read_only: bool) -> tupl
     def connected(pragmas: tuple[str, ...]) -> Callable[[Any, object], None]:
         def set_up(connection: Any, _record: object) -> None:  # noqa: ANN401 - a DBAPI connection has no type
             connection.isolation_level = None  # the driver would begin transactions itself, and not IMMEDIATE ones
+            connection.text_factory = text_of
             for pragma in pragmas:
                 connection.execute(f"PRAGMA {pragma}").fetchall()
 
@@ -271,7 +298,12 @@ def _mysql_engine(
             f"innodb_lock_wait_timeout={int(busy_timeout_s)}",
         },
     )
+
+    def connected(connection: Any, _record: object) -> None:  # noqa: ANN401 - a DBAPI connection has no type
+        connection.encoding = MYSQL_ENCODING
+
     event.listen(engine, "handle_error", failed)
+    event.listen(engine, "connect", connected)
     return engine
 
 

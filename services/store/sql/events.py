@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from sqlalchemy import ColumnElement, Connection, Select, TextClause, insert, select, text, union_all, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, TextClause, insert, select, text, union_all, update
 
 from flyball.contracts.events import Event, EventKind
 from services.record.codec import dump, load
 from services.store.sql.database import Database
+from services.store.sql.set_aside import readable
 from services.store.sql.shared_reads import DISORDER_S, last_before
 from services.store.sql.tables import events, log_head
 
@@ -52,7 +53,7 @@ def newest_of_jobs(connection: Connection, jobs: Sequence[str], kind: EventKind,
         return []
     given = {f"job{place}": job for place, job in enumerate(jobs)}
     rows = connection.execute(_of_jobs(len(jobs)), given | {"kind": kind.value, "count": count})
-    return [load(row.document, Event) for row in rows]
+    return [event for row in rows if (event := readable("events", "", load, row.document, Event)) is not None]
 
 
 @lru_cache(maxsize=64)  # the expression language takes longer to build it than the database to answer
@@ -60,6 +61,16 @@ def _of_jobs(jobs: int) -> TextClause:
     parts = [f"SELECT number FROM ({_NEWEST_OF_JOB.format(place)}) AS of_job{place}" for place in range(jobs)]
     found = " UNION ALL ".join(parts)
     return text(f"SELECT document FROM events JOIN ({found}) AS found ON found.number = events.number")
+
+
+_UNREADABLE = Event(at=0.0, kind=EventKind.SIGNAL, data={"kind": "event_unreadable"})
+
+
+def _readable(rows: Sequence[Row[Any]]) -> list[tuple[int, Event]]:
+    """Return the number and the event of each row. One that cannot be decoded shows as such: a reader must get past
+    its number."""
+    found = ((row.number, readable("events", row.number, load, row.document, Event)) for row in rows)
+    return [(number, event or _UNREADABLE) for number, event in found]
 
 
 class SqlEventLog:
@@ -81,7 +92,7 @@ class SqlEventLog:
         with self._db.read() as connection:
             first = max(after, _last_before(connection, since))
             rows = connection.execute(_page(_asked(job, kinds, first, since), limit, newest=False)).all()
-        return [(row.number, load(row.document, Event)) for row in rows]
+        return _readable(rows)
 
     def newest(
         self, job: str | None, limit: int, kinds: Collection[EventKind] = (), since: float = 0.0
@@ -90,7 +101,7 @@ class SqlEventLog:
         with self._db.read() as connection:
             first = _last_before(connection, since)
             rows = connection.execute(_page(_asked(job, kinds, first, since), limit, newest=True)).all()
-        return [(row.number, load(row.document, Event)) for row in reversed(rows)]
+        return _readable(rows[::-1])
 
     def last(self) -> int:
         """Return the number of the newest event, 0 if there is none."""

@@ -12,7 +12,7 @@ from flyball.contracts.errors import ConfigurationError, FlyballError, StateVers
 _EXPLANATIONS: dict[str, tuple[type[FlyballError], str, str]] = {
     "full": (
         StorageFull,
-        "The disk of the database {name} is full.",
+        "The disk is full: nothing can be stored in {name}.",
         "free space there; nothing was stored in part",
     ),
     "locked": (

@@ -98,6 +98,11 @@ def check_epoch(connection: Connection, epoch: int) -> Issuer:
     return present
 
 
+def current_epoch(connection: Connection) -> int:
+    """Return the present epoch, without a lock."""
+    return int(connection.scalar(select(lease.c.epoch).where(lease.c.name == CONTROLLER)) or 0)
+
+
 def _issuer(connection: Connection, *, is_shared: bool) -> Issuer:
     query = select(lease.c.epoch, lease.c.incarnation).where(lease.c.name == CONTROLLER)
     row = connection.execute(query.with_for_update(read=is_shared)).one()

@@ -11,8 +11,9 @@ from sqlalchemy import Column, Connection, func, select
 from flyball.contracts.checkpoints import Lineage
 from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import GenerationPlan, Incident
-from services.record.codec import load
+from services.record.codec import load, number_of
 from services.sensor.rules.placed import GivenRanks, given_in
+from services.store.sql.set_aside import readable
 from services.store.sql.tables import generations, incidents, jobs
 
 T = TypeVar("T")
@@ -20,18 +21,24 @@ T = TypeVar("T")
 _DECODED = 4096  # open incidents that are kept: every round reads them
 DISORDER_S = 60.0  # numbers may be in another order than times by this much
 MAX_PLANS = 1024  # kept of generations that may be old, the most recently used
+ENDS = jobs.c.state.in_([state.value for state in JobState if state.ending])  # decided, and under way
 HAS_ENDED = jobs.c.state.in_([state.value for state in JobState if state.ended])  # a condition on `jobs`
 
 
 def open_incidents(connection: Connection) -> list[Incident]:
     """Return the incidents that are not closed, oldest first."""
-    query = select(incidents.c.document).where(~incidents.c.closed).order_by(incidents.c.number)
-    return [_incident(document) for document in connection.scalars(query)]
+    query = select(incidents.c.number, incidents.c.document).where(~incidents.c.closed).order_by(incidents.c.number)
+    found = (readable("incidents", f"inc-{n}", incident_of, text) for n, text in connection.execute(query))
+    return [incident for incident in found if incident is not None]
 
 
 @lru_cache(maxsize=_DECODED)
-def _incident(document: str) -> Incident:
+def incident_of(document: str) -> Incident:
+    """Decode an incident. Raises NotFound if what it names by number has none."""
     incident: Incident = load(document, Incident)
+    for name in (incident.incident_id, incident.action_id, incident.part_of, *incident.parts):
+        if name:
+            number_of(name)
     return incident
 
 
@@ -49,10 +56,12 @@ def last_before(connection: Connection, number: Column[int], at: Column[float], 
 
 
 def plan_of(connection: Connection, job: str, generation: int) -> GenerationPlan | None:
-    """Return the plan of a generation, None if it was never granted."""
+    """Return the plan of a generation, None if it was never granted, or cannot be decoded."""
     mine = (generations.c.job == job, generations.c.generation == generation)
     document = connection.scalar(select(generations.c.plan).where(*mine))
-    return load(document, GenerationPlan) if document is not None else None
+    if document is None:
+        return None
+    return readable("generations", f"{job} {generation}", load, document, GenerationPlan, job=job)
 
 
 def newest_lineage(connection: Connection, job: str) -> Lineage | None:
@@ -63,7 +72,7 @@ def newest_lineage(connection: Connection, job: str) -> Lineage | None:
         .order_by(generations.c.generation.desc())
         .limit(1)
     )
-    return load(document, Lineage) if document else None
+    return readable("generations", job, load, document, Lineage, job=job) if document else None
 
 
 def hosts_of(plan: GenerationPlan) -> frozenset[str]:

@@ -17,13 +17,13 @@ from sqlalchemy import (
     Integer,
     LargeBinary,
     MetaData,
-    String,
     Table,
-    Text,
     UniqueConstraint,
 )
 from sqlalchemy.dialects.mysql import LONGBLOB, LONGTEXT
 from sqlalchemy.schema import SchemaItem
+
+from services.store.sql.broken_text import String, Text
 
 metadata = MetaData(
     naming_convention={
@@ -83,6 +83,8 @@ standings = _table(
     Column("cluster", Word, nullable=False),  # whose command it obeyed
     Column("command_id", String(190), nullable=False),
     Column("document", Document, nullable=False),
+    # Its word is needed, for a job that is not adopted yet.
+    Column("is_needed", Boolean, nullable=False, index=True, server_default="0"),
 )
 
 cursors = _table(

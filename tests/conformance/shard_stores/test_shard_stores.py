@@ -365,7 +365,12 @@ def test_pruning_keeps_what_is_named_and_no_dead_history(place: Place, shard: Ma
                 put(store, shard(step, rank))
     put(store, shard(9, 0, generation=7))
     store.prune(naming=TierNaming(store.tier, 4, (2, 3)), lineage=DEAD_AND_RUNNING, ranks=None)
-    kept = {(2, 0), (2, 1), (3, 0), (3, 1), (4, 0)}
+    kept = {(2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (9, 0)}  # step 9 is left out, and generation 8 has no own step yet
+    assert {(copy.step, copy.rank) for copy in store.copies()} == kept
+    for rank in (0, 1):
+        put(store, shard(5, rank, generation=8))
+    store.prune(naming=TierNaming(store.tier, 5, (3, 5)), lineage=DEAD_AND_RUNNING, ranks=None)
+    kept = {(3, 0), (3, 1), (5, 0), (5, 1)}
     assert {(copy.step, copy.rank) for copy in store.copies()} == kept
     assert set(listed(place.store())) == kept
     assert not {name for name in place.names() if name.startswith(("g7", "g1/step1/"))}

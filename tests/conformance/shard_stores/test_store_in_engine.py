@@ -16,7 +16,8 @@ from support.clocks.waits import until
 from support.hosts.engine_jobs import capture as capture_in
 from support.hosts.engine_jobs import configured, engine_job, writers_wait
 from support.jobs.placements import make_placement
-from support.stores.places import Place
+from support.stores.changing_store import ChangingStore, as_it_is, flip, only
+from support.stores.places import Bucket, Place
 
 from ckpt_engine.contracts.control_views import RestoreState
 from ckpt_engine.host.job import EngineJob
@@ -346,3 +347,28 @@ def test_an_engine_that_begins_out_of_touch_leaves_what_was_there(
         capture(again, step, slot=step % 2)
         until(lambda newest=step: newest in persistent_steps(again))
     until(lambda: persistent_steps(again) == [0, 3, 4])
+
+
+def test_no_good_step_goes_while_newer_ones_arrive_changed(
+    s3_environment: str, bucket: Bucket, start_job: Callable[..., EngineJob], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retention goes by what was found to be there; and so does an engine that starts anew."""
+    changing = ChangingStore(s3_environment)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", changing.endpoint)
+    try:
+        job = start_job("first")
+        job.begin(configure("first", bucket))
+        for step in (0, 1):
+            capture(job, step, slot=step % 3)
+            until(lambda newest=step: newest in persistent_steps(job))
+        changing.upload = only("rank0.safetensors", flip(99))
+        for step in (2, 3, 4):
+            capture(job, step, slot=step % 3)
+            until(lambda newest=step: job.save_failures.newest()[-1:] and job.save_failures.newest()[-1].step == newest)
+        assert "does not hold what was written" in job.save_failures.newest()[-1].message
+        assert [copy.step for copy in bucket.store().scan()] == [0, 1]
+        changing.upload = as_it_is
+        capture(job, 5, slot=2)
+        until(lambda: persistent_steps(job) == [1, 5])
+    finally:
+        changing.close()

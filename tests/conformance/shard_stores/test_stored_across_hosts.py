@@ -3,6 +3,7 @@ leaves, at any write, the step restores byte for byte on every rank, or does not
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -145,7 +146,7 @@ class Described:
                 if machine.dead or shards.held.keys() != set(machine.ranks):
                     raise Unreachable(f"{machine.host_id} does not answer.")
                 self.held = {**self.held, **shards.held}
-                self._payloads |= {rank: bytes(payload) for rank, payload in shards.payloads.items()}
+                self._payloads |= {rank: os.pread(p.descriptor, len(p), 0) for rank, p in shards.payloads.items()}
 
     def hash_range(self, rank: int, begin: int, end: int) -> bytes:
         return xxhash.xxh3_128_digest(self._payloads[rank][begin:end])

@@ -301,6 +301,27 @@ def test_only_the_files_of_one_checkpoint_are_imported(tmp_path: Path) -> None:
     assert find_sources([tmp_path / "a.pt"]).format is ForeignFormat.TORCH
 
 
+@pytest.mark.parametrize(
+    "name", ["c.pt", "latest_checkpointed_iteration.txt", "model.safetensors.index.json", ".metadata"]
+)
+def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "foreign"
+    folder.mkdir()
+    os.mkfifo(folder / name)
+    with pytest.raises(FlyballError, match="not a regular file"):
+        find_sources([folder / name] if name == "c.pt" else [folder])
+
+
+def test_a_link_to_a_device_is_refused_and_one_to_a_file_is_not(tmp_path: Path) -> None:
+    """A cache of a hub has links to its files."""
+    torch.save({"x": 1}, tmp_path / "blob")
+    (tmp_path / "a.pt").symlink_to("blob")
+    (tmp_path / "b.pt").symlink_to("/dev/zero")
+    assert find_sources([tmp_path / "a.pt"]).files == (str(tmp_path / "blob"),)
+    with pytest.raises(FlyballError, match="not a regular file"):
+        find_sources([tmp_path / "b.pt"])
+
+
 # --- killed, and full disks ---
 
 KILLED = """

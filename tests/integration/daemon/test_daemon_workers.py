@@ -7,6 +7,7 @@ import os
 import re
 import signal
 
+import pytest
 from support.clocks.waits import until
 from support.commands.own_processes import is_running
 
@@ -147,6 +148,38 @@ raise RuntimeError("gone, and the child stays")
     assert is_running(child)
     job.stop()
     assert not is_running(child)
+
+
+MOVES_AWAY = """
+import os, subprocess, sys, signal, time
+quiet = "import signal, sys; print('child', flush=True); signal.pause()"
+own_session = subprocess.Popen([sys.executable, "-c", quiet], start_new_session=True)
+shell = f"setsid {sys.executable} -c \\"{quiet}\\" > /dev/null & echo $!"
+orphan = int(subprocess.run(["sh", "-c", shell], stdout=subprocess.PIPE, text=True).stdout.split()[0])
+read, write = os.pipe()
+if not os.fork():
+    os.setsid()
+    if not os.fork():
+        os.write(write, str(os.getpid()).encode())
+        signal.pause()
+    os._exit(0)
+forked = int(os.read(read, 16))
+print("pids", own_session.pid, orphan, forked, flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["while True: signal.pause()", "raise RuntimeError('gone')"], ids=["runs", "failed"])
+def test_processes_in_sessions_of_their_own_end_with_their_rank(shared, make_shared_job, end):
+    """Also those whose parent has ended, and those that were only forked."""
+    job = make_shared_job(MOVES_AWAY + end + "\n")
+    job.start()
+    found = until(lambda: re.search(r"pids (\d+) (\d+) (\d+)\n", job.log(1, 0)), "their pids")
+    if "raise" in end:
+        job.exit_of(0)
+    pids = [int(pid) for pid in found.groups()]
+    assert all(map(is_running, pids))
+    assert job.stop().state is UpdateState.SUCCEEDED
+    assert not any(map(is_running, pids))
 
 
 def test_grace_lets_a_worker_finish_and_its_end_is_final(shared, make_shared_job):

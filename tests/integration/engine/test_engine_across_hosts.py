@@ -12,9 +12,10 @@ from safetensors.numpy import save
 from support.clocks.waits import until
 from support.hosts.engine_cluster import EngineCluster
 from support.hosts.engines import JOB, Trainer
+from support.stores.memory_target import MemoryTarget
 
 from ckpt_engine.contracts.control_views import RestoreState
-from ckpt_engine.format.verified_read import MemorySink, read_verified
+from ckpt_engine.format.verified_read import TargetSink, read_verified
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.tiers.opening import open_persistent
 from ckpt_engine.tiers.shard_store import ShardStore
@@ -78,7 +79,7 @@ class Job:
         for trainer in self.trainers:
             with stored.reading(generation, step, trainer.rank) as (manifest, _, source):
                 shard = bytearray(manifest.payload_bytes)
-                read_verified(source, manifest, MemorySink(memoryview(shard), before=lambda: None))
+                read_verified(source, manifest, TargetSink(MemoryTarget(memoryview(shard)), before=lambda: None))
             assert shard == trainer.payload(step)
 
     def is_shared(self, step: int, generation: int = 1) -> bool:

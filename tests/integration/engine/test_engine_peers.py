@@ -4,36 +4,53 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save
 from support.clocks.waits import until
-from support.hosts.engine_cluster import EngineCluster
+from support.hosts.engine_cluster import KEYRING, EngineCluster
 from support.hosts.engines import EngineHost, Trainer
+from support.jobs.placements import make_placement
 
 from ckpt_engine.contracts.control_views import RestoreState
-from ckpt_engine.contracts.peer_wire import ListShards, ShardList
+from ckpt_engine.contracts.peer_wire import (
+    ListShards,
+    PutShard,
+    Reply,
+    SavedSteps,
+    ShardList,
+    ShardVerdict,
+    WorldStep,
+)
 from ckpt_engine.inspect.host_folder import read_host_folder
 from ckpt_engine.peers.transport.handshake import introduce
+from ckpt_engine.peers.transport.peer_keys import PeerKeys
 from ckpt_engine.peers.transport.port import ByteCounters, Connection, Identity
 from ckpt_engine.peers.transport.tcp import connect_tcp
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Replication, RestorePlan, Tier
+from flyball.contracts.errors import FlyballError, Unauthorized
 from flyball.contracts.on_host.segments import replica_segment
 from services.controller.round.choices.peer_choice import choose_peers
 
+FRAMES = 10_000
 HAS_RDMA = any(Path("/sys/class/infiniband").glob("*"))
 
 
-def call(host: EngineHost) -> Connection:
-    """A connection to an engine, as made by another engine."""
+def call(host: EngineHost, *, caller: str = "b", job: str = "job", shared: bool = False) -> Connection:
+    """A connection to an engine, as made by the engine of host `caller`; `shared`: with the key that all have."""
     connection = connect_tcp(host.address, settings=EngineSettings(), total=ByteCounters())
-    token = host.token_file.read_text().strip().encode()
-    introduce(connection, identity=Identity("test", "127.0.0.1:1", "1"), token=token, timeout_s=60)
+    keys = PeerKeys(host.token_file.read_text().strip().encode())
+    if not shared:
+        keys.learn(job, KEYRING.keys_of(caller, make_placement({caller: (0,), host.host_id: (1,)}, job=job)))
+    named, token = keys.to_call(host.host_id, job)
+    introduce(connection, identity=Identity(caller, "127.0.0.1:1", "1", named), token=token, timeout_s=60)
     return connection
 
 
@@ -45,12 +62,15 @@ def test_a_peer_lists_what_it_holds_of_the_requested_ranks(cluster: EngineCluste
         first.save(step)
         second.save(step)
     until(lambda: first.world_step == second.world_step == 1)
-    with call(b) as connection:
+    with call(b, caller="a") as connection:
         held = connection.request(ListShards("job", 0), ShardList, timeout_s=60).copies
         assert [(copy.step, copy.tier, copy.host_id) for copy in held] == [(1, Tier.PEER, "b"), (0, Tier.PEER, "b")]
         own = connection.request(ListShards("job", 1), ShardList, timeout_s=60).copies
         assert {(copy.step, copy.rank, copy.tier) for copy in own} == {(0, 1, Tier.MEMORY), (1, 1, Tier.MEMORY)}
-        assert connection.request(ListShards("another", 0), ShardList, timeout_s=60).copies == ()
+    with call(b, caller="a") as connection, pytest.raises(FlyballError):
+        connection.request(ListShards("another", 0), ShardList, timeout_s=60)
+    with pytest.raises(Unauthorized):
+        call(b, caller="a", shared=True)
     digests = {copy.digest for copy in a.status.copies if (copy.rank, copy.step) == (0, 1)}
     assert digests == {held[0].digest}
 
@@ -272,3 +292,51 @@ def test_a_sender_that_dies_in_mid_shard_leaves_the_older_replica_and_sends_agai
     replica = RankSegments.open(replica_segment(b.prefix, "job", 0))
     view = replica.find(1, 1)
     assert view is not None and bytes(replica.payload(view.index)) == first.payload(1)
+
+
+def test_what_a_foreign_host_says_changes_no_save(cluster: EngineCluster) -> None:
+    """It was placed in a job with the same two hosts, and knows all names and numbers of the other job."""
+    a, b, c = (cluster.host(name) for name in "abc")
+    cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
+    ranks = [Trainer(a, 0), Trainer(b, 1)]
+    assert c.address
+    done = threading.Event()
+    sent = 0
+
+    def attack() -> None:
+        nonlocal sent
+        lies = [
+            (b, WorldStep("job", 1, 10**6, tuple(range(16)), abandoned_upto=10**6, next_save=10**6, pace=60)),
+            (a, SavedSteps("job", 1, 1, (), tuple(range(200)), saving=10**6)),
+            (a, SavedSteps("job", 1, 0, (), tuple(range(200)))),
+            (b, PutShard("job", 1, 1, 50, 0, 100, 1_000_000)),
+        ]
+        links = {host.host_id: call(host, caller="c", job="other") for host in (a, b)}
+        while not done.is_set():
+            for host, lie in lies:
+                try:
+                    verdict = links[host.host_id].request(lie, Reply, timeout_s=60).verdict
+                except FlyballError:  # it closes a connection that is for another job
+                    links[host.host_id].close()
+                    links[host.host_id] = call(host, caller="c", job="other")
+                else:
+                    assert verdict is ShardVerdict.FOREIGN
+                sent += 1
+        for link in links.values():
+            link.close()
+
+    with ThreadPoolExecutor(1) as threads:
+        attacking = threads.submit(attack)
+        try:
+            until(lambda: sent > 0 or attacking.done())
+            for step in range(40):
+                for rank in ranks:
+                    rank.save(step)
+                until(lambda step=step: [rank.world_step for rank in ranks] == [step, step], f"step {step}")
+            until(lambda: sent >= FRAMES or attacking.done())
+        finally:
+            done.set()
+        attacking.result()
+    assert not a.status.failures and not b.status.failures
+    assert a.status.counters["frames_of_foreign_hosts"] + b.status.counters["frames_of_foreign_hosts"] == sent
+    assert [copy.step for copy in b.status.copies if copy.tier is Tier.PEER] == [38, 39]

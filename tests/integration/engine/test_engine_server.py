@@ -5,9 +5,10 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.clocks.waits import until
-from support.hosts.engine_cluster import EngineCluster
+from support.hosts.engine_cluster import KEYRING, EngineCluster
 from support.hosts.engines import EngineHost, Trainer
 
 from ckpt_engine.contracts.control_views import RestoreState
@@ -16,10 +17,12 @@ from ckpt_engine.rules.coordinator import MAX_ABANDONED
 from ckpt_engine.rules.slot_rules import SlotState
 from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, Tier
+from flyball.contracts.credentials import EngineKeys
 from flyball.contracts.identity import Fence
 from flyball.contracts.on_host.engine_wire import Arm, AwaitSaved, Configure, Flush, GetStatus, Release
 from flyball.contracts.on_host.segments import replica_segment
 from flyball.contracts.reports.testimony import Testimonies
+from services.rules.engine_keys import EngineKeyring
 
 Pair = tuple[EngineHost, EngineHost, Trainer, Trainer]
 
@@ -46,6 +49,26 @@ def test_a_captured_shard_is_committed_replicated_and_becomes_the_world_step(pai
     assert view is not None
     assert bytes(replica.payload(view.index)) == first.payload(4)
     until(lambda: first.segments.control.replicated_step(1) == 4)
+
+
+def test_hosts_placed_before_their_engines_were_up_are_linked_once_the_supervisor_says_where_they_are(
+    cluster: EngineCluster,
+) -> None:
+    a, b = cluster.host("a"), cluster.host("b")
+    placement = cluster.placement({"a": (0,), "b": (1,)})
+    early = msgspec.structs.replace(
+        placement, hosts=tuple(msgspec.structs.replace(host, engine_address="") for host in placement.hosts)
+    )
+    cluster.configure(early)
+    first, second = Trainer(a, 0), Trainer(b, 1)
+    first.save(0)
+    second.save(0)
+    until(lambda: (a.status.unreachable_peers, b.status.unreachable_peers) == (("b",), ("a",)))
+    assert first.world_step == -1
+    assert a.status.generations == {"job": 1}
+    a.ask(GetStatus(addresses={"b": b.address, "nobody": "nowhere"}))
+    until(lambda: first.world_step == second.world_step == 0)
+    assert a.holds(Tier.PEER, 0, 1) and b.holds(Tier.PEER, 0, 0)
 
 
 def test_a_rank_never_overwrites_what_the_world_still_needs(pair: Pair) -> None:
@@ -321,9 +344,14 @@ def test_arm_names_a_step_and_comes_too_late_for_a_rank_that_passed_it(pair: Pai
     assert a.ask(AwaitSaved("job", 4, 5, 1.0)).code == "stale_command"
 
 
-def test_another_token_is_refused_on_both_sides(cluster: EngineCluster) -> None:
+@pytest.mark.parametrize("with_keys", [True, False])
+def test_a_host_of_another_cluster_is_refused_on_both_sides(cluster: EngineCluster, with_keys: bool) -> None:
+    """Without keys of two hosts, by the token that all hosts of a cluster share."""
     a, b = cluster.host("a"), cluster.host("b", token="another token")
-    cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
+    placement = cluster.placement({"a": (0,), "b": (1,)})
+    for host, ring in ((a, KEYRING), (b, EngineKeyring("another cluster's"))):
+        keys = ring.keys_of(host.host_id, placement) if with_keys else EngineKeys()
+        assert host.ask(Configure(Fence(1, 1), host.host_id, placement, CheckpointSpec(), keys)).ok
     until(lambda: a.status.unreachable_peers == ("b",))
     until(lambda: b.logged("peer_refused") and a.logged("peer_refused"))
     assert "token" not in "".join(str(line) for line in a.logged("engine_started"))

@@ -16,10 +16,11 @@ from support.hosts.engine_cluster import EngineCluster
 from support.hosts.engines import JOB, EngineHost, Trainer
 from support.jobs.attached import attached
 from support.jobs.fake_ranks import as_rank, local, spread
+from support.stores.memory_target import MemoryTarget
 from torch.distributed.tensor import Replicate, Shard
 
 from ckpt_engine.format.stored_layout import HEADER_TENSOR
-from ckpt_engine.format.verified_read import MemorySink, read_verified
+from ckpt_engine.format.verified_read import TargetSink, read_verified
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.tiers.opening import open_disk
 from ckpt_engine.trainer.restore.load_shard import read_file
@@ -194,7 +195,7 @@ def test_an_engine_killed_anywhere_between_loses_no_step(cluster: EngineCluster,
         for step in (0, 1):
             with stored.reading(1, step, trainer.rank) as (manifest, _, source):
                 shard = bytearray(manifest.payload_bytes)
-                read_verified(source, manifest, MemorySink(memoryview(shard), before=lambda: None))
+                read_verified(source, manifest, TargetSink(MemoryTarget(memoryview(shard)), before=lambda: None))
             assert shard == trainer.payload(step)
 
 

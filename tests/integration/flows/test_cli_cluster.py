@@ -190,7 +190,7 @@ def test_a_failed_job_of_two_hosts_resumes_from_memory(place: Path) -> None:
     nodes = [[*line, "--job", "pair", f"--node-rank={n}", "--host-id", f"h{n}", "train.py"] for n in (0, 1)]
     ends = finish(*(start(place, *node) for node in nodes))
     assert [code for code, _, _ in ends] == [1, 1], ends
-    assert all("from which the same command can resume" in err for _, _, err in ends), ends
+    assert all("keeps step" in err and "of job pair in memory; free them with: " in err for _, _, err in ends), ends
     (place / "mended").touch()
     ends = finish(*(start(place, *node) for node in nodes))
     begun = {int(text.split()[-1]) for _, out, _ in ends for text in out.splitlines() if "begins at" in text}
@@ -227,7 +227,8 @@ def test_a_stopped_job_of_two_hosts_resumes_from_their_disks(
     line = ["run", "--nnodes=2", *where, "--job", "pair"]
     ranks = [[f"--node-rank={n}"] if over == "rendezvous" else [] for n in (0, 1)]
     nodes = [[*line, *ranks[n], "--host-id", f"h{n}", "train.py"] for n in (0, 1)]
-    hosts = [place / "s" / "hosts" / f"h{n}" for n in (0, 1)]
+    of_job = ".pair" if over == "rendezvous" else ""
+    hosts = [place / "s" / "hosts" / f"h{n}{of_job}" for n in (0, 1)]
     running = [start(place, *node) for node in nodes]
     try:
         running[0].wait_for(lambda: all((place / f"twenty{rank}").exists() for rank in (0, 1)), "step 20")

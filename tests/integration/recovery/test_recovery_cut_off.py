@@ -7,6 +7,7 @@ afterwards counts, in a folder that they share with those who took over.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -54,7 +55,9 @@ def hosts(stack) -> dict[str, dict[str, object]]:
 
 def whole_steps(folder: Path, generation: int) -> list[int]:
     """Those of which the world manifest is there."""
-    return sorted(int(f.parent.name.removeprefix("step")) for f in folder.glob(f"**/g{generation}/*/world.manifest"))
+    found = os.walk(folder)  # unlike glob, it goes on if a folder is removed meanwhile
+    whole = (Path(root) for root, _, files in found if "world.manifest" in files)
+    return sorted(int(step.name.removeprefix("step")) for step in whole if step.parent.name == f"g{generation}")
 
 
 def test_a_host_that_only_the_supervisor_cannot_reach_is_not_touched(cut) -> None:

@@ -12,6 +12,9 @@ from flyball.contracts.checkpoints import CheckpointSpec, Lineage, LineageEntry,
 from flyball.contracts.cluster import HostRanks, Placement
 from flyball.contracts.identity import Fence
 from flyball.contracts.on_host.engine_wire import Configure, EngineReply
+from services.rules.engine_keys import EngineKeyring
+
+KEYRING = EngineKeyring("the secret of a test's cluster")
 
 
 class EngineCluster:
@@ -52,10 +55,17 @@ class EngineCluster:
     def configure(
         self, placement: Placement, spec: CheckpointSpec | None = None, *, epoch: int = 1
     ) -> dict[str, EngineReply]:
-        """Configure every host of the placement."""
+        """Configure every host of the placement, with the keys that the supervisor gives it."""
+        fence = Fence(epoch, placement.generation)
         return {
             part.host_id: self.hosts[part.host_id].ask(
-                Configure(Fence(epoch, placement.generation), part.host_id, placement, spec or CheckpointSpec())
+                Configure(
+                    fence,
+                    part.host_id,
+                    placement,
+                    spec or CheckpointSpec(),
+                    KEYRING.keys_of(part.host_id, placement),
+                )
             )
             for part in placement.hosts
         }

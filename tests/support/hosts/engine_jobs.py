@@ -16,6 +16,7 @@ from ckpt_engine.host.job import EngineJob
 from ckpt_engine.peers.broadcast.bandwidths import MeasuredBandwidths
 from ckpt_engine.peers.peer_access import PeerAccess
 from ckpt_engine.peers.shard_transports import ShardTransports
+from ckpt_engine.peers.transport.peer_keys import PeerKeys
 from ckpt_engine.peers.transport.port import ByteCounters, Identity
 from ckpt_engine.peers.transport.rdma.nics import Nics
 from ckpt_engine.rules.rate_limit import RateLimit
@@ -51,7 +52,7 @@ def engine_job(
         ),
         peers=PeerAccess(
             Identity(host_id, "", ""),
-            token=b"",
+            keys=PeerKeys(b""),
             settings=settings,
             counters=counters,
             total=ByteCounters(),

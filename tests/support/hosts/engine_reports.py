@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from flyball.contracts import wire
+from flyball.contracts.clock import SystemClock
 from flyball.contracts.on_host.engine_wire import EngineReply
 from flyball.contracts.reports.signals import SignalBody
+from host_daemon.link.cluster_clock import ClusterClock
 from host_daemon.link.reporting import Reporter
 from host_daemon.settings import DaemonSettings
 
@@ -29,7 +31,7 @@ def signals_of(*replies: EngineReply) -> list[SignalBody]:
     async def scenario() -> None:
         reporter = Reporter(
             settings,
-            part,
+            ClusterClock(SystemClock()),
             incarnation="one",
             client=part,
             outbox=outbox,

@@ -18,11 +18,11 @@ import numpy as np
 from safetensors.numpy import save
 from support.clocks.waits import DEADLINE_S, until
 
-from ckpt_engine.contracts.control_views import RestoreState
+from ckpt_engine.contracts.control_views import NOTHING_KEPT, RestoreState
 from ckpt_engine.contracts.notices import Captured
 from ckpt_engine.rules.slot_rules import SlotState, choose_slot
 from ckpt_engine.slots.rank_segments import RankSegments
-from flyball.contracts import wire
+from flyball.contracts import fault_points, wire
 from flyball.contracts.checkpoints import Lineage, LineageEntry, Tier
 from flyball.contracts.on_host.engine_wire import EngineReply, GetStatus
 from flyball.contracts.on_host.segments import rank_segment, shm_prefix
@@ -87,7 +87,8 @@ class EngineHost:
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(self.command(*port), env=env, stderr=log, start_new_session=True)
         until(lambda: self._answers() or self.process is None or self.process.poll() is not None)
-        assert self.process.poll() is None, self.log_path.read_text()
+        may_be_killed = fault_points.VARIABLE in environment  # at what its last life left to do, before it answers
+        assert self.process.poll() in (None, *([-signal.SIGKILL] if may_be_killed else [])), self.log_path.read_text()
         return self
 
     def _answers(self) -> bool:
@@ -173,12 +174,12 @@ class Trainer:
         control.write_position(step)
         world = control.read_world()
         known = world.generation == self.generation
-        slot = choose_slot(
-            self.segments.slots(),
+        slot = self.segments.choose(
             world.step if known else -1,
             self.lineage,
             world.abandoned if known else (),
             world.held if known else (),
+            world.kept if known else NOTHING_KEPT,
         )
         if slot is None:
             return False

@@ -78,7 +78,6 @@ def run(arm_path, *arguments):
 TRAINER = """
 import torch, flyball
 from ckpt_engine.trainer.capture import capturer
-from ckpt_engine.trainer.capture import optimizer_watch
 from ckpt_engine.trainer.restore import load_shard as restore
 torch.set_num_threads(1)
 

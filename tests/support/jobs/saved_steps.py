@@ -4,8 +4,9 @@ rank which one it is."""
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
+from datetime import UTC, date, datetime, time, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,27 @@ def truth() -> dict[str, Any]:
         "name": "run",
         "nothing": None,
     }
+
+
+def more_kinds() -> dict[str, Any]:
+    """What format 2 has beside that: versions of modules, and further classes of plain values."""
+    module = OrderedDict([("0.weight", torch.arange(6.0).view(2, 3))])
+    module._metadata = OrderedDict([("", {"version": 1}), ("0", {"version": 2, "by": "x"})])  # type: ignore[attr-defined]
+    return {
+        "module": module,
+        "path": Path("a/b"),
+        "times": [date(2026, 1, 2), datetime(2026, 1, 2, 3, fold=1, tzinfo=UTC), time(1, 2), timedelta(-1, 5)],
+        "sets": [range(5, 1, -2), frozenset({1, 2}), {(1, 2)}, bytearray(b"ab")],
+        "containers": [deque([1, 2], maxlen=3), defaultdict(list, a=[1])],
+    }
+
+
+def exact_tensors() -> dict[str, Any]:
+    """What a file of format 2 keeps of tensors."""
+    whole = torch.arange(8.0)
+    image = torch.arange(24.0).view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
+    parameters = [torch.nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)]
+    return {"whole": whole, "part": whole[2:5], "image": image, "parameters": parameters}
 
 
 def write_step(folder: Path, mesh: Sequence[int] = MESH, *, step: int = 3, chunk_bytes: int = 64) -> dict[str, Any]:

@@ -35,7 +35,7 @@ OTHER_RULES = """
     gather_what_fell_together check_on_request cordon_a_host_that_failed_its_check keep_a_host_that_did_not_pass
     cordon_on_request count_on_above_what_hosts_obeyed give_back_what_is_not_to_blame hold_while_saves_fail
     give_back_a_host_that_fails keep_out_a_host_that_fails refuse_to_cordon release_a_recovered_host
-    release_an_undrained_host say_what_cannot_be_adopted
+    release_an_undrained_host say_what_cannot_be_adopted refuse_what_cannot_be leave_out_rows_that_cannot_be_read
     wait_for_hosts_to_tell withdraw_a_false_alarm withdraw_an_outlived_notice
 """
 EVIDENCE = """
@@ -44,8 +44,9 @@ EVIDENCE = """
     error error_class exit_code first_bad_step free from gain_gpu_s gain_s generation hangs hold_gpu_s holders host
     hosts incident job jobs kernel larger_memory_bytes limit loss lost max_restarts memory_bytes newest_step nnodes
     nproc_per_node number own_odd own_runs patience paused_s peer peer_host peer_runs phase pid rank ranks
-    ranks_before reach_step redo_rank_s remaining_s restart_step restarts restarts_used samples seen shrink_gpu_s
-    signal silent_s spread stance stands step step_s steps_given_up tensors times to told_step tried unheard usual
+    ranks_before reach_step redo_rank_s remaining_s restart_step restarts restarts_used samples sealed seen shrink_gpu_s
+    signal silent_s spread stance stands step step_s steps_given_up steps_tried tensors times to
+    told_by told_step tried unheard usual
     wait_s wanted window_s
 """
 RULE_NAMES = {*OTHER_RULES.split(), *(rule.__name__ for rules in RULE_LISTS for rule in rules)}

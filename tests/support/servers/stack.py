@@ -134,9 +134,10 @@ class Stack:
         behind: Forwarder | None = None,
         network: Network | None = None,
         probed: Path | None = None,
+        have_engines: bool = True,
     ) -> None:
         """`behind`: what stands between their daemons and the supervisor. `network`: in which they are. `probed`: where
-        each has a folder of recorded readings."""
+        each has a folder of recorded readings. `have_engines`: they come with them."""
         token_file = self.root / "token"
         if not token_file.exists():
             token_file.touch(0o600)
@@ -149,16 +150,18 @@ class Stack:
             readings = {} if probed is None else {"FLYBALL_PROBE_ROOT": str(probed / host_id)}
             self.hosts[host_id] = HostDaemon(self.root, host_id, url, token_file, self.environment | readings, **place)
             self.hosts[host_id].launch()
-        until(lambda: set(host_ids) <= set(self.host_states()), f"reports of {', '.join(host_ids)}")
+        until(lambda: set(host_ids) <= set(self.host_states(have_engines)), f"reports of {', '.join(host_ids)}")
 
     def forwarder(self) -> Forwarder:
         """A way to the supervisor that can be cut."""
         self.forwarders.append(Forwarder(self.daemons_url))
         return self.forwarders[-1]
 
-    def host_states(self) -> dict[str, str]:
+    def host_states(self, have_engines: bool = True) -> dict[str, str]:
+        """Of the hosts that report, or only of those whose engines are alive."""
         self.check()
-        return {h["host_id"]: h["state"] for h in self.api.items("/v1/hosts") if h["engine_alive"]}
+        hosts = self.api.items("/v1/hosts")
+        return {h["host_id"]: h["state"] for h in hosts if h["engine_alive"] or not have_engines}
 
     def counters(self, host_id: str) -> Mapping[str, int]:
         """Of the host's engine, as last reported."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from support.clocks.waits import until
@@ -40,6 +41,10 @@ def write_out(job: Job) -> None:
     _event_file_of(job)._flush()
 
 
-def end_process(job: Job) -> None:
+def at_exit_of(job: Job) -> Callable[[], None]:
     """What the interpreter calls at its exit, where nobody closed the job."""
-    _event_file_of(job)._at_exit()
+    return _event_file_of(job)._at_exit
+
+
+def end_process(job: Job) -> None:
+    at_exit_of(job)()

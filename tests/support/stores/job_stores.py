@@ -22,6 +22,7 @@ from services.actuator.ports import ActionStore, PlaybookStep
 from services.controller.ports import DecisionStore
 from services.controller.round.view import JobChange, Outcome
 from services.record.codec import dump
+from services.rules.grant_seals import GrantSeals
 from services.rules.stream import Cursor
 from services.store.actions.action_store import SqlActionStore
 from services.store.decisions.decision_store import SqlDecisionStore
@@ -35,6 +36,8 @@ from simulator.ports.bus import MemoryEventLog
 from simulator.ports.decision_store import MemoryDecisionStore
 from simulator.ports.memory import Memory
 from simulator.ports.status_store import MemoryJobStore, MemoryStatusStore
+
+SEALS = GrantSeals("the secret of a test's cluster")
 
 
 class Stores:
@@ -51,11 +54,11 @@ class Stores:
 
     def other_decisions(self) -> DecisionStore:
         """As another controller has it."""
-        return SqlDecisionStore(self.db, self.clock)
+        return SqlDecisionStore(self.db, self.clock, SEALS)
 
     def other_actions(self) -> ActionStore:
         """As another actuator has it."""
-        return SqlActionStore(self.db, self.clock)
+        return SqlActionStore(self.db, self.clock, SEALS)
 
     def lead(self, holder: str = "controller#1") -> int:
         grant = self.decisions.acquire_lease(holder, 1000.0)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from flyball.cli.logs.console import LogFollower
+from flyball.cli.logs.console import LogFollower, StderrRanges
+from flyball.cli.logs.interleave import Piece
 from flyball.cli.show.messages import announce, announce_within
+from flyball.contracts.on_host.console_request import ERR, OUT
 from flyball.launch.output_flags import Console
 
 TIMEOUT_S = 60.0
@@ -132,3 +134,17 @@ def test_messages_begin_on_a_new_line(tmp_path: Path, capfd: pytest.CaptureFixtu
         shown += os.read(main, 100)  # OSError at the end: every writer has closed
     os.close(main)
     assert shown == b"\r 10%\r\n"
+
+
+def test_ranges_are_read_to_their_end_and_what_is_no_range_has_one(tmp_path: Path) -> None:
+    file = log(tmp_path, 0, 0, "x")
+    ranges = file.with_suffix(".stderr-ranges")
+    # As many single bytes as a piece of the log can have: more than one read of the log's size would take in.
+    ranges.write_bytes(b"".join(b"%d 1\n" % (10**12 + 2 * number) for number in range(100_000)))
+    split = StderrRanges(file)
+    assert split.split(10**12 + 199_998, b"e") == [Piece(ERR, b"e")]
+    with ranges.open("ab") as more:
+        more.write(b"9" * 10_000 + b" 1\n" + b"7" * 200)
+    assert split.split(10**13, b"o") == [Piece(OUT, b"o")]
+    assert len(split._held) < 200
+    split.close()

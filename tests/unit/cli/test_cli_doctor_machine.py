@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 import sys
@@ -13,7 +14,7 @@ import pytest
 from flyball.cli.doctor import machine_checks, network_checks, python_checks
 from flyball.cli.doctor.checks import CHECKS, check_named, probe_finding
 from flyball.cli.doctor.findings import CheckedHost, Finding, Level
-from flyball.cli.doctor.machine_checks import clock_finding, files_finding, memory_finding
+from flyball.cli.doctor.machine_checks import clock_finding, files_finding, kept_memory, memory_finding
 from flyball.cli.doctor.python_checks import TorchFacts, torch_finding
 from flyball.contracts.errors import ConfigurationError, UsageError
 from host_daemon.probes.findings import NotAvailableError, Reading
@@ -220,3 +221,39 @@ def test_a_probe_that_should_work_here_is_a_warning(plain: CheckedHost) -> None:
 def test_nvml_that_does_not_see_the_gpus_is_a_warning(with_gpu: CheckedHost) -> None:
     found = probe_finding(Blind("probe gpu"), with_gpu)
     assert found.level is Level.WARNING and "nvidia-smi" in found.mend
+
+
+@pytest.mark.parametrize(("uid", "level"), [(0, "warning"), (1000, "ok")])
+def test_what_scripts_could_do_is_said(monkeypatch: pytest.MonkeyPatch, uid: int, level: str) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    (found,) = machine_checks.worker_user(CheckedHost({}))
+    assert found.level == level
+    assert "end the daemon and the engine by a signal, read this host's token" in found.detail
+    assert "--worker-user" in found.detail + found.mend
+
+
+def test_a_user_of_their_own_is_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    (found,) = machine_checks.worker_user(CheckedHost({"FLYBALL_WORKER_USER": "nobody"}))
+    assert (found.level, found.detail[:21]) == ("ok", "workers run as nobody")
+
+
+def test_steps_of_jobs_that_do_not_run_here_are_counted(tmp_path: Path) -> None:
+    """A job that was killed keeps them until it is resumed on this machine."""
+    folder, procfs = tmp_path / "shm", tmp_path / "proc"
+    folder.mkdir()
+    (procfs / "17" / "fd").mkdir(parents=True)
+    (procfs / "17" / "maps").write_text("")
+    (procfs / "self").mkdir()
+    for name, size_kib in (("flyball-0123456789.first.r0.s0", 300), ("flyball-0123456789.first.p1.s1", 100)):
+        (folder / name).write_bytes(bytes(size_kib << 10))
+    (folder / "flyball-0123456789.first.r0.ctl").write_bytes(bytes(4096))
+    (folder / "flyball-aaaaaaaaaa.runs.r0.s0").write_bytes(bytes(500 << 10))
+    (folder / "of-others").write_bytes(bytes(4096))
+    (procfs / "17" / "fd" / "4").symlink_to(folder / "flyball-aaaaaaaaaa.runs.r0.ctl")
+    found = kept_memory(folder, procfs)
+    assert found is not None and found.level is Level.WARNING
+    assert "400.0 KiB" in found.detail and "first (400.0 KiB)" in found.detail and "runs" not in found.detail
+    assert "flyball ckpt rm --job first --memory" in found.mend
+    (procfs / "17" / "maps").write_text(f"7f00-7f01 rw-s 00000000 00:19 7 {folder}/flyball-0123456789.first.r0.s0\n")
+    assert kept_memory(folder, procfs) is None, "it runs"

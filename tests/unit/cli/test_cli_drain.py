@@ -29,6 +29,7 @@ class Api:
         decisions = (("dec-1", "inc-3"), ("dec-2", "inc-4"), ("dec-3", "inc-3"), ("dec-4", ""))
         return [
             {"decision_id": d, "incident_id": i, "kind": "hold", "reason": f"{d} says", "evidence": {"host": "host-b"}}
+            | {"at": float(d[-1])}
             | ({"evidence": {}} if i else {})
             for d, i in decisions
         ]
@@ -42,7 +43,7 @@ def wait(*states: str | None, clock: ManualClock | None = None) -> dict[str, Any
 def test_each_decision_about_the_host_is_announced_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert wait("requested", "requested", "drained")["host_id"] == "host-b"
     printed = capsys.readouterr().err.splitlines()
-    assert printed == ["flyball: dec-3 hold: dec-3 says", "flyball: dec-4 hold: dec-4 says"]
+    assert printed == [f"flyball: dec-{n} hold at 00:00:0{n}.000 UTC: dec-{n} says" for n in (3, 4)]
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_restarts_are_limited_and_spaced(tmp_path: Path, monkeypatch: pytest.Mon
         embedded,
         "start_supervisor",
         lambda *_a, **_k: SimpleNamespace(
-            url="http://127.0.0.1:7", token="t", failed=True, stop=lambda: None, on_event=lambda _: None
+            url="", token="t", failed=True, write_problem=None, stop=lambda: None, on_event=lambda _: None
         ),
     )
     kept = KeptSupervisor(tmp_path)

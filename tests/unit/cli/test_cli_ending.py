@@ -106,7 +106,7 @@ def test_the_printed_command_for_freeing_memory_works(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("flyball.cli.run.ending.holds_memory", lambda _prefix: True)
-    settle_memory(daemon_of(home), spec, JobState.FAILED, has_left=False, command="flyball run train.py")
+    settle_memory(daemon_of(home), spec, {"state": JobState.FAILED}, has_left=False, command="flyball run train.py")
     printed = re.search(r"free them with: flyball (.+)", capsys.readouterr().err)
     assert printed
     code = run_cli([*printed[1].split(), "--state-dir", str(tmp_path / "s")])

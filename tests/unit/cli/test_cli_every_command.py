@@ -18,7 +18,7 @@ from flyball.cli.look.kinds import NAMES
 from flyball.cli.show.output import Format
 
 OWN_GRAMMAR = {"run"}  # handled before typer: torchrun's flags
-PRINT_ONE_WORD = {"inject clock", "token host", "token reader", "token rotate"}
+PRINT_ONE_WORD = {"inject clock", "token host", "token operator", "token reader", "token rotate"}
 FOLLOW_OR_WRITE_FILES = {  # with formats of their own
     "host",
     "inject agent",

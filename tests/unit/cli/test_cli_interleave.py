@@ -3,7 +3,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flyball.cli.logs.interleave import MAX_HELD_S, QUIET_S, Interleaver, Lines, Piece
+from flyball.cli.logs.interleave import (
+    GOES_ON,
+    LONG_LINE_QUIET_S,
+    MAX_LINE_BYTES,
+    QUIET_S,
+    Interleaver,
+    Lines,
+    Piece,
+)
 from flyball.contracts.on_host.console_request import OUT
 
 
@@ -35,7 +43,44 @@ def test_a_long_line_without_pause_is_not_cut() -> None:
     for i in range(9):
         lanes.add(1, Piece(OUT, b"."), i * QUIET_S / 2)
         assert lanes.take(i * QUIET_S / 2) == []
-    assert text(lanes.take(2 * MAX_HELD_S + 2 * QUIET_S)) == b"." * 9
+    assert text(lanes.take(6 * QUIET_S)) == b"." * 9
+
+
+def test_no_line_of_a_burst_is_cut_by_another_rank() -> None:
+    lanes = Interleaver()
+    burst = {rank: b"%d" % rank * 300 + b"\n" for rank in (0, 1)}
+    cut = 256 * 301 + 100  # a read that ends in the middle of a line
+    shown = b""
+    for now, part in ((0.0, slice(0, cut)), (QUIET_S / 2, slice(cut, None))):
+        for rank, line in burst.items():
+            lanes.add(rank, Piece(OUT, (line * 400)[part]), now)
+        shown += text(lanes.take(now))
+    lines = (shown + text(lanes.take(0.1, rest=True))).splitlines(keepends=True)
+    assert sorted(lines) == sorted([*burst.values()] * 400)
+
+
+def test_a_line_stays_whole_up_to_its_bound_and_a_longer_one_is_marked() -> None:
+    lanes = Interleaver()
+    shown = b""
+    for i in range(100):  # it comes in pieces, with pauses
+        lanes.add(0, Piece(OUT, b"0" * 10_000 + b"\n" * (i == 99)), i * LONG_LINE_QUIET_S / 2)
+        lanes.add(1, Piece(OUT, b"one\n"), i * LONG_LINE_QUIET_S / 2)
+        shown += text(lanes.take(i * LONG_LINE_QUIET_S / 2))
+    assert b"0" * 1_000_000 + b"\n" in shown
+    lanes.add(0, Piece(OUT, b"0" * (MAX_LINE_BYTES + 5)), 0.0)
+    assert text(lanes.take(0.0)) == b"0" * MAX_LINE_BYTES + GOES_ON
+    lines = Lines(b"> ")
+    assert lines.add(b"0" * MAX_LINE_BYTES) == b""
+    assert lines.add(b"0") == b"> " + b"0" * (MAX_LINE_BYTES + 1) + GOES_ON
+
+
+def test_dots_are_shown_while_they_come() -> None:
+    lanes = Interleaver()
+    shown = b""
+    for i in range(100):
+        lanes.add(0, Piece(OUT, b"."), i * QUIET_S / 2)
+        shown += text(lanes.take(i * QUIET_S / 2))
+    assert len(shown) > 70
 
 
 def test_a_bar_is_not_cut_from_its_carriage_return() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,10 @@ from flyball.contracts.cluster import JobSpec
 from flyball.contracts.errors import ConfigurationError, FlyballError, NotFound, StorageFull, Unreachable
 
 SPEC = JobSpec(job="job", argv=("t.py",), workdir="/")
+
+
+def signals_of(*, count: int, first: signal.Signals | None = None) -> Any:  # noqa: ANN401 - as EndSignals
+    return SimpleNamespace(count=count, first=first, left_s=inf)
 
 
 class Time:
@@ -76,7 +81,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 
 def watch(time: Time, back_s: float, **more: object) -> JobWatch:
-    return JobWatch(Supervisor(time, back_s), SPEC, SimpleNamespace(count=0), **more)
+    return JobWatch(Supervisor(time, back_s), SPEC, signals_of(count=0), **more)
 
 
 def test_an_outage_of_a_clusters_supervisor_does_not_end_training(time: Time) -> None:
@@ -93,7 +98,7 @@ def test_a_supervisor_that_ends_with_the_job_gets_a_limited_wait(time: Time) -> 
 def test_no_outage_ends_training(time: Time, error: FlyballError) -> None:
     supervisor = Supervisor(time, 10_000.0)
     supervisor.error = error
-    watch = JobWatch(supervisor, SPEC, SimpleNamespace(count=0), trains=lambda: time.now_s < 5_000.0)
+    watch = JobWatch(supervisor, SPEC, signals_of(count=0), trains=lambda: time.now_s < 5_000.0)
     with pytest.raises(type(error)):
         watch.wait()
     assert 5_050.0 < time.now_s < 5_080.0
@@ -103,7 +108,7 @@ def test_a_final_answer_is_not_retried(time: Time) -> None:
     supervisor = Supervisor(time, 10_000.0)
     supervisor.error = NotFound("There is no such job.")
     with pytest.raises(NotFound):
-        JobWatch(supervisor, SPEC, SimpleNamespace(count=0), trains=lambda: True).wait()
+        JobWatch(supervisor, SPEC, signals_of(count=0), trains=lambda: True).wait()
     assert time.now_s == 0.0
 
 
@@ -118,7 +123,7 @@ def test_training_goes_on_without_the_own_supervisor(time: Time, capsys: pytest.
     watch = JobWatch(
         Supervisor(time, 10_000.0),
         SPEC,
-        SimpleNamespace(count=0),
+        signals_of(count=0),
         supervisor=Given(),
         trains=lambda: time.now_s < 500.0,
     )
@@ -129,7 +134,7 @@ def test_training_goes_on_without_the_own_supervisor(time: Time, capsys: pytest.
 
 
 def test_a_stop_does_not_need_the_own_supervisor(time: Time) -> None:
-    signals = SimpleNamespace(count=1)
+    signals = signals_of(count=1)
     given = SimpleNamespace(keep=lambda: None, news=SimpleNamespace(wait=time.sleep))
     own = JobWatch(Supervisor(time, 10_000.0), SPEC, signals, supervisor=given)
     assert own.wait()["state"] == "running"
@@ -146,7 +151,7 @@ def test_a_supervisor_that_ends_with_its_stopped_job_is_not_waited_for(time: Tim
         def post(self, _path: str) -> None:
             pass
 
-    signals = SimpleNamespace(count=1, first=None)
+    signals = signals_of(count=1, first=None)
     watch = JobWatch(EndsWithTheJob(time, 10_000.0), SPEC, signals, trains=lambda: time.now_s < 20.0)
     assert watch.wait()["state"] == "running"
     assert 20.0 < time.now_s < 35.0, "ten seconds after workers were last seen, instead of the usual minute"
@@ -162,7 +167,7 @@ def test_a_host_that_leaves_last_ends_without_the_supervisor(time: Time) -> None
         def everything(self, _path: str) -> list[dict[str, Any]]:
             return [{"host_id": "h1", "state": "healthy", "job": SPEC.job, "preempt_deadline_at": 1.0}]
 
-    signals = SimpleNamespace(count=1, first=signal.SIGTERM)
+    signals = signals_of(count=1, first=signal.SIGTERM)
     leave = HostLeave(SPEC, "h1", None)
     assert JobWatch(LeavesToo(time, 10_000.0), SPEC, signals, leave=leave).wait()["state"] == "running"
     assert time.now_s < 5.0
@@ -203,10 +208,10 @@ class Deciding:
 
 
 def test_a_lasting_hold_is_announced(time: Time, capsys: pytest.CaptureFixture[str]) -> None:
-    JobWatch(Deciding(time, 60.0), SPEC, SimpleNamespace(count=0)).wait()
+    JobWatch(Deciding(time, 60.0), SPEC, signals_of(count=0)).wait()
     assert capsys.readouterr().err.splitlines() == [
-        "flyball: dec-3 restart_in_place: why",
-        "flyball: dec-4 hold: why",
+        "flyball: dec-3 restart_in_place at 00:00:04.000 UTC: why",
+        "flyball: dec-4 hold at 00:00:20.000 UTC: why",
     ]
 
 
@@ -222,7 +227,7 @@ class Restarting:
     def get(self, _path: str) -> dict[str, Any]:
         return {"state": "succeeded" if self._time.now_s >= 30.0 else "running"}
 
-    def items(self, _path: str, *, job: str, after: str | None) -> list[dict[str, Any]]:
+    def items(self, _path: str, *, job: str, after: str | None = None) -> list[dict[str, Any]]:
         first = int(after.removeprefix("dec-")) if after else 0
         found = [
             {
@@ -241,11 +246,31 @@ class Restarting:
 
 def test_settled_decisions_are_not_fetched_again(time: Time, capsys: pytest.CaptureFixture[str]) -> None:
     supervisor = Restarting(time)
-    JobWatch(supervisor, SPEC, SimpleNamespace(count=0)).wait()
+    JobWatch(supervisor, SPEC, signals_of(count=0)).wait()
     printed = capsys.readouterr().err.splitlines()
-    assert printed == ["flyball: dec-2 restart_in_place: job", "flyball: dec-3 restart_in_place: job"]
+    assert printed == [
+        "flyball: dec-2 restart_in_place at 00:00:05.000 UTC: job",
+        "flyball: dec-3 restart_in_place at 00:00:15.000 UTC: job",
+    ]
     assert max(map(len, supervisor.given)) == 2
     assert supervisor.given[-1] == ["dec-3"]
+
+
+def test_decisions_of_earlier_runs_are_not_announced(time: Time, capsys: pytest.CaptureFixture[str]) -> None:
+    supervisor: Any = Restarting(time)
+    time.now_s = 6.0  # dec-2 is made, and its action is under way
+    known = job_watch.known_decisions(supervisor, "job")
+    watching = JobWatch(supervisor, SPEC, signals_of(count=0))
+    watching.leave_out(known)
+    watching.wait()
+    assert capsys.readouterr().err.splitlines() == ["flyball: dec-3 restart_in_place at 00:00:15.000 UTC: job"]
+
+
+def test_one_command_of_several_announces_decisions(time: Time, capsys: pytest.CaptureFixture[str]) -> None:
+    watching = JobWatch(Restarting(time), SPEC, signals_of(count=0))
+    watching.announces_decisions = False
+    watching.wait()
+    assert capsys.readouterr().err == ""
 
 
 class Stopping:
@@ -264,10 +289,10 @@ class Stopping:
 
 
 def test_a_stopped_job_ends_when_its_last_step_is_saved_or_at_a_deadline(time: Time) -> None:
-    assert JobWatch(Stopping(time, 12.0), SPEC, SimpleNamespace(count=0)).wait()["state"] == "stopped"
+    assert JobWatch(Stopping(time, 12.0), SPEC, signals_of(count=0)).wait()["state"] == "stopped"
     assert 12.0 <= time.now_s < 14.0
     began_s = time.now_s
-    assert JobWatch(Stopping(time, 10_000.0), SPEC, SimpleNamespace(count=0)).wait()["state"] == "stopped"
+    assert JobWatch(Stopping(time, 10_000.0), SPEC, signals_of(count=0)).wait()["state"] == "stopped"
     limit_s = SPEC.stop_grace_s + job_watch.STOP_MARGIN_S
     assert limit_s <= time.now_s - began_s < limit_s + 3.0
 
@@ -279,7 +304,7 @@ def test_a_job_seen_to_succeed_has_even_if_its_supervisor_ends_first(time: Time)
                 raise Unreachable("The supervisor is away.")
             return {**super().get(path), "state": "succeeded"}
 
-    assert JobWatch(Ends(time, 10_000.0), SPEC, SimpleNamespace(count=0)).wait()["state"] == "succeeded"
+    assert JobWatch(Ends(time, 10_000.0), SPEC, signals_of(count=0)).wait()["state"] == "succeeded"
     assert time.now_s < 20.0
 
 
@@ -290,10 +315,10 @@ def test_a_script_that_reports_no_steps_gives_one_warning(time: Time, capsys: py
                 return super().get(path)
             return {"state": "running", "newest_step": -1, "ranks": [{"phase": "starting"}] * 2}
 
-    JobWatch(Starting(time, 50.0), SPEC, SimpleNamespace(count=0)).wait()
+    JobWatch(Starting(time, 50.0), SPEC, signals_of(count=0)).wait()
     assert "flyball.attach" not in capsys.readouterr().err
     time.now_s = 0.0
-    JobWatch(Starting(time, 500.0), SPEC, SimpleNamespace(count=0)).wait()
+    JobWatch(Starting(time, 500.0), SPEC, signals_of(count=0)).wait()
     printed = capsys.readouterr().err
     assert printed.count("t.py has reported no steps so far (see flyball.attach)") == 1
     assert "all ranks are idle for 1800 s (--hang-timeout changes that)" in printed
@@ -305,5 +330,5 @@ def test_a_false_alarm_is_announced_at_once(time: Time, capsys: pytest.CaptureFi
             rule, reason = "withdraw_a_false_alarm", "The stall was a false alarm."
             return [{"decision_id": "dec-9", "kind": "hold", "at": 1.0, "reason": reason, "rule": rule}]
 
-    JobWatch(Wrong(time, 0.0), SPEC, SimpleNamespace(count=0)).wait()
-    assert "dec-9 hold: The stall was a false alarm." in capsys.readouterr().err
+    JobWatch(Wrong(time, 0.0), SPEC, signals_of(count=0)).wait()
+    assert "dec-9 hold at 00:00:01.000 UTC: The stall was a false alarm." in capsys.readouterr().err

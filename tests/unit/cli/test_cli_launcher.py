@@ -70,9 +70,7 @@ def test_module_and_equals_and_underscores() -> None:
         ("--use-supervisor train.py", "FLYBALL_SUPERVISOR"),
         ("--job Über train.py", "Über"),
         ("--host-id a/b train.py", "a/b"),
-        ("--local-ckpt-dir d train.py", "needs an interval"),
         ("--local-ckpt-interval 5 train.py", "needs a folder"),
-        ("--persistent-ckpt-dir d train.py", "needs an interval"),
         ("--redirects x train.py", "--redirects x"),
         ("--local-ranks-filter a train.py", "--local-ranks-filter a"),
         ("--signals-to-handle SIGKILL train.py", "SIGKILL"),
@@ -275,3 +273,33 @@ def test_a_hang_timeout_is_a_sensible_number_of_seconds() -> None:
     for wrong in ("-1", "0.1", "nan", "inf", "1e12"):
         with pytest.raises(UsageError, match=r"--hang-timeout .* is not a number of seconds from 1 to"):
             parse(f"--hang-timeout {wrong} t.py")
+
+
+@pytest.mark.parametrize(
+    ("line", "endpoint"),
+    [
+        ("--master-addr ::1 --master-port 29463", "[::1]:29463"),
+        ("--master-addr [::1]", "[::1]:29500"),
+        ("--rdzv-endpoint ::1", "[::1]:29400"),
+        ("--rdzv-endpoint [fd00::1]", "[fd00::1]:29400"),
+        ("--rdzv-endpoint [fd00::1]:7", "[fd00::1]:7"),
+        ("--rdzv-endpoint fd00::1:29411", "[fd00::1]:29411"),
+        ("--rdzv-endpoint node-1", "node-1:29400"),
+    ],
+)
+def test_addresses_of_ipv6_get_the_brackets_that_they_lack(line: str, endpoint: str) -> None:
+    assert parse(f"--nnodes 2 {line} train.py").rendezvous == endpoint
+
+
+@pytest.mark.parametrize("line", ["--nnodes 2 --rdzv-endpoint a:b:7", "--supervisor http://::1:7370"])
+def test_an_address_that_is_none_is_refused(line: str) -> None:
+    with pytest.raises(UsageError):
+        parse(f"{line} train.py")
+
+
+def test_a_folder_without_an_interval_is_written_every_ten_minutes() -> None:
+    given = parse("--persistent-ckpt-dir d --local-ckpt-dir e train.py")
+    assert (given.checkpoint.persistent_every_s, given.checkpoint.disk_every_s) == (600.0, 600.0)
+    assert sum("every 10 minutes" in notice for notice in given.notices) == 2
+    off = parse("--persistent-ckpt-dir d --persistent-ckpt-interval 0 train.py")
+    assert (off.checkpoint.persistent_every_s, off.checkpoint.persistent_every_steps) == (0.0, 0)

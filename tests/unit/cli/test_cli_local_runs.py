@@ -51,6 +51,19 @@ def test_a_jobs_live_run_wins_then_its_newest(tmp_path: Path) -> None:
     assert "did you mean train?" in caught.value.hint
 
 
+def test_a_run_on_another_machine_is_not_interrupted(tmp_path: Path) -> None:
+    folder = left(tmp_path, "train", at=1000.0) / "supervisor"
+    record = {"url": "http://127.0.0.1:1", "pid": 1, "host": "another-machine"}
+    (folder / "supervisor.json").write_text(json.dumps(record))
+    (run,) = find_runs({"FLYBALL_STATE_DIR": str(tmp_path)})
+    assert (run.state, run.is_live, run.elsewhere, run.supervisor_ended_at) == (
+        "running",
+        True,
+        "another-machine",
+        None,
+    )
+
+
 def test_a_record_older_than_its_process_is_not_live(tmp_path: Path) -> None:
     folder = left(tmp_path, "train", at=1000.0, pid=os.getpid())
     os.utime(folder / "supervisor" / "supervisor.json", (1.0, 1.0))

@@ -2,18 +2,43 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from flyball.cli.reach.places import (
     find_supervisor,
+    host_elsewhere,
     keep_token,
+    live_record,
     make_state_dir,
     state_root,
     supervisor_dir,
 )
 from flyball.contracts.errors import ConfigurationError, NotFound, Unauthorized, UsageError
+
+
+class Supervisor:
+    """Answers /healthz."""
+
+    def __enter__(self) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(b'{"ok": true, "checks": {}}')
+
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
 
 
 def running(folder: Path, url: str = "http://127.0.0.1:1", pid: int | None = None) -> Path:
@@ -69,6 +94,29 @@ def test_a_record_whose_process_is_gone_does_not_count(tmp_path: Path) -> None:
     (tmp_path / "jobs" / "k" / "supervisor" / "supervisor.json").write_text("{")
     with pytest.raises(NotFound):
         find_supervisor({"FLYBALL_STATE_DIR": str(tmp_path)})
+
+
+def test_the_secret_of_a_run_that_was_given_one_is_found(tmp_path: Path) -> None:
+    folder = running(tmp_path / "jobs" / "j" / "supervisor")
+    keep_token(folder / "token.given", "of-the-environment")
+    assert find_supervisor({"FLYBALL_STATE_DIR": str(tmp_path)}).token == "of-the-environment"
+
+
+def test_a_supervisor_of_another_machine_runs_as_long_as_it_writes(tmp_path: Path) -> None:
+    """Its folder is shared; its process is not seen here, or is another one's. It is asked if it can be."""
+    folder = running(tmp_path / "jobs" / "j" / "supervisor")
+    there = {"url": "http://127.0.0.1:1", "pid": os.getpid(), "host": "another-machine"}
+    (folder / "supervisor.json").write_text(json.dumps(there))
+    (folder / "flyball.sqlite").touch()
+    assert (live_record(folder), host_elsewhere(folder)) == (None, "another-machine")
+    with pytest.raises(NotFound):  # and not this machine's, at that address
+        find_supervisor({"FLYBALL_STATE_DIR": str(tmp_path)})
+    with Supervisor() as url:
+        (folder / "supervisor.json").write_text(json.dumps(there | {"elsewhere": url}))
+        found = live_record(folder)
+        assert found is not None and found.url == url
+        os.utime(folder / "flyball.sqlite", (1.0, 1.0))
+        assert live_record(folder) is None and not host_elsewhere(folder), "it was killed with its machine"
 
 
 def test_without_a_token_there_is_a_clear_error(tmp_path: Path) -> None:

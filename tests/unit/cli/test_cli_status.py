@@ -129,6 +129,12 @@ def test_whatever_is_wrong_fits_into_a_terminal() -> None:
     assert "2 cordon, 1 silence (flyball get orders)" in shown and "dec-9" in shown
 
 
+def test_a_supervisor_that_cannot_decide_says_why() -> None:
+    lines = screen(overview(jobs=[job()], problem="The disk is full: nothing can be stored in x."), NOW, 80)
+    assert "Supervisor       decides nothing: The disk is full: nothing can be stored in x." in lines
+    assert lines[-1].startswith("Next             mend what the supervisor says first")
+
+
 def test_a_message_of_several_lines_is_one_line() -> None:
     found = overview(open_incidents=[incident(1, message="ValueError: no\n  such file\n")])
     assert screen(found, NOW, 80)[3] == " inc-1 worker_killed, acting: ValueError: no such file"

@@ -12,10 +12,14 @@ from flyball.contracts.checkpoints import LineageEntry, RestorePlan, ShardSource
 from flyball.contracts.cluster import HostState, JobSpec, JobState
 from flyball.contracts.decisions import ActionState, DecisionKind, Incident, IncidentState
 from flyball.contracts.identity import Fence
+from flyball.contracts.reports.grant_seals import GrantSeal
 from flyball.contracts.reports.standings import HeldJob, HostStanding, LastObeyed
 from services.actuator.rules.host_parts import host_parts
 from services.controller.round.view import GenerationView, JobView, Outcome, PolicySettings, ReportedStanding, View
-from services.controller.updates.adoption import GATHER_S, NOT_ADOPTED, OTHER_CLUSTER_S, WHOLE_WITHIN_S, merged, plan_of
+from services.controller.updates.adoption import OTHER_CLUSTER_S, plan_of
+from services.controller.updates.held_jobs import NOT_ADOPTED
+from services.controller.updates.standing_words import GATHER_S, HEARD_WITHIN_S, WHOLE_WITHIN_S, merged
+from services.rules.grant_seals import whole_digest
 
 NOW = 1000.0
 SPEC = JobSpec("job", ("train.py",), "/work", nnodes=6)
@@ -26,6 +30,8 @@ WHOLE = make_placement(
     lineage=(LineageEntry(2, 40), LineageEntry(5, None)),
     run="20261123-180000-000",
 )
+
+SEAL = GrantSeal(run=WHOLE.run, generation=5, epoch=9, part="p", whole=whole_digest(WHOLE), mac="verified by the store")
 
 
 def told(
@@ -40,10 +46,11 @@ def told(
                 at=NOW,
                 obeyed=LastObeyed(cluster, 9, "act-abcd-31.start.h.1"),
                 unanswered_s=unanswered_s,
-                jobs=(HeldJob(SPEC, parts[f"h{n}"], Fence(9, 5), (n,) if alive else ()),),
+                jobs=(HeldJob(SPEC, parts[f"h{n}"], Fence(9, 5), (n,) if alive else (), seal=SEAL),),
             ),
             NOW,
             NOW,
+            sealed=("job",),
         )
         for n in hosts
     )
@@ -60,9 +67,9 @@ def test_the_parts_of_all_hosts_are_the_whole_placement() -> None:
 
 @pytest.mark.parametrize("hosts", [range(6), (0,), (0, 3), (1, 3, 5)])
 def test_a_job_is_adopted_whose_places_are_known(hosts: tuple[int, ...]) -> None:
-    """Rank 0's host knows all; others know those that they have to do with."""
+    """Rank 0's host knows all; others know those that they have to do with. Those that nobody has heard may follow."""
     assert decided(told(*hosts), GATHER_S / 2).adoption is None
-    outcome = decided(told(*hosts), GATHER_S)
+    outcome = decided(told(*hosts), GATHER_S if len(hosts) == 6 else HEARD_WITHIN_S)
     assert outcome.adoption is not None
     assert (outcome.adoption.epoch_floor, outcome.adoption.decision_floor) == (9, 31)
     [job] = outcome.adoption.jobs
@@ -88,9 +95,11 @@ def test_a_host_is_taken_over_from_another_cluster_only_when_that_one_is_silent(
 
 
 def test_a_job_that_ended_is_not_adopted() -> None:
-    [one], [other] = told(0), told(1)
+    [one], [other] = told(0, alive=False), told(1)
     ended = msgspec.structs.replace(other.standing, jobs=(), ended={"job": 6})
-    outcome = decided((one, msgspec.structs.replace(other, standing=ended)), GATHER_S)
+    outcome = decided(
+        (one, msgspec.structs.replace(other, standing=ended, sealed=(), ended={"job": (WHOLE.run, 5)})), GATHER_S
+    )
     assert outcome.adoption is not None
     assert outcome.adoption.jobs == ()
 
@@ -204,7 +213,7 @@ def test_it_says_once_what_it_waits_for_and_looks_again_each_second() -> None:
     ],
 )
 def test_only_what_the_database_does_not_know_is_taken_over(job: JobView, is_news: bool) -> None:
-    outcome = looked(told(0), jobs=(job,))
+    outcome = looked(told(0), jobs=(job,), after_s=HEARD_WITHIN_S)
     assert outcome.adoption is not None
     assert [adopted.plan.generation for adopted in outcome.adoption.jobs] == ([5] if is_news else [])
 
@@ -214,22 +223,24 @@ def test_another_generation_of_the_same_number_is_news() -> None:
     assert mine.generation is not None
     moved = tuple(msgspec.structs.replace(part, ranks=(5 - part.ranks[0],)) for part in WHOLE.hosts)
     job = msgspec.structs.replace(mine, generation=msgspec.structs.replace(mine.generation, hosts=moved))
-    outcome = looked(told(0), jobs=(job,))
+    outcome = looked(told(0), jobs=(job,), after_s=HEARD_WITHIN_S)
     assert outcome.adoption is not None and len(outcome.adoption.jobs) == 1
 
 
-def test_a_host_that_holds_a_job_without_a_part_in_it_is_news_of_that_job() -> None:
+def test_a_host_that_holds_a_job_without_a_part_in_it_says_nothing_of_that_job() -> None:
     [one] = told(0)
     stranger = msgspec.structs.replace(one, standing=msgspec.structs.replace(one.standing, host_id="stranger"))
-    outcome = looked((stranger,), jobs=(known(5),))
-    assert outcome.adoption is not None and len(outcome.adoption.jobs) == 1
-    assert outcome.adoption.jobs[0].placement.hosts == WHOLE.hosts
+    for jobs in ((known(4),), ()):
+        outcome = looked((stranger,), jobs=jobs, after_s=WHOLE_WITHIN_S)
+        assert outcome.adoption is not None and outcome.adoption.jobs == ()
+        assert NOT_ADOPTED not in {i.cause for i in outcome.incidents}
 
 
 def test_the_decision_and_the_grant_have_what_the_hosts_reported() -> None:
     outcome = looked(told(*range(6)), jobs=(known(4),))
     adopt, floor = outcome.decisions
-    assert adopt.evidence == {"job": "job", "generation": 5, "ranks": 6, "alive": 6}
+    told_by = "h0, h1, h2, h3, h4, h5"
+    assert adopt.evidence == {"job": "job", "generation": 5, "ranks": 6, "alive": 6, "sealed": True, "told_by": told_by}
     assert floor.evidence == {"epoch": 9, "number": 31, "hosts": 6, "jobs": 1}
     assert {adopt.kind, floor.kind} == {DecisionKind.ADOPT}
     assert outcome.adoption is not None
@@ -272,9 +283,12 @@ def test_the_whole_of_restored_parts_has_all_sources_and_the_grant_its_step() ->
 
 @pytest.mark.parametrize(("ended", "stops"), [(4, False), (5, True), (6, True)])
 def test_the_newer_of_an_end_and_a_start_counts(ended: int, stops: bool) -> None:
-    held, other = told(0, 1)
+    [held], [other] = told(0, alive=False), told(1)
     end = msgspec.structs.replace(
-        other, standing=msgspec.structs.replace(other.standing, jobs=(), ended={"job": ended})
+        other,
+        standing=msgspec.structs.replace(other.standing, jobs=(), ended={"job": ended}),
+        sealed=(),
+        ended={"job": (WHOLE.run, ended)},
     )
     outcome = looked((held, end), jobs=(known(5, started_at=NOW),))
     assert [change.state for change in outcome.jobs] == ([JobState.STOPPED] if stops else [])
@@ -340,7 +354,7 @@ def test_a_job_that_hosts_ended_is_stopped_here_too(ended: int, stops: bool) -> 
     (one,) = told(1)
     standing = msgspec.structs.replace(one.standing, jobs=(), ended={"job": ended})
     outcome = looked(
-        (msgspec.structs.replace(one, standing=standing),),
+        (msgspec.structs.replace(one, standing=standing, sealed=(), ended={"job": ("", ended)}),),
         jobs=(known(5),),
         incidents=(unadopted(cause="worker_killed"),),
     )

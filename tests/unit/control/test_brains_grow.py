@@ -93,6 +93,9 @@ def test_all_ranks_save_before_the_world_grows() -> None:
     assert (incident.cause, incident.failed_step, incident.state) == ("room_to_grow", 50, IncidentState.ACTING)
 
 
+FAILED_SAVE = PastFailure(2, "room_to_grow", "not_saved", f"{NOW:.0f}", -1)
+
+
 @pytest.mark.parametrize(
     ("free", "job", "settings"),
     [
@@ -103,7 +106,7 @@ def test_all_ranks_save_before_the_world_grows() -> None:
         (msgspec.structs.replace(FREE, state=HostState.CORDONED), running(), SETTINGS),
         (msgspec.structs.replace(FREE, job="other"), running(), SETTINGS),
         (msgspec.structs.replace(FREE, stale_jobs={"job": 1}), running(), SETTINGS),
-        (FREE, running(failures=(PastFailure(2, "room_to_grow", "", "", -1),)), SETTINGS),  # it could not save
+        (FREE, running(failures=(FAILED_SAVE,)), SETTINGS),  # it could not save a moment ago
         (FREE, running(spec=msgspec.structs.replace(SPEC, checkpoint=CheckpointSpec(every_steps=0))), SETTINGS),
     ],
 )
@@ -162,12 +165,18 @@ def test_a_host_that_must_be_left_meanwhile_waits_for_the_next_round(
     assert NOW < outcome.wake_at <= NOW + 1.0
 
 
-def test_a_save_that_failed_is_not_tried_again_in_this_generation() -> None:
+def test_a_save_that_failed_is_tried_again_each_time_after_twice_as_long() -> None:
     outcome = after_save(FREE, state=ActionState.FAILED, message="b could not save")
     decision = decided(outcome)
     assert (decision.kind, decision.rule) == (RESUME, "give_up_after_a_failed_save")
     assert outcome.incidents[-1].state is IncidentState.ESCALATED
-    assert [change.failure for change in outcome.jobs if change.failure] == [PastFailure(2, "room_to_grow", "", "", -1)]
+    assert [change.failure for change in outcome.jobs if change.failure] == [FAILED_SAVE]
+    for number in (1, 2):
+        again_s = SETTINGS.grow_cooldown_s * 2**number
+        for ago_s, is_tried in ((again_s - 1.0, False), (again_s, True)):
+            failed = msgspec.structs.replace(FAILED_SAVE, error_message=f"{NOW - ago_s:.0f}")
+            job = running(failures=(failed,) * number, ran_s=2000.0)
+            assert bool(decide(seen(FREE, job=job), [], SETTINGS, NOW).incidents) is is_tried, (number, ago_s)
     often = room(decisions_made=SETTINGS.max_decisions_per_incident)
     assert decided(decide(seen(FREE, incidents=[often]), [], SETTINGS, NOW)).rule == "give_up_after_a_failed_save"
 

@@ -90,9 +90,28 @@ def test_an_operators_stop_supersedes_everything() -> None:
     outcome = decide(view(job=job, incidents=[incident()], actions=[running]), [], SETTINGS, NOW)
     assert decided(outcome).kind is DecisionKind.STOP_JOB
     assert outcome.superseded_actions == ("act-1",)
-    assert outcome.jobs[-1].state is JobState.STOPPED
+    assert outcome.jobs[-1].state is JobState.STOPPING
     assert outcome.incidents[-1].state is IncidentState.RESOLVED
     assert outcome.decisions[0].action is not None and outcome.decisions[0].action.grace_s == SPEC.stop_grace_s
+
+
+@pytest.mark.parametrize(
+    ("state", "ended"),
+    [
+        (JobState.STOPPING, JobState.STOPPED),
+        (JobState.FAILING, JobState.FAILED),
+        (JobState.COMPLETING, JobState.SUCCEEDED),
+    ],
+)
+def test_a_job_has_ended_when_its_workers_are_gone(state: JobState, ended: JobState) -> None:
+    """Whatever its ranks do until then, and however the action ends that sees to it."""
+    job = msgspec.structs.replace(JOB, state=state, message="why", stop_requested=True)
+    going_on = action(state=ActionState.DISPATCHED)
+    assert decide(view(job=job, actions=[going_on]), [say(exited())], SETTINGS, NOW).jobs == ()
+    over = action(state=ActionState.TIMED_OUT)
+    outcome = decide(view(job=job, actions=[over]), [say(exited())], SETTINGS, NOW)
+    assert [(change.state, change.message) for change in outcome.jobs] == [(ended, "why")]
+    assert not outcome.decisions and not outcome.incidents
 
 
 def test_a_job_that_does_not_save_every_step_saves_one_before_it_is_stopped_if_that_outlives_it() -> None:
@@ -115,7 +134,7 @@ def test_a_job_is_done_when_all_ranks_are() -> None:
     assert decide(view(), ends[:1], SETTINGS, NOW).empty
     outcome = decide(view(), ends, SETTINGS, NOW)
     assert decided(outcome).kind is DecisionKind.COMPLETE_JOB
-    assert outcome.jobs[-1].state is JobState.SUCCEEDED and not outcome.incidents
+    assert outcome.jobs[-1].state is JobState.COMPLETING and not outcome.incidents
 
 
 def test_a_job_of_one_rank_is_told_of_as_one() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support.policy.checked import decide
+from support.policy.played_actions import begun
 
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, ShardCopy, Tier
 from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase
 from flyball.contracts.decisions import ActionPlan, ActionState, DecisionKind, Incident, IncidentState
+from services.actuator.rules.command_bodies import end_body, stop_body
 from services.controller.round import plans
 from services.controller.round.round import Case, Round
 from services.controller.round.verdict import Verdict
@@ -21,7 +24,8 @@ from services.controller.round.view import (
     RankView,
     View,
 )
-from services.controller.rules.rollback_rules import restart_from_an_older_recovery_point
+from services.controller.rules.recovery_rules import fail_after_too_many_decisions
+from services.controller.rules.rollback_rules import fail_when_no_step_restores, restart_from_an_older_recovery_point
 
 NOW = 10_000.0
 SETTINGS = PolicySettings()
@@ -231,23 +235,128 @@ def test_a_step_in_the_store_is_tried_twice_before_an_older_one_there(
     assert (restart_from_an_older_recovery_point(case(copies=held, job=job)) is not None) is is_left_out
 
 
+def test_a_job_that_goes_on_after_its_end_must_find_the_recovery_point_that_was_reported() -> None:
+    """Hosts that list nothing now are no reason to start from scratch."""
+    again = msgspec.structs.replace(JOB, state=JobState.SUBMITTED, generation=None, before=GENERATION)
+    for held, step in ((copies(38, 40), 40), (stored(38), 38), (copies(40)[:1], -1), ((), -1)):
+        plan = plans.start_plan(case(copies=held, job=again), GENERATION.hosts)
+        assert plan.next is not None and plan.next.known_step == step
+    never_ran = plans.start_plan(
+        case(copies=copies(40), job=msgspec.structs.replace(again, before=None)), GENERATION.hosts
+    )
+    assert never_ran.next is not None and never_ran.next.known_step == -1
+
+
+# --- a restore that failed, and no other step -----------------------------------------------------------------------
+
+LOST = msgspec.structs.replace(host("b", HostState.SILENT), job="job", since=NOW - 1, last_report_at=NOW - 10)
+AWAY = (host("a"), LOST, host("c"))
+
+
+def with_reasons(*failures: tuple[int, int, str], **generation: object) -> JobView:
+    """(generation, step, why)"""
+    records = tuple(PastFailure(number, "restore_failed", "RestoreFailed", why, at) for number, at, why in failures)
+    running = msgspec.structs.replace(GENERATION, **generation)
+    return msgspec.structs.replace(JOB, failures=records, generation=running)
+
+
+ONCE = with_reasons((4, 40, "digest differs."))
+TWICE = with_reasons((3, 40, "digest differs."), (4, 40, "digest differs."))
+
+
+@pytest.mark.parametrize("held", [(), copies(40), copies(40)[:1], stored(40)], ids=["dropped", "all", "part", "store"])
+def test_a_job_of_which_no_step_restores_fails_after_a_second_attempt_and_keeps_its_copies(
+    held: tuple[ShardCopy, ...],
+) -> None:
+    verdict = fail_when_no_step_restores(case(copies=held, job=TWICE))
+    assert verdict is not None and verdict.plan is not None
+    assert (verdict.kind, verdict.job_state) == (DecisionKind.FAIL_JOB, JobState.FAILING)
+    assert verdict.plan.keep_memory and verdict.plan.next is None
+    assert "All copies stay where they are" in verdict.reason and "--fresh" in verdict.reason
+
+
+@pytest.mark.parametrize(("cause", "stay"), [("restore_failed", True), ("worker_killed", False)])
+def test_however_a_job_fails_whose_steps_cannot_be_restored_its_copies_stay(cause: str, *, stay: bool) -> None:
+    ends = msgspec.structs.replace(INCIDENT, cause=cause, decisions_made=SETTINGS.max_decisions_per_incident)
+    verdict = fail_after_too_many_decisions(case(copies=copies(40), incident=ends))
+    assert verdict is not None and verdict.plan is not None
+    assert (verdict.plan.keep_memory, "All copies stay where they are" in verdict.reason) == (stay, stay)
+
+
+def test_copies_that_stay_are_neither_freed_nor_written_to_slower_tiers() -> None:
+    checkpoint = CheckpointSpec(every_steps=1, disk_dir="/d", disk_every_steps=1)
+    ends = change(PLAN, kind=DecisionKind.FAIL_JOB, spec=msgspec.structs.replace(SPEC, checkpoint=checkpoint))
+    for stay in (False, True):
+        plan = change(ends, keep_memory=stay)
+        assert (stop_body(plan).durable, end_body(begun(plan)).keep_memory) == (not stay, stay)
+
+
+def test_each_step_that_was_tried_is_named_with_its_reason() -> None:
+    tried = with_reasons(
+        (1, 50, "of a time long ago"), (2, 44, "the store: digest differs"), (4, 40, "rank 1 has none")
+    )
+    trained = (PastFailure(1, "worker_killed", "", "", 48),)
+    job = msgspec.structs.replace(tried, failures=(*tried.failures[:1], *trained, *tried.failures[1:]))
+    verdict = fail_when_no_step_restores(case(job=msgspec.structs.replace(job, generation=unstarted(())), copies=()))
+    assert verdict is not None
+    assert "Before, it was the same with step 44 (the store: digest differs)." in verdict.reason
+    assert "long ago" not in verdict.reason and verdict.evidence["steps_tried"] == "40,44"
+
+
+def unstarted(history: tuple[LineageEntry, ...]) -> GenerationView:
+    """Generation 5 was to restore again, but no host listed the step any more."""
+    return msgspec.structs.replace(
+        GENERATION, generation=5, lineage=(), parent_lineage=history, started_at=0.0, restore_step=None, ranks=()
+    )
+
+
+@pytest.mark.parametrize(("held", "fails"), [((), True), (copies(40), False), (copies(38), False)])
+def test_a_second_attempt_that_found_nothing_to_start_from_is_the_last(
+    held: tuple[ShardCopy, ...], fails: bool
+) -> None:
+    job = msgspec.structs.replace(ONCE, generation=unstarted((LineageEntry(2, 40), LineageEntry(4))))
+    assert (fail_when_no_step_restores(case(copies=held, job=job)) is not None) is fails
+
+
+def tried_42_before() -> JobView:
+    failures = with_reasons((3, 42, ""), (4, 40, "")).failures
+    return msgspec.structs.replace(after_cut(41), failures=failures)
+
+
+def test_the_second_attempt_starts_with_the_step_or_not_at_all() -> None:
+    """A copy that did not verify is listed no more; nor is that of an engine which comes back in a moment."""
+    for held in ((), copies(40)[:1]):
+        verdict = fail_when_no_step_restores(case(copies=held, job=ONCE))
+        assert verdict is not None and verdict.plan is not None and verdict.plan.next is not None
+        assert (verdict.kind, verdict.plan.next.known_step) == (DecisionKind.RESTART_IN_PLACE, 40)
+    listed = case(copies=copies(40), job=tried_42_before())
+    for rule in (fail_when_no_step_restores, restart_from_an_older_recovery_point):
+        assert rule(listed) is None, "any restart restores it"
+    never = msgspec.structs.replace(ONCE, spec=msgspec.structs.replace(SPEC, never_from_scratch=True), newest_step=41)
+    view = View((never,), (host("a"), host("b")), (INCIDENT,), (), (), next_incident=2, next_decision=5)
+    (decision,) = decide(view, [], SETTINGS, NOW).decisions
+    assert decision.rule == "fail_when_no_step_restores", "and --never-from-scratch does not wait for ever"
+
+
 @pytest.mark.parametrize(
-    ("job", "gives_up"),
-    [
-        (failed(), False),
-        (failed(4), False),
-        (failed(4, 4), True),
-        (failed(3, 4), True),
-        (failed(2, 4), False),  # that was another attempt
-        (failed(2, 2), False),
-        (failed(3, 4, cause="worker_killed"), False),
-    ],
+    ("held", "fails"),
+    [((), False), (copies(40), False), (stored(40), True)],
 )
-def test_after_a_second_failure_in_a_row_without_an_older_step_it_begins_anew(job: JobView, gives_up: bool) -> None:
-    verdict = restart_from_an_older_recovery_point(case(job=job))
-    assert (verdict is not None) is gives_up
-    if verdict is not None:
-        assert "generation 5 goes back to the beginning, since no older step is complete." in verdict.reason
+def test_memory_that_may_be_lost_with_its_host_is_waited_for_and_then_given_up_aloud(
+    held: tuple[ShardCopy, ...], fails: bool
+) -> None:
+    assert (fail_when_no_step_restores(case(copies=held, job=TWICE, hosts=AWAY)) is not None) is fails
+    view = View((TWICE,), AWAY, (INCIDENT,), (), held, next_incident=2, next_decision=5)
+    (decision,) = decide(view, [], SETTINGS, NOW).decisions
+    assert decision.kind is not DecisionKind.FAIL_JOB, "the lost host is the cause now, and is replaced first"
+    assert fails or "the job starts over" in decision.reason or "to go on without it would give up" in decision.reason
+
+
+def test_an_older_step_other_failures_and_ranks_that_restored_nothing_are_left_to_other_rules() -> None:
+    assert fail_when_no_step_restores(case(copies=copies(38, 40), job=TWICE)) is None
+    killed = msgspec.structs.replace(INCIDENT, cause="worker_killed")
+    assert fail_when_no_step_restores(case(job=TWICE, incident=killed)) is None
+    assert fail_when_no_step_restores(case(job=with_reasons((4, 40, ""), restore_step=None))) is None
 
 
 def test_other_failures_and_those_of_other_generations_leave_no_step_out() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 from support.policy.checked import advance
 from support.policy.played_actions import MIGRATE, NEXT, NOW, SPEC, answer, apply, begun, copy
 
 from flyball.contracts.checkpoints import STATE_DIR_DISK, CheckpointSpec, JobHistory, LineageEntry, Tier
-from flyball.contracts.cluster import HostRanks
+from flyball.contracts.cluster import IN_MEMORY_ALONE, HostRanks
 from flyball.contracts.decisions import (
     ActionPlan,
     ActionState,
@@ -24,6 +26,7 @@ from flyball.contracts.decisions import (
     WarmUp,
 )
 from services.actuator.ports import ActionProgress, PlaybookStep
+from services.actuator.rules import step_names
 from services.actuator.rules.playbook import may_start
 
 STATE_DIR_DISKS = msgspec.structs.replace(
@@ -246,15 +249,28 @@ def test_a_step_that_was_passed_is_named_anew_for_all() -> None:
 def test_a_step_is_not_named_for_ever() -> None:
     progress = apply(begun(SAVE), advance(begun(SAVE), NOW))
     named = [60]
-    for _ in range(3):
+    for _ in range(step_names.MAX_NAMES - 1):
         late = CommandResult(positions=(RankPosition(0, named[-1] + 5),))
         progress = answer(progress, UpdateState.FAILED, {"a": late, "b": late}, code="too_late")
+        assert flushed(advance(progress, progress.deadline_at - 0.01)) == {}, "there is time"
         step = advance(progress, NOW)
         named += steps_named(step)
         progress = apply(progress, step)
-    assert named == sorted(set(named))
+    leads = [later - earlier for earlier, later in pairwise(named)]
+    assert leads == sorted(leads), "none is less far ahead than the one before"
     progress = answer(progress, UpdateState.FAILED, {"a": CommandResult()}, code="too_late")
     assert flushed(advance(progress, NOW)) == {"a": True, "b": True}
+
+
+def test_the_next_name_is_ahead_by_more_than_ranks_went_between_two_answers() -> None:
+    """As with a supervisor that answers late."""
+    progress = apply(begun(SAVE), advance(begun(SAVE), NOW))
+    for at, named in ((90, 90 + 2 * (90 - 60)), (170, 170 + 2 * (170 - 90)), (340, 340 + 2 * (340 - 170))):
+        late = CommandResult(positions=(RankPosition(0, at), RankPosition(1, at - 1)))
+        progress = answer(progress, UpdateState.FAILED, {"a": late, "b": CommandResult()}, code="too_late")
+        step = advance(progress, NOW)
+        assert steps_named(step) == {named}
+        progress = apply(progress, step)
 
 
 def flushed(step: PlaybookStep) -> dict[str, bool]:
@@ -389,6 +405,32 @@ def test_memory_is_freed_when_the_default_disks_of_all_hosts_have_the_newest_ste
         }
         assert not dropped
     assert kept == {"ab": False, "a": True, "": True}
+
+
+def test_a_job_that_succeeds_keeps_what_its_store_has_not_and_its_record_says_so() -> None:
+    history = JobHistory(DURABLE.spec.checkpoint, (LineageEntry(2),))
+    plan = msgspec.structs.replace(
+        DURABLE, kind=DecisionKind.COMPLETE_JOB, history=history, emergency_step=-1, deadline_s=300.0
+    )
+    stopping = apply(begun(plan), advance(begun(plan), NOW))
+    for stored, answers, said in (
+        (58, "ab", ""),
+        (40, "ab", "step 58 could not be written to"),
+        (-1, "ab", "which has no step"),
+        (58, "a", "b did not say whether"),
+    ):
+        found = {
+            host: CommandResult(
+                copies=(copy(58, rank, host), *([copy(stored, rank, "", Tier.PERSISTENT)] if stored >= 0 else []))
+            )
+            for rank, host in enumerate("ab")
+        }
+        told = answer(stopping, UpdateState.SUCCEEDED, {host: found[host] for host in answers})
+        step = advance(told, NOW + (0 if answers == "ab" else 200))
+        assert step.phase == "end"
+        kept = {d.body.keep_memory for d in step.commands if isinstance(d.body, EndJob)}
+        assert kept == {bool(said)}
+        assert (IN_MEMORY_ALONE in step.job_message, said in step.job_message) == (bool(said), True)
 
 
 def test_the_default_disks_of_the_hosts_go_when_the_job_succeeds() -> None:

@@ -147,6 +147,16 @@ def test_the_named_step_is_ahead_of_ranks_that_train_on(ran_s: float, report_ago
     assert plan is not None and plan.emergency_step == step
 
 
+def test_the_pace_is_that_of_steps_without_the_start_before_them() -> None:
+    """Half a minute of start, then 20 steps a second."""
+    ranks = (rank(0, "a", step=90, at=NOW - 0.5), rank(1, "b", step=88, at=NOW - 0.5))
+    first = NOW - 0.5 - 49 / 20.0
+    parts = {"ranks": ranks, "started_at": first - 30.0, "restore_step": 40, "first_step_at": first}
+    job = msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, **parts))
+    plan = decided(decide(view(job=job, hosts=preempted()), [], SETTINGS, NOW)).action
+    assert plan is not None and plan.emergency_step == 90 + 15 + 3, "0.75 s on"
+
+
 def test_the_time_of_a_notice_is_that_of_its_signal() -> None:
     told = say(PreemptionNotice(NOW + 28.0, "cloud"), source="b", at=NOW - 2.0)
     assert decide(view(), [told], SETTINGS, NOW).incidents[0].observed_at == NOW - 2.0

@@ -34,7 +34,7 @@ from flyball.contracts.identity import run_id
 from flyball.contracts.reports.signals import HostSilent, WorkerExited
 from services.controller.round import given_up
 from services.controller.round.round import Case, Round
-from services.controller.round.view import HostView, JobView, PastFailure
+from services.controller.round.view import HostView, JobView, Outcome, PastFailure
 
 
 def test_a_killed_worker_restarts_in_place() -> None:
@@ -156,7 +156,7 @@ def test_an_identical_exception_fails_the_job() -> None:
     job = msgspec.structs.replace(JOB, failures=(past,))
     outcome = decide(view(job=job), [say(exited(error="boom at 0xdead"))], SETTINGS, NOW)
     assert decided(outcome).rule == "fail_on_identical_exception"
-    assert outcome.jobs[-1].state is JobState.FAILED
+    assert outcome.jobs[-1].state is JobState.FAILING
     assert outcome.incidents[-1].state is IncidentState.ESCALATED
     other = decide(view(job=job), [say(exited(error="another"))], SETTINGS, NOW)
     assert decided(other).kind is DecisionKind.RESTART_IN_PLACE
@@ -170,6 +170,39 @@ def test_an_identical_exception_before_the_first_step_fails_the_job() -> None:
     job = msgspec.structs.replace(JOB, generation=generation, failures=(past,))
     ended = say(msgspec.structs.replace(exited(), last_step=-1))
     assert decided(decide(view(job=job), [ended], SETTINGS, NOW)).rule == "fail_on_identical_exception"
+
+
+@pytest.mark.parametrize(
+    ("ran_s", "error", "is_a_bug"),
+    [
+        (20.0, WorkerError("ImportError", "no module"), True),
+        (700.0, WorkerError("ImportError", "no module"), False),
+        (20.0, None, False),
+    ],
+    ids=["an exception", "after it had trained for long", "an exit code only"],
+)
+def test_an_exception_of_a_script_that_showed_no_step_comes_twice_before_the_first_step(
+    ran_s: float, error: WorkerError | None, is_a_bug: bool
+) -> None:
+    def fails(job: JobView, generation: int) -> Outcome:
+        starting = tuple(rank(n, name, step=-1, phase=Phase.STARTING, at=NOW) for n, name in enumerate("ab"))
+        present = msgspec.structs.replace(
+            GENERATION,
+            generation=generation,
+            restore_step=None,
+            ranks=starting,
+            started_at=NOW - ran_s,
+            furthest_step=-1,
+        )
+        failing = msgspec.structs.replace(job, generation=present)
+        ended = msgspec.structs.replace(exited(generation=generation), last_step=-1, error=error)
+        return decide(view(job=failing, hosts=HOSTS[:2]), [say(ended)], SETTINGS, NOW)
+
+    first = fails(JOB, 2)
+    assert decided(first).kind is DecisionKind.RESTART_IN_PLACE
+    failures = tuple(change.failure for change in first.jobs if change.failure is not None)
+    again = decided(fails(msgspec.structs.replace(JOB, failures=failures), 3))
+    assert again.rule == ("fail_on_identical_exception" if is_a_bug else "restart_in_place")
 
 
 def out_of_gpu_memory(tried: str) -> WorkerExited:
@@ -249,15 +282,6 @@ def test_a_job_that_fails_gets_no_grace_and_keeps_its_history() -> None:
     job = msgspec.structs.replace(STOPPED, spec=durable)
     plan = decided(decide(view(job=job), [], SETTINGS, NOW)).action
     assert plan is not None and plan.deadline_s == 2.0 * durable.stop_grace_s + 40.0 + 60.0
-
-
-def test_an_exception_of_a_script_without_steps_is_left_to_max_restarts() -> None:
-    ranks = tuple(rank(n, on, step=-1, phase=Phase.STARTING) for n, on in enumerate("ab"))
-    generation = msgspec.structs.replace(GENERATION, ranks=ranks, restore_step=None)
-    past = PastFailure(1, "worker_exception", "ValueError", "boom", -1)
-    job = msgspec.structs.replace(JOB, generation=generation, failures=(past,))
-    body = msgspec.structs.replace(exited(), last_step=-1)
-    assert decided(decide(view(job=job), [say(body)], SETTINGS, NOW)).kind is DecisionKind.RESTART_IN_PLACE
 
 
 @pytest.mark.parametrize("limit", [0, 1, 3])
@@ -374,8 +398,8 @@ def test_a_failed_restore_goes_to_an_older_point() -> None:
     none_older = decided(decide(view(copies=older[2:]), [say(body)], SETTINGS, NOW))
     assert none_older.rule == "restart_in_place"  # once more, before everything is given up
     job = msgspec.structs.replace(JOB, failures=(PastFailure(1, "restore_failed", "", "", 40),))
-    scratch = decided(decide(view(job=job, copies=older[2:]), [say(body)], SETTINGS, NOW))
-    assert scratch.rule == "restart_from_an_older_recovery_point"
+    ended = decided(decide(view(job=job, copies=older[2:]), [say(body)], SETTINGS, NOW))
+    assert (ended.rule, ended.kind) == ("fail_when_no_step_restores", DecisionKind.FAIL_JOB)
 
 
 def test_after_a_migration_the_job_says_where_it_runs_now() -> None:

@@ -17,6 +17,7 @@ from flyball.contracts.reports.signals import (
     PreemptionNotice,
     RankStalled,
     SaveFailed,
+    SaveLate,
     SignalBody,
     WorkerStartFailed,
 )
@@ -37,6 +38,7 @@ from flyball.contracts.reports.signals import (
         PreemptionNotice(0.0, "x"),
         PeerUnreachable("b", "x"),
         SaveFailed("job", 2, 0, 5, "x"),
+        SaveLate("job", 2, 0, 5, 1.0, 3),
         EngineRestarted("x"),
     ],
 )

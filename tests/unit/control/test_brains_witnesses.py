@@ -139,6 +139,25 @@ def test_a_lying_neighbour_delays_and_does_not_prevent() -> None:
     assert 59.0 < hosts.signals[-1][0] - died_at < 72.0
 
 
+def test_a_host_that_is_no_neighbour_neither_accuses_nor_clears() -> None:
+    """No link leads from it to the host of which it tells."""
+    told = {}
+    for stranger in ("quiet", "accuses", "clears"):
+        hosts = WitnessedRig("a", "b")
+        hosts.alive.remove("b")
+        died_at = hosts.cut_from_sensor()
+        for _ in range(60):
+            engine = EngineStatus(alive=True)
+            if stranger == "accuses":
+                engine = EngineStatus(alive=True, unreachable_peers=("b",))
+            elif stranger == "clears":
+                engine = EngineStatus(alive=True, testimonies=(testimony.Testimony("b", 0.1, 0.1),))
+            hosts.detector.observe(report("x", hosts.now, engine=engine), hosts.now)
+            hosts.run(1)
+        told[stranger] = [(type(body), round(at - died_at, 1)) for at, body in hosts.signals]
+    assert told["accuses"] == told["clears"] == told["quiet"] != []
+
+
 def test_steps_alone_count_for_a_while() -> None:
     hosts = WitnessedRig("a", "b", "c")
     hosts.detector.set_neighbours({})

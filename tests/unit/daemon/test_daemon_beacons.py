@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 import pytest
 from support.clocks.waits import until
 
+from flyball.contracts import wire
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import Phase
 from flyball.contracts.decisions import RankPosition
 from flyball.contracts.on_host.segments import beacon_path
 from flyball.contracts.reports.training_health import RankCompute, RankLoss
 from flyball.sdk.beacon import BeaconWriter, Mark
+from host_daemon.workers import beacons as beacons_module
 from host_daemon.workers.beacons import MAX_WAITING_STEPS, STEPS_PER_REPORT, Beacons
 
 
@@ -216,7 +219,7 @@ def test_how_long_a_rank_computed_is_reported_after_a_few_steps(prefix):
     beacons.sample()
     assert beacons.take().computes == ()
     writer.gradient_ready()
-    writer.add_save_blocked(10**15)  # longer than all of it
+    writer.add_save_blocked(10**10)  # longer than all of it
     writer.step(11)
     beacons.sample()
     (compute,) = beacons.take().computes
@@ -224,3 +227,68 @@ def test_how_long_a_rank_computed_is_reported_after_a_few_steps(prefix):
     assert (compute.job, compute.generation, compute.rank, compute.steps) == ("job", 1, 0, 10)
     assert 0.0 <= compute.compute_s < 3600.0
     assert beacons.take().computes == ()
+
+
+@pytest.mark.parametrize("word", [2, 3, 4, 6, 8, 11, 12, 13, 18, 32, 33])
+@pytest.mark.parametrize("value", [-1 - 2**40, 2**62])
+def test_what_no_rank_can_have_done_gets_into_no_report(prefix, word, value):
+    """The receiver would refuse the whole report, and with it what the host's other jobs did."""
+    beacons, writer = watched(prefix)
+    writer.loss(0, 1.0)
+    writer.step(0)
+    assert not beacons.sample() or beacons.take().steps
+    writer._words[word] = value
+    writer.step(1)
+    writer._words[word] = value
+    beacons.sample()
+    beacons.arrived(beacons.take())
+    readings = beacons.take()
+    for said in (*readings.steps, *readings.marks, *readings.losses, *readings.computes, *beacons.statuses()):
+        assert wire.decode(wire.encode(said), type(said)) == said
+    assert beacons.last_step("job", 1, 0) in (0, 1)
+
+
+def open_descriptors(path: str) -> int:
+    links = (str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
+    return sum(link == path for link in links)
+
+
+@pytest.mark.parametrize("content", [b"", bytes(8192)])
+def test_a_beacon_that_cannot_be_read_is_one_that_stands_until_it_can_be(prefix, content, monkeypatch):
+    monkeypatch.setattr(beacons_module, "REOPEN_S", 0.0)
+    beacons = Beacons(shm_prefix=prefix, clock=SystemClock())
+    path = beacon_path(prefix, "job", 1, 0)
+    beacons.create("job", 1, 0)
+    whole = Path(path).read_bytes()
+    Path(path).write_bytes(content)
+    beacons.watch("job", 1, 0, pid=100, spawned_at=1_000.0)
+    assert not beacons.sample()
+    (status,) = beacons.statuses()
+    assert (status.rank, status.step, status.phase) == (0, -1, Phase.STARTING)
+    assert status.beacon_age_s > 1_000.0  # so it stalls, and its next worker gets a new beacon
+    assert [standing.pid for standing in beacons.standing()] == [100]
+    assert beacons.positions("job", upto_generation=1) == () and beacons.last_phase("job", 1, 0) is None
+    assert open_descriptors(path) == 0
+    Path(path).write_bytes(whole)
+    BeaconWriter(path).step(3)
+    assert beacons.sample()
+    assert steps(beacons.take()) == [3]
+    os.truncate(path, 0)
+    assert not beacons.sample()
+    beacons.worker_ended("job", 1, 0)
+    assert beacons.last_step("job", 1, 0) == 3
+    assert open_descriptors(path) == 0
+    beacons.remove("job")
+
+
+def test_a_beacon_that_says_what_cannot_be_leaves_no_descriptor_open(prefix):
+    beacons, writer = watched(prefix)
+    path = beacon_path(prefix, "job", 1, 0)
+    writer._words[3] = -5
+    writer.close()
+    for _ in range(3):
+        beacons.watch("job", 1, 0, pid=100, spawned_at=1_000.0)
+        assert not beacons.sample()
+    assert open_descriptors(path) == 1
+    beacons.remove("job")
+    assert open_descriptors(path) == 0

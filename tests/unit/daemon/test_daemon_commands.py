@@ -12,10 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 from support.hosts.small_disk import SmallDatabase
+from support.jobs.placements import make_placement
 
 from flyball.contracts.checkpoints import RestoreReport, StoredPoint, Tier
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostRanks, JobSpec, Placement
+from flyball.contracts.credentials import EngineKeys
 from flyball.contracts.decisions import (
     Command,
     CommandBatch,
@@ -30,11 +32,12 @@ from flyball.contracts.decisions import (
 from flyball.contracts.errors import StorageFull, Unreachable
 from flyball.contracts.identity import Fence
 from flyball.contracts.on_host.engine_wire import EngineReply, EngineRequest, Flush, GetStatus, Release
+from flyball.contracts.reports.signals import ReportReply
 from flyball.contracts.reports.standings import LastObeyed
 from host_daemon.engine.engine_process import EngineKeeper
 from host_daemon.link.reporting import MAX_RESTORES, Reporter
 from host_daemon.link.superseded import RefusedPolls
-from host_daemon.orders.commands import CommandFailed, CommandLoop, CommandProgress
+from host_daemon.orders.commands import POLL_WAIT_S, CommandFailed, CommandLoop, CommandProgress
 from host_daemon.orders.job_control import JobControl
 from host_daemon.settings import DaemonSettings
 from host_daemon.store.allegiance import DATABASE_FACT, Allegiance
@@ -55,8 +58,10 @@ class Supervisor:
     def __init__(self) -> None:
         self.waiting = [COMMAND]
         self.answers: asyncio.Queue[CommandUpdate] = asyncio.Queue()
+        self.waits: list[float] = []
 
     async def commands(self, host_id: str, incarnation: str, *, wait_s: float, obeyed: LastObeyed) -> CommandBatch:
+        self.waits.append(wait_s)
         if not self.waiting:
             await asyncio.sleep(wait_s)
         batch, self.waiting = CommandBatch(tuple(self.waiting)), []
@@ -95,7 +100,7 @@ def with_loop(
             journal=journal,
             clock=SystemClock(),
             handler=handler,
-            take_log_requests=lambda _requests: None,
+            take_beside=lambda _batch: None,
             refusals=RefusedPolls(SystemClock(), 1.0),
             allegiance=allegiance,
         )
@@ -117,6 +122,7 @@ def test_a_crash_of_a_handler_is_answered(tmp_path: Path) -> None:
         assert (answer.state, answer.code) == (UpdateState.FAILED, "error")
         assert "no such device" in answer.message
         assert await journal.admit(COMMAND, "job") == (CommandAdmission.ANSWERED, answer)
+        assert supervisor.waits == [0.0, POLL_WAIT_S]  # the first reply has the engine's key
 
     with_loop(tmp_path, crash, scenario)
 
@@ -218,6 +224,8 @@ def test_a_restarted_daemon_asks_its_engine_only_for_unreported_restores() -> No
     asked: list[EngineRequest] = []
 
     class Engine:
+        unreadable = ""
+
         async def ask(self, request: EngineRequest, *, timeout_s: float = 1.0) -> EngineReply:
             asked.append(request)
             return EngineReply(ok=True, pid=4711)
@@ -228,7 +236,9 @@ def test_a_restarted_daemon_asks_its_engine_only_for_unreported_restores() -> No
     async def scenario() -> None:
         parts: Any = None
         client: Any = Engine()
-        keeper = EngineKeeper(parts, parts, client, SystemClock(), on_restart=ignore, on_status=ignore)
+        keeper = EngineKeeper(
+            parts, parts, client, SystemClock(), on_restart=ignore, on_status=ignore, on_trouble=ignore
+        )
         keeper.restores_since = 12.5
         assert await keeper._adopt()
 
@@ -244,6 +254,8 @@ def test_an_engine_learns_how_long_its_host_is_in_touch_and_what_the_supervisor_
     process = subprocess.Popen(["sleep", "600"])  # stands in for the engine
 
     class Engine:
+        unreadable = ""
+
         async def ask(self, request: EngineRequest, *, timeout_s: float = 1.0) -> EngineReply:
             asked.append(request)
             process.kill()
@@ -255,11 +267,16 @@ def test_an_engine_learns_how_long_its_host_is_in_touch_and_what_the_supervisor_
     async def scenario() -> None:
         parts: Any = None
         client: Any = Engine()
-        keeper = EngineKeeper(parts, parts, client, SystemClock(), on_restart=ignore, on_status=ignore)
+        keeper = EngineKeeper(
+            parts, parts, client, SystemClock(), on_restart=ignore, on_status=ignore, on_trouble=ignore
+        )
         keeper._pid = process.pid
         monkeypatch.setattr(keeper, "_is_engine", lambda pid: True)
-        keeper.in_touch(4710.5, {"job": StoredPoint(20, 3)}, {"job": 15, "other": 3})
-        keeper.in_touch(4711.5, {}, {"job": 15})  # from a sensor that does not know yet what is stored
+        stored = {"job": StoredPoint(20, 3)}
+        keeper.in_touch(4710.5, ReportReply({}, stored_points=stored, clean_steps={"job": 15, "other": 3}))
+        keeper.keys = EngineKeys("of this host")
+        # From a sensor that does not know yet what is stored.
+        keeper.in_touch(4711.5, ReportReply({}, clean_steps={"job": 15}, engine_addresses={"b": "10.0.0.2:7"}))
         await asyncio.wait_for(keeper._watch(), 60.0)
 
     try:
@@ -267,8 +284,13 @@ def test_an_engine_learns_how_long_its_host_is_in_touch_and_what_the_supervisor_
     finally:
         process.kill()
         process.wait()
-    stored = {"job": StoredPoint(20, 3)}
-    assert asked[0] == GetStatus(in_touch_until_s=4711.5, stored_points=stored, clean_steps={"job": 15})
+    assert asked[0] == GetStatus(
+        in_touch_until_s=4711.5,
+        stored_points={"job": StoredPoint(20, 3)},
+        clean_steps={"job": 15},
+        addresses={"b": "10.0.0.2:7"},
+        keys=EngineKeys("of this host"),
+    )
 
 
 class Keeper:
@@ -350,14 +372,13 @@ def test_a_job_that_ended_while_the_engine_was_away_is_released_after_both_resta
         database.close()
         database, engine.away = HostDatabase(tmp_path / "daemon.sqlite"), False
         control = control_of(database, engine, Keeper())
-        record: Any = None
-        control._jobs["job"] = record  # it runs again
-        control._configure = lambda record: asyncio.sleep(0)  # type: ignore[method-assign]  # without the engine
-        await control.configure_engine()
+        placement = make_placement({"host": (0,)})
+        control._jobs["job"] = JobRecord(JobSpec("job", ("train.py",), "/work"), placement, Fence(1, 1))  # runs again
+        await control.supply_engine(EngineReply(ok=True, pid=1, generations={"job": 1}))
         assert engine.asked == []
         del control._jobs["job"]
-        await control.configure_engine()
-        await control.configure_engine()
+        await control.supply_engine(EngineReply(ok=True, pid=2, generations={}))
+        await control.supply_engine(EngineReply(ok=True, pid=2, generations={}))
         assert engine.asked == [Release(Fence(1, 1), "job")]
         database.close()
 
@@ -446,7 +467,8 @@ def test_how_long_a_job_ran_is_known_after_its_rank_has_ended_and_is_stopped() -
     ended.ended_at = 160.0
     before = Worker(WorkerRecord("job", 2, 0, 9, 0, 20.0, "/log"), Path("/error"), None)
     store = Worker(WorkerRecord("job", 3, STORE_RANK, 11, 0, 90.0, "/log"), Path("/error"), None)
-    given: dict[str, Any] = dict.fromkeys(("records", "owed", "signal", "engine", "engine_client", "ports", "checker"))
+    parts = ("records", "owed", "signal", "engine", "engine_client", "ports", "checker")
+    given: dict[str, Any] = dict.fromkeys(parts)
     there = [before, store, ended]
 
     async def stop(*_: object) -> None:

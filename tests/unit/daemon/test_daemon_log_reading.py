@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -34,6 +36,20 @@ def test_missing_logs(logs: Path) -> None:
     other = read_piece(logs, "h", LogRequest("id", "j", 3, generation=5))
     assert (other.data, other.generations) == (b"", (2, 10))
     assert read_piece(logs / "none", "h", LogRequest("id", "j", 3)).generations == ()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
+def test_what_a_script_put_in_place_of_its_log_keeps_no_reader(logs: Path, make: Callable[[Path], None]) -> None:
+    (logs / "g10" / "rank3.log").unlink()
+    make(logs / "g10" / "rank3.log")
+    piece = read_piece(logs, "h", LogRequest("id", "j", 3))
+    assert (piece.generation, piece.data, piece.generations) == (10, b"", (2, 10))
+
+
+def test_a_sparse_log_is_read_up_to_the_limit(logs: Path) -> None:
+    os.truncate(logs / "g10" / "rank3.log", 6 << 30)
+    piece = read_piece(logs, "h", LogRequest("id", "j", 3, offset=8, limit=4))
+    assert (piece.data, piece.size_bytes) == (b"89\0\0", 6 << 30)
 
 
 def test_a_request_cannot_name_another_file() -> None:

@@ -26,7 +26,8 @@ from flyball.contracts.credentials import host_credential
 from flyball.contracts.errors import ConfigurationError, NotFound, StateVersionMismatch, StorageFull, UsageError
 from host_daemon.kernel import free_ports
 from host_daemon.kernel.free_ports import FreePorts, is_free
-from host_daemon.kernel.processes import ExitStatus, is_alive, open_pidfd_of, read_stat, session_members, signal_pidfd
+from host_daemon.kernel.kin import WorkerOrigin, kin_of
+from host_daemon.kernel.processes import ExitStatus, is_alive, open_pidfd_of, read_stat, signal_pidfd
 from host_daemon.link.cluster_clock import ClusterClock
 from host_daemon.orders.generation_start import check_script
 from host_daemon.probes.host_needs import check_host
@@ -203,11 +204,13 @@ def test_a_process_is_identified_by_pid_and_start_time_and_found_by_session():
         stat = read_stat(child.pid)
         assert stat.session == child.pid
         assert is_alive(child.pid, stat.start_ticks) and not is_alive(child.pid, stat.start_ticks + 1)
-        assert session_members([child.pid]) == {child.pid: child.pid}
+        origin = WorkerOrigin(child.pid, stat.start_ticks, "job", 0, 1)
+        assert kin_of([origin], {}) == {child.pid: stat.start_ticks}
+        assert kin_of([msgspec.structs.replace(origin, start_ticks=stat.start_ticks + 1)], {}) == {}
     finally:
         child.kill()
         child.communicate()
-    assert read_stat(child.pid) is None and session_members([child.pid]) == {}
+    assert read_stat(child.pid) is None and kin_of([origin], {child.pid: stat.start_ticks}) == {}
     assert ExitStatus.of_wait_status(signal.SIGKILL) == ExitStatus(signal_number=signal.SIGKILL)
     assert ExitStatus.of_wait_status(7 << 8) == ExitStatus(exit_code=7)
 
@@ -274,20 +277,25 @@ def test_bad_settings_are_named_with_a_next_step(tmp_path, changes, error, word)
 
 def test_one_daemon_per_state_folder_and_only_of_its_version(tmp_path):
     first = HostStateDir(tmp_path / "state")
-    first.open()
+    first.open("host")
     assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700
     with pytest.raises(ConfigurationError, match=str(os.getpid())):
-        HostStateDir(tmp_path / "state").open()
+        HostStateDir(tmp_path / "state").open("host")
     first.close()
     again = HostStateDir(tmp_path / "state")
-    again.open()
+    again.open("host")
+    again.close()
+    with pytest.raises(ConfigurationError, match="of host host, not of other") as refused:
+        again.open("other")
+    assert "--host-id host" in refused.value.hint
+    again.open("host")
     again.close()
     (tmp_path / "state" / "VERSION").write_text("0\n")
     with pytest.raises(StateVersionMismatch, match="'0'"):
-        HostStateDir(tmp_path / "state").open()
+        HostStateDir(tmp_path / "state").open("host")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="file"):
-        HostStateDir(tmp_path / "file").open()
+        HostStateDir(tmp_path / "file").open("host")
 
 
 def test_what_the_host_lacks_is_reported_at_the_start(tmp_path):

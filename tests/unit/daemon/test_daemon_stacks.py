@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from support.clocks.waits import until
 from flyball.contracts.on_host.segments import STACKS_SUFFIX
 from flyball.contracts.reports.rank_stands import MAX_STACK_CHARS, RankStand
 from host_daemon.kernel.processes import read_stat
+from host_daemon.kernel.worker_reads import WorkerReads
+from host_daemon.workers import stacks
 from host_daemon.workers.stack_reading import Frame, SeenProcess, main_thread, stand_of
 from host_daemon.workers.stacks import StackSource, answers_requests, take_stands, trigger_flight_recorder
 
@@ -208,7 +211,7 @@ def until_stands(source: StackSource, kind: str) -> RankStand:
     """It may not be in its call yet, or have had no processor just now."""
     deadline_s = time.monotonic() + DEADLINE_S
     while True:
-        (found,) = asyncio.run(take_stands([source], DEADLINE_S))
+        (found,) = asyncio.run(take_stands([source], DEADLINE_S, WorkerReads()))
         if found.kind == kind:
             return found
         assert time.monotonic() < deadline_s, found
@@ -246,7 +249,7 @@ def test_a_stopped_process_and_one_that_ended(hang: Callable[..., StackSource]) 
     found = until_stands(stopped, "stopped")
     assert (found.stack, found.note) == ("", "no stack: the process cannot answer")
     gone = StackSource(1, 2**22 - 1, 0, stopped.beacon)
-    assert asyncio.run(take_stands([gone], 1.0)) == ()
+    assert asyncio.run(take_stands([gone], 1.0, WorkerReads())) == ()
 
 
 @pytest.mark.processes
@@ -264,7 +267,7 @@ def test_a_stopped_process_and_one_that_ended(hang: Callable[..., StackSource]) 
 def test_a_process_that_does_not_answer_gets_no_signal(hang: Callable[..., StackSource], code: str) -> None:
     source = hang(code)
     assert not answers_requests(source.pid, Path(source.beacon + STACKS_SUFFIX))
-    (found,) = asyncio.run(take_stands([source], DEADLINE_S))
+    (found,) = asyncio.run(take_stands([source], DEADLINE_S, WorkerReads()))
     assert (found.stack, found.note) == ("", "no stack: the process answers no request for it")
     assert read_stat(source.pid) is not None
 
@@ -294,7 +297,7 @@ def test_the_worker_is_asked_if_py_spy_does_not_answer(
     source, pid_file = hang(ANSWERS + HANGS["lock"]), py_spy("exec sleep 3600")
     timeout_s = 1.0
     while True:
-        (found,) = asyncio.run(take_stands([source], timeout_s))
+        (found,) = asyncio.run(take_stands([source], timeout_s, WorkerReads()))
         if found.stack and pid_file.exists():
             break
         timeout_s *= 2.0  # a busy machine may need longer
@@ -310,7 +313,7 @@ def test_py_spy_ends_with_the_command_that_is_given_up(
     source, pid_file = hang(ANSWERS + HANGS["lock"]), py_spy("exec sleep 3600")
 
     async def give_up() -> None:
-        taking = asyncio.create_task(take_stands([source], 4.0 * DEADLINE_S))
+        taking = asyncio.create_task(take_stands([source], 4.0 * DEADLINE_S, WorkerReads()))
         async with asyncio.timeout(DEADLINE_S):
             while not pid_file.exists():
                 await asyncio.sleep(0.01)
@@ -329,8 +332,29 @@ def test_py_spys_stack_counts_whatever_its_exit_code(
 ) -> None:
     """The daemon's Reaper may have taken the code."""
     py_spy(f"cat {STACKS}/py_spy_lock.txt; exit {exit_code}")
-    (found,) = asyncio.run(take_stands([hang(ANSWERS + HANGS["lock"])], DEADLINE_S))
+    (found,) = asyncio.run(take_stands([hang(ANSWERS + HANGS["lock"])], DEADLINE_S, WorkerReads()))
     assert (found.place, found.note) == ("deadlock (/home/me/wait.py:5)", "")
+
+
+@pytest.mark.processes
+def test_a_process_that_cannot_be_read_holds_up_neither_the_others_nor_the_end(
+    hang: Callable[..., StackSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose open files are on a file system that hangs."""
+    one, other = (hang(ANSWERS + HANGS["lock"], rank=rank) for rank in range(2))
+    answers, free = stacks.answers_requests, threading.Event()
+    monkeypatch.setattr(stacks, "READ_WITHIN_S", 0.3)
+    monkeypatch.setattr(
+        stacks,
+        "answers_requests",
+        lambda pid, path: free.wait(DEADLINE_S) if pid == one.pid else answers(pid, path),
+    )
+    reads = WorkerReads(2)
+    stuck, found = asyncio.run(take_stands([one, other], DEADLINE_S, reads))
+    assert (stuck.stack, stuck.note) == ("", "no stack: the process is not readable")
+    assert found.stack
+    assert not free.is_set()
+    free.set()
 
 
 @pytest.mark.processes
@@ -350,5 +374,11 @@ def test_the_flight_recorder_is_triggered_where_it_is_on(hang: Callable[..., Sta
         assert trigger_flight_recorder(off.pid, 3) == ""
         elsewhere = hang(waits, environment=on | {"TORCH_FR_DUMP_TEMP_FILE": "/scratch/fr_"})
         assert trigger_flight_recorder(elsewhere.pid, 3) == "NCCL flight recorder: /scratch/fr_3"
+        Path(f"{stem}5.pipe").symlink_to(f"{stem}3.pipe")
+        Path(f"{stem}6.pipe").write_text("")
+        os.read(reader, 10)
+        assert [trigger_flight_recorder(source.pid, rank) for rank in (5, 6)] == ["", ""]
+        assert os.read(reader, 10) == b""
+        assert Path(f"{stem}6.pipe").read_text() == ""
     finally:
         os.close(reader)

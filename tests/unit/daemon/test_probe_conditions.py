@@ -172,8 +172,8 @@ def test_a_rename_while_a_file_is_read_is_seen_with_the_next_look(
     said = {"kind": "ecc", "severity": "warning", "message": "old."}
     put(path, said)
 
-    def open_then_rename(name: Path, flags: int) -> int:
-        descriptor = opened(name, flags)
+    def open_then_rename(name: Path, flags: int, mode: int) -> int:
+        descriptor = opened(name, flags, mode)
         monkeypatch.setattr(os, "open", opened)
         put(path, {**said, "message": "new."})
         return descriptor

@@ -104,7 +104,7 @@ def test_a_changed_description_and_one_of_a_later_release_are_refused(tmp_path: 
     assert "does not match its checksum" in str(refused(tmp_path))
     path.write_bytes(good)
     edited(path, lambda content: content.update(version=DCP_FORMAT_VERSION + 1))
-    assert f"reads version {DCP_FORMAT_VERSION + 1}" in str(refused(tmp_path))
+    assert f"has format {DCP_FORMAT_VERSION + 1}; this release" in str(refused(tmp_path))
 
 
 @pytest.mark.parametrize(

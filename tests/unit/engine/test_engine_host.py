@@ -10,13 +10,19 @@ import pytest
 from support.jobs.placements import make_placement
 
 from ckpt_engine.contracts.notices import SaveWaited
+from ckpt_engine.contracts.peer_wire import ListShards, Reply, SavedSteps, ShardList, ShardVerdict
 from ckpt_engine.host.host_engine import Engine
 from ckpt_engine.host.state_dir import EngineStateDir
+from ckpt_engine.peers.transport.handshake import introduce
+from ckpt_engine.peers.transport.port import ByteCounters, Identity
+from ckpt_engine.peers.transport.tcp import connect_tcp
 from ckpt_engine.settings import EngineSettings
 from flyball.contracts.checkpoints import CheckpointSpec
+from flyball.contracts.errors import Unreachable
 from flyball.contracts.identity import Fence
 from flyball.contracts.on_host.engine_wire import Configure, GetStatus, Release
 from flyball.contracts.on_host.segments import SHM_DIR_VARIABLE
+from services.rules.engine_keys import EngineKeyring
 
 PLACEMENT = make_placement({"host": (0,)})
 
@@ -89,3 +95,38 @@ def test_an_engine_starts_whatever_is_where_late_saves_are_kept(
     for _ in range(2):
         assert engine.answer(GetStatus()).late == ()
     engine.stop()
+
+
+def test_the_shared_key_is_enough_for_jobs_that_brought_no_keys_and_for_no_other(engine: Engine) -> None:
+    older = make_placement({"host": (0,), "peer": (1,)}, job="older")
+    newer = make_placement({"host": (0,), "peer": (1,)}, job="newer")
+    keys = EngineKeyring("a secret of this test").keys_of("host", newer)
+    engine.answer(Configure(Fence(1, 1), "host", newer, CheckpointSpec(), keys))
+    engine.answer(Configure(Fence(1, 1), "host", older, CheckpointSpec()))
+    settings = EngineSettings()
+    with connect_tcp(engine.address, settings=settings, total=ByteCounters()) as connection:
+        introduce(connection, identity=Identity("peer", "127.0.0.1:1", "1"), token=b"token", timeout_s=60)
+        for job, verdict in (("older", ShardVerdict.OK), ("newer", ShardVerdict.FOREIGN)):
+            said = SavedSteps(job, older.generation, 1, (), ())
+            assert connection.request(said, Reply, timeout_s=60).verdict is verdict
+        assert connection.request(ListShards("older", 0), ShardList, timeout_s=60).copies == ()
+        with pytest.raises(Unreachable):
+            connection.request(ListShards("newer", 0), ShardList, timeout_s=60)
+    assert engine.answer(GetStatus()).counters["frames_of_foreign_hosts"] == 2
+
+
+def test_the_answer_key_of_a_status_is_kept(tmp_path: Path, engine: Engine) -> None:
+    keys = EngineKeyring("a secret of this test").answering("host")
+    engine.answer(GetStatus(keys=keys))
+    engine.answer(GetStatus())
+    assert keys.answer in (tmp_path / "state/engine-keys.json").read_text()
+    assert keys.answer not in repr(GetStatus(keys=keys))
+
+
+def test_what_a_restarted_daemon_says_again_does_not_reorder_the_keys(engine: Engine) -> None:
+    older, newer = EngineKeyring("a secret of this test"), EngineKeyring("a new secret")
+    configure = Configure(Fence(1, 1), "host", PLACEMENT, CheckpointSpec(), older.keys_of("host", PLACEMENT))
+    engine.answer(configure)
+    engine.answer(GetStatus(keys=newer.answering("host")))
+    engine.answer(configure)
+    assert engine._keys._answer_keys == (newer.answering("host").answer, older.answering("host").answer)

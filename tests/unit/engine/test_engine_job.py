@@ -19,6 +19,7 @@ from support.clocks.waits import until
 from support.hosts.engine_jobs import capture as capture_in
 from support.hosts.engine_jobs import configured, engine_job, writers_wait
 from support.jobs.placements import make_placement
+from support.stores.shards import make_manifest
 
 from ckpt_engine.contracts.notices import Captured, SaveAborted, SaveWaited
 from ckpt_engine.contracts.peer_wire import (
@@ -30,7 +31,7 @@ from ckpt_engine.contracts.peer_wire import (
     WorldStep,
 )
 from ckpt_engine.counters import Counters
-from ckpt_engine.format.integrity import chunk_digests
+from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format.shard_names import ShardKey
 from ckpt_engine.host.job import EngineJob
 from ckpt_engine.host.running_generation import RunningGeneration
@@ -421,7 +422,7 @@ def test_a_host_that_shares_its_cohort_with_nobody_votes_about_what_others_store
     capture(job, 1, 0, rank=64)
     job.running.commit_captured(time.monotonic() + 60.0)
     named = TierNaming(Tier.PERSISTENT, 0)
-    job.running.coordination.receive_world(WorldStep("job", 1, -1, tiers=(named,)))
+    job.running.coordination.receive_world(WorldStep("job", 1, -1, tiers=(named,)), "a")
     until(lambda: job.disks[Tier.PERSISTENT].holds(1, 0, 64))
     (report,) = [one for one in job.running.durable.reports(64) if one.tier is Tier.PERSISTENT]
     assert report.vote == StorageVote(0, StorageStage.ALONE)
@@ -513,17 +514,18 @@ def test_a_write_that_waits_for_its_bandwidth_goes_on_at_once_when_there_is_hast
         until(lambda: disk.holds(1, 0, 0))
 
 
-def test_a_slot_that_is_not_what_it_was_copied_from_is_dropped_when_the_disk_takes_it(
+def test_a_slot_that_changed_after_its_commit_is_dropped_when_the_disk_takes_it(
     job: EngineJob, counters: Counters, tmp_path: Path
 ) -> None:
     job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
     payload = save({"w": np.arange(1 << 20, dtype=np.float32)})
-    source = bytearray(payload)
-    source[-1] ^= 1  # the trainer hashed this instead
+    manifest = manifests.encode(make_manifest(payload))
     with job.slots.memory.using(0) as entry:
         assert entry is not None
         entry.segments.begin_write(0, 1, 0, len(payload))[:] = payload
-        entry.segments.mark_captured(0, chunk_digests(memoryview(source)))
+        entry.segments.mark_captured(0)
+        assert entry.segments.commit(entry.segments.control.slot(0), manifest)
+        entry.segments.payload(0)[-1] ^= 1
         job.flush(60.0)
         until(lambda: bool(job.save_failures.newest()))
         until(lambda: entry.segments.slots()[0].state is SlotState.EMPTY)

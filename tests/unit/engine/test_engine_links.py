@@ -13,6 +13,7 @@ from ckpt_engine.counters import Counters
 from ckpt_engine.peers.links import PeerLink, PeerLinks
 from ckpt_engine.peers.peer_server import PeerServer
 from ckpt_engine.peers.transport.handshake import introduce
+from ckpt_engine.peers.transport.peer_keys import PeerKeys
 from ckpt_engine.peers.transport.port import ByteCounters, Connection, Identity
 from ckpt_engine.peers.transport.tcp import TcpListener, connect_tcp
 from ckpt_engine.settings import EngineSettings
@@ -38,7 +39,7 @@ class BusyPeer:
         self._server = PeerServer(
             self._listener,
             identity=Identity("host", "", "1"),
-            token=TOKEN,
+            keys_of=PeerKeys(TOKEN).to_answer,
             settings=SETTINGS,
             counters=Counters(),
             handle=self._answer,

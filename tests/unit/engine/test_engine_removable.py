@@ -21,11 +21,12 @@ LINEAGE = (LineageEntry(1, 10), LineageEntry(2))  # generation 2 runs; it restor
         ((6, 8), 2, 7, True),
         ((6, 8), 1, 9, False),  # in the lineage, and newer than all kept steps
         ((6, 8), 1, 7, True),
-        ((6, 8), 1, 11, True),  # an abandoned branch
+        ((6, 10), 1, 11, False),  # an abandoned branch; nobody knows yet whether step 10 can be restored
+        ((6, 11), 1, 11, True),  # the running generation has a step of its own
         ((6, 8), 3, 1, False),  # of a newer generation
         ((), 1, 11, False),  # nothing is complete yet, so anything may be needed
         ((), 1, 3, False),
-        ((0,), 1, 11, True),
+        ((0,), 1, 11, False),
     ],
 )
 def test_what_no_restore_will_want_goes(kept: tuple[int, ...], generation: int, step: int, goes: bool) -> None:

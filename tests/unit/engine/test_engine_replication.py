@@ -19,7 +19,7 @@ from ckpt_engine.contracts.generation import HostGeneration, WorldView
 from ckpt_engine.contracts.peer_wire import PutShard, Reply, ShardVerdict, WorldStep
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.peers.replication import receive_replica
-from ckpt_engine.peers.transport.port import ByteCounters
+from ckpt_engine.peers.transport.port import ByteCounters, Identity
 from ckpt_engine.peers.transport.tcp import TcpConnection
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots.rank_segments import SegmentOptions
@@ -60,12 +60,13 @@ class Receiver:
         self._listener.close()
         self.tier.release()
 
-    def put(self, offered: PutShard, sent: bytes, *, end: bool = False) -> Reply | FlyballError:
+    def put(self, offered: PutShard, sent: bytes, *, end: bool = False, sender: str = "a") -> Reply | FlyballError:
         """Offer a shard and send these bytes if requested. Returns the reply, or what ended the connection over
         there."""
         outcome: list[Reply | FlyballError] = []
         with socket.create_connection(self._listener.getsockname(), timeout=60) as ours:
             theirs = TcpConnection(self._listener.accept()[0], SETTINGS, ByteCounters())
+            theirs.peer = Identity(sender, "", "1")
             arguments = {"tier": self.tier, "generation": self.generation, "world": self.world, "settings": SETTINGS}
 
             def receive() -> None:
@@ -103,7 +104,6 @@ def offer(manifest: bytes, payload: bytes, step: int, **more: object) -> PutShar
         "rank": 0,
         "manifest_bytes": len(manifest),
         "shard_bytes": len(payload),
-        "world": WorldStep("job", 3, 9),
     }
     return PutShard(**{**facts, **more})  # type: ignore[arg-type]  # a builder
 
@@ -230,3 +230,11 @@ def test_a_world_that_stands_still_remembers_the_newest_abandoned_steps_only() -
     for step in range(10, 1010):
         assert world.learn(WorldStep("job", 3, 9, (step,)))
     assert world.present.abandoned == tuple(range(994, 1010))  # it is sent with every replica
+
+
+def test_a_replica_is_taken_from_the_host_of_its_rank_alone(receiver: Receiver) -> None:
+    manifest, payload = shard(11, value=7.0)
+    for sender in ("c", "b", ""):
+        reply = receiver.put(offer(manifest, payload, 11), wire_bytes(manifest, payload), sender=sender)
+        assert isinstance(reply, Reply) and reply.verdict is ShardVerdict.FOREIGN, sender
+    assert receiver.held() == {10: shard(10)[1]}

@@ -80,6 +80,19 @@ def test_configurations_are_kept_until_removed(tmp_path: Path) -> None:
     assert files.load() == []
 
 
+def test_configurations_are_loaded_in_the_order_in_which_their_generations_began(tmp_path: Path) -> None:
+    files = JobFiles(tmp_path / "jobs")
+    made = [
+        Configure(Fence(1, 1), "a", make_placement({"a": (0,)}, generation=1, job=job), CheckpointSpec())
+        for job in ("y", "x", "z")
+    ]
+    for age, configure in enumerate(made):
+        files.store(configure)
+        os.utime(tmp_path / f"jobs/{configure.placement.job}.json", (age, age))
+    files.store(made[0])  # a daemon that restarted says again what runs
+    assert files.load() == made
+
+
 def test_a_full_disk_is_an_error_and_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_durably(path, [b"old"])

@@ -29,6 +29,7 @@ from ckpt_engine.peers.peer_access import PeerAccess
 from ckpt_engine.peers.peer_server import AnswerOffer, PeerServer
 from ckpt_engine.peers.shard_transports import RdmaRequired, ShardTransports
 from ckpt_engine.peers.transport.handshake import admit, introduce
+from ckpt_engine.peers.transport.peer_keys import PeerKeys
 from ckpt_engine.peers.transport.port import ByteCounters, Connection, Identity, Transport
 from ckpt_engine.peers.transport.rdma.completion_errors import RetryExceeded
 from ckpt_engine.peers.transport.tcp import TcpListener, connect_tcp
@@ -145,7 +146,7 @@ class Server:
         self._server = PeerServer(
             self.listener,
             identity=Identity("b", "", incarnation),
-            token=TOKEN,
+            keys_of=PeerKeys(TOKEN).to_answer,
             settings=settings,
             counters=Counters(),
             handle=lambda connection, request: connection.send(Reply(ShardVerdict.OK), timeout_s=60),
@@ -189,7 +190,7 @@ def access(server: Server, queue_pairs: QueuePairs, transport: str = "auto") -> 
     transports = ShardTransports("a", settings=settings, queue_pairs=queue_pairs)
     made = PeerAccess(
         Identity("a", "127.0.0.1:1", "2"),
-        token=TOKEN,
+        keys=PeerKeys(TOKEN),
         settings=settings,
         counters=Counters(),
         total=ByteCounters(),
@@ -203,7 +204,7 @@ def access(server: Server, queue_pairs: QueuePairs, transport: str = "auto") -> 
 def chosen(server: Server, queue_pairs: QueuePairs, transport: str = "auto") -> PeerTransport:
     """Dial for shards. The connection must work, and be what is shown."""
     peers, transports = access(server, queue_pairs, transport)
-    with peers.dial_shards("b", "") as connection:
+    with peers.dial_shards("b", "", "job") as connection:
         assert connection.request(Ping(), Reply, timeout_s=60).verdict is ShardVerdict.OK
         (shown,) = transports.about({"b"})
         assert shown.transport == connection.transport
@@ -232,7 +233,7 @@ def test_either_side_may_be_set_to_tcp(serve: Callable[..., Server]) -> None:
 def test_required_rdma_is_an_error_and_never_tcp(serve: Callable[..., Server], here: QueuePairs, whose: str) -> None:
     peers, transports = access(serve(), here, "rdma")
     with pytest.raises(RdmaRequired, match=f"transport = rdma.* with b: {whose}: {NO_DEVICE}") as caught:
-        peers.dial_shards("b", "")
+        peers.dial_shards("b", "", "job")
     assert caught.value.hint
     assert transports.about({"b"}) == (PeerTransport("b", "none", f"{whose}: {NO_DEVICE}"),)
     with peers.dial("b", "") as link:  # links stay with TCP
@@ -248,7 +249,7 @@ def test_a_way_that_carries_no_rdma_is_tried_once_and_then_it_is_tcp(serve: Call
     here = Described()
     peers, transports = access(serve(answer=accept), here)
     for _ in range(3):
-        with peers.dial_shards("b", "") as connection:
+        with peers.dial_shards("b", "", "job") as connection:
             assert connection.transport is Transport.TCP
             assert connection.request(Ping(), Reply, timeout_s=60).verdict is ShardVerdict.OK
     assert here.wanted == [ENDPOINT]
@@ -278,7 +279,7 @@ def test_a_way_that_carries_only_short_messages_is_none(serve: Callable[..., Ser
     here = Working(carries_bytes=4096)
     peers, transports = access(serve(Working()), here)
     for _ in range(2):
-        with peers.dial_shards("b", "") as connection:
+        with peers.dial_shards("b", "", "job") as connection:
             assert connection.transport is Transport.TCP
     assert len(here.made) == 1
     (shown,) = transports.about({"b"})
@@ -291,9 +292,9 @@ def test_required_rdma_is_tried_again_at_once_on_a_way_that_failed(serve: Callab
     peers, _ = access(serve(Working()), here, "rdma")
     for _ in range(3):
         with pytest.raises(RdmaRequired, match="Nothing gets through"):
-            peers.dial_shards("b", "")
+            peers.dial_shards("b", "", "job")
     here.carries_bytes = 1 << 20
-    with peers.dial_shards("b", "") as connection:
+    with peers.dial_shards("b", "", "job") as connection:
         assert connection.transport is Transport.RDMA
     assert len(here.made) == 4
     peers.close()
@@ -316,9 +317,9 @@ def test_a_peer_that_is_killed_while_the_way_is_tried_out_says_nothing_about_it(
     answering = ShardTransports("b", settings=PATIENT, queue_pairs=Working()).answer
     peers, transports = access(serve(answer=accept), Working(), transport)
     with pytest.raises(Unreachable):
-        peers.dial_shards("b", "")
+        peers.dial_shards("b", "", "job")
     assert transports.about({"b"}) == ()
-    with peers.dial_shards("b", "") as connection:
+    with peers.dial_shards("b", "", "job") as connection:
         assert connection.transport is Transport.RDMA
     peers.close()
 
@@ -345,13 +346,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def transport_of_the_next(peers: PeerAccess) -> Transport:
-    with peers.dial_shards("b", "") as connection:
+    with peers.dial_shards("b", "", "job") as connection:
         return connection.transport
 
 
 def break_transfers(peers: PeerAccess, queue_pairs: Working, count: int) -> None:
     for _ in range(count):
-        with peers.dial_shards("b", "") as connection:
+        with peers.dial_shards("b", "", "job") as connection:
             assert connection.transport is Transport.RDMA
             queue_pairs.made[-1].broke("A window could not be bound.")
 
@@ -424,7 +425,7 @@ def test_a_peer_that_requires_rdma_is_not_refused_after_failures(serve: Callable
 
 def idle_transport(peers: PeerAccess) -> Transport:
     """Of the connection that the pool lends."""
-    with peers._pool.connection("b") as connection:
+    with peers._pool.connection("b", "job") as connection:
         assert connection.request(Ping(), Reply, timeout_s=60).verdict is ShardVerdict.OK
         return connection.transport
 
@@ -452,10 +453,10 @@ def test_a_connection_that_is_kept_gives_way_when_rdma_is_to_be_tried_again(
 
 def test_a_host_that_is_set_to_tcp_keeps_its_connections(serve: Callable[..., Server], clock: Clock) -> None:
     peers, _ = access(serve(Working()), Working(), "tcp")
-    with peers._pool.connection("b") as first:
+    with peers._pool.connection("b", "job") as first:
         pass
     clock.now_s += 1e6
-    with peers._pool.connection("b") as second:
+    with peers._pool.connection("b", "job") as second:
         assert second is first
     peers.close()
 
@@ -569,7 +570,12 @@ class Pair:
         self.theirs, _ = self._listener.accept()
         with ThreadPoolExecutor(1) as threads:
             admitted = threads.submit(
-                admit, self.theirs, identity=Identity("b", "", "1"), token=TOKEN, timeout_s=60, on_shown=lambda: None
+                admit,
+                self.theirs,
+                identity=Identity("b", "", "1"),
+                keys_of=PeerKeys(TOKEN).to_answer,
+                timeout_s=60,
+                on_shown=lambda: None,
             )
             self.key = introduce(self.ours, identity=Identity("a", "", "2"), token=TOKEN, timeout_s=60)
             assert admitted.result() == self.key

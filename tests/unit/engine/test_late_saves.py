@@ -114,20 +114,6 @@ def test_a_save_that_waits_for_a_slot_shows_it_on_its_handle_and_is_counted(iden
         assert job.failed_saves == 0
 
 
-def test_hold_ups_of_one_save_count_together_and_once(identity: WorkerIdentity) -> None:
-    engine = SlowEngine(identity)
-    with Job(identity) as job:
-        handle = job.save(7, {"t": torch.ones(10)})
-        saved_s = handle.waited_s
-        for _ in range(5):  # optimizers' steps that waited for the copy
-            job._engine._note_blocked(int(LATE_S / 2 * 1e9))
-        assert handle.waited_s - saved_s == pytest.approx(2.5 * LATE_S)
-        engine.close(identity)
-        assert (job.late_saves, [step for step, _ in engine.received]) == (1, [7, 7]), (
-            "sent once when it affects the save interval, and again when it is late"
-        )
-
-
 def test_the_daemon_makes_one_signal_of_a_report_that_its_engine_repeats() -> None:
     late = [LateSaves("job", 1, 0, step, 0.4, 3, 1000.0 + step) for step in range(2)]
     answers = (late[:1], late, late)

@@ -77,6 +77,7 @@ def signals_of_failing(*answers: Sequence[FailingSaves]) -> list[SignalBody]:
 
 FAIL = FailingSaves("job", 2, (1,), NOW - 70.0, 4, 55, "every slot is needed")
 FAIL_SIGNAL = SavesFailing("job", 2, (1,), NOW - 70.0, 4, 55, "every slot is needed")
+OF_A = msgspec.structs.replace(FAIL_SIGNAL, ranks=(0,))
 OVER = msgspec.structs.replace(FAIL, ranks=(), message="")
 NEVER = FailingSaves("job", 2, (), 0.0, 0, 3)
 
@@ -111,15 +112,23 @@ def test_it_is_an_incident_that_restarts_nothing() -> None:
     assert decide_on(view_=held).wake_at > NOW
 
 
+def test_a_host_on_which_nothing_was_tried_is_said_to_be_without_a_save() -> None:
+    nothing = SavesFailing("job", 2, (1,), NOW - 70.0, 0, 55, "The engine is away.")
+    (incident,) = decide_on(nothing).incidents
+    assert incident.message == (
+        "Nothing of rank 1 on b is saved: it is at step 55, 70 s after its first one: The engine is away."
+    )
+
+
 def test_hosts_that_say_so_in_one_round_are_named_together() -> None:
-    outcome = decide(view(), [say(FAIL_SIGNAL, source=name) for name in "ab"], PolicySettings(), NOW)
+    outcome = decide(view(), [say(OF_A, source="a"), say(FAIL_SIGNAL, source="b")], PolicySettings(), NOW)
     (decision,) = outcome.decisions
     assert (decision.rule, decision.evidence) == ("hold_while_saves_fail", {"hosts": "a,b"})
 
 
 def test_it_is_over_when_the_last_host_keeps_a_save() -> None:
     known = view(incidents=(opened(),))
-    (both,) = decide_on(FAIL_SIGNAL, view_=known, source="a").incidents
+    (both,) = decide_on(OF_A, view_=known, source="a").incidents
     assert both.hosts == ("a", "b")
     known = view(incidents=(both,))
     (one,) = decide_on(SavesRecovered("job", 2), view_=known, source="b").incidents
@@ -131,6 +140,7 @@ def test_it_is_over_when_the_last_host_keeps_a_save() -> None:
 
 def test_reports_of_hosts_outside_the_present_generation_are_ignored() -> None:
     assert decide_on(FAIL_SIGNAL, source="c").empty
+    assert decide_on(FAIL_SIGNAL, source="a").empty, "rank 1 is not on it"
     assert decide_on(msgspec.structs.replace(FAIL_SIGNAL, generation=1)).empty
     assert decide_on(SavesRecovered("job", 2)).empty
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.clocks.waits import until
-from support.stores.event_files import DEADLINE_S, end_process, of_kind, steps_in, wait_for_step
+from support.stores.event_files import DEADLINE_S, at_exit_of, of_kind, steps_in, wait_for_step
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.events import Event, EventKind
@@ -187,10 +187,14 @@ def test_a_job_closed_twice_ended_once(alone: WorkerIdentity, path: Path) -> Non
 def test_a_forked_child_writes_nothing(alone: WorkerIdentity, path: Path) -> None:
     with Job(alone, events=str(path)) as job:
         job.step(0)
+        at_exit = at_exit_of(job)
         child = os.fork()
         if child == 0:
-            end_process(job)  # called by the interpreter at exit
-            os._exit(0)
+            try:
+                at_exit()
+                os._exit(0)
+            finally:
+                os._exit(1)
         assert os.waitpid(child, 0)[1] == 0
         job.step(1)
     assert steps_in(path) == [0, 1] and of_kind(path, EventKind.WORKERS_STOPPED) == []

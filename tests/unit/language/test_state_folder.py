@@ -169,12 +169,12 @@ def test_a_full_disk_while_a_lock_is_written_is_a_clear_error_and_leaves_nothing
             supervisor.open(["sensor", "api"])
         assert "free space" in caught.value.hint
         with pytest.raises(StorageFull, match=r"no room for .*daemon\.pid"):
-            host.open()
+            host.open("host")
     for again in (SupervisorStateDir(tmp_path / "supervisor"), supervisor):
         again.open(["sensor", "api"])
         again.close()
     for another in (HostStateDir(tmp_path / "host"), host):
-        another.open()
+        another.open("host")
         another.close()
 
 

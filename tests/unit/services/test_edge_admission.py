@@ -20,14 +20,21 @@ from flyball.contracts.errors import (
     TooBusy,
     WrongClock,
 )
+from flyball.contracts.reports.conditions import HostCondition, Severity
 from flyball.contracts.reports.rank_columns import CompletedSteps, RankProgress, Workers
 from flyball.contracts.reports.signals import (
+    ConditionBegan,
+    ConditionEnded,
+    ConditionsStand,
+    FalseAlarm,
     HostSilent,
     PreemptionNotice,
     RankMarks,
+    RankStalled,
     Report,
     Signal,
     SignalBody,
+    SignalUnreadable,
 )
 from flyball.contracts.wire import WIRE_VERSION, decode, encode
 from services.sensor.rules.admission import Admission
@@ -152,6 +159,16 @@ def test_what_happened_long_ago_may_be_reported_now() -> None:
 
 
 SILENT = HostSilent("host-b", 9.0, 3.0, ())
+BY_OPERATOR = HostCondition("hot", Severity.INFO, "It is hot.", "api:operator", NOW)
+OTHERS_OWN: tuple[SignalBody, ...] = (
+    FalseAlarm("job", 2, 1, (0,), 3, 1.0, 2.0),
+    RankStalled("job", 1, (0,), Phase.STEP, 3, 9.0, 3.0),
+    SignalUnreadable("odd", "why", ""),
+    ConditionBegan(BY_OPERATOR),
+    ConditionEnded("api:operator", "hot"),
+    ConditionsStand(("probe gpus", "api:operator"), ()),
+    ConditionsStand(("probe gpus",), (BY_OPERATOR.key,)),
+)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +178,7 @@ SILENT = HostSilent("host-b", 9.0, 3.0, ())
         (report(signals=(signal(source="host-b"),)), Forbidden),
         (report(signals=(signal(source="sensor.x"),)), Forbidden),
         (report(signals=(signal(body=SILENT),)), Forbidden),
+        *((report(signals=(signal(body=body),)), Forbidden) for body in OTHERS_OWN),
         (report(copies=(ShardCopy("job", 1, 5, 0, Tier.MEMORY, "host-b", 9, "d"),)), Forbidden),
         (report(version=WIRE_VERSION + 1), InvalidMessage),
         (report(signals=(signal(2), signal(1))), InvalidMessage),

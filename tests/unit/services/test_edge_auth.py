@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from flyball.contracts.credentials import HostCredential, host_credential, read_credential, reader_token
+import pytest
+from support.clocks.manual import ManualClock
+
+from flyball.contracts.credentials import (
+    HostCredential,
+    host_credential,
+    operator_token,
+    read_credential,
+    reader_token,
+    token_digest,
+)
 from flyball.contracts.errors import ConfigurationError, Forbidden, NotFound
 from services.api.auth import ACCESS, DAEMONS, PUBLIC, READERS, REPORTERS, AccessTable, check_role
-from services.runtime.http.auth import Authenticator, PageSession, Principal, Role
+from services.runtime.http.auth import SESSION_S, Authenticator, PageSession, Principal, Role, session_digest
+from services.runtime.http.operators import Operators
 from services.runtime.http.problem_details import MethodNotAllowed
 
 SECRET = "the-secret-of-a-cluster"
@@ -35,10 +46,10 @@ def test_each_token_stands_for_its_role() -> None:
     for name in ("host-a", "a.b.c", "x" * 63):
         assert AUTH.principal(bearer(host(name).token)) == Principal(Role.DAEMON, name)
     cookie, csrf = cookie_of(SESSION), (b"x-csrf-token", SESSION.csrf_token.encode())
-    session = SESSION.cookie.partition(".")[0]
-    assert AUTH.principal([cookie]) == Principal(Role.READER, session=session)
-    assert AUTH.principal([cookie, csrf]) == Principal(Role.OPERATOR, session=session)
-    assert AUTH.principal([cookie, (b"x-csrf-token", b"wrong")]) == Principal(Role.READER, session=session)
+    of_session = {"session": SESSION.cookie.rpartition(".")[0], "logged_in_as": "operator"}
+    assert AUTH.principal([cookie]) == Principal(Role.READER, **of_session)
+    assert AUTH.principal([cookie, csrf]) == Principal(Role.OPERATOR, **of_session)
+    assert AUTH.principal([cookie, (b"x-csrf-token", b"wrong")]) == Principal(Role.READER, **of_session)
     assert AUTH.principal([csrf]) is None, "without the cookie it is nothing"
 
 
@@ -99,6 +110,74 @@ def test_one_hosts_token_can_be_withdrawn_and_replaced() -> None:
     assert strict.principal(bearer(host("host-b").token)) == Principal(Role.DAEMON, "host-b")
     text = strict.host_credential("host-a").text()
     assert read_credential(text, "host-a").token == host_credential(SECRET, "host-a", 2).token
+
+
+def test_a_session_ends_by_age_and_by_logging_out() -> None:
+    clock = ManualClock(1_000_000.0)
+    auth = Authenticator(SECRET, clock=clock)
+    first, second = auth.new_session(), auth.new_session()
+    csrf = (b"x-csrf-token", first.csrf_token.encode())
+    auth.end_session(session_digest(first.cookie.rpartition(".")[0]))
+    assert auth.principal([cookie_of(first, auth), csrf]) is None
+    assert auth.principal([cookie_of(second, auth)]) is not None
+    clock.now_s += SESSION_S - 1
+    assert auth.principal([cookie_of(second, auth)]) is not None
+    clock.now_s += 2
+    assert auth.principal([cookie_of(second, auth)]) is None
+    made_by_another = Authenticator(SECRET, clock=ManualClock(clock.now_s + 1_000)).new_session()
+    assert auth.principal([cookie_of(made_by_another, auth)]) is None, "its age could not be told"
+
+
+def test_operators_have_names_and_tokens_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "operators"
+    auth = Authenticator(SECRET, operators=Operators(file))
+    alice, bob = operator_token("alice"), operator_token("b.ob")
+    assert auth.principal(bearer(alice)) is None
+    file.write_text(f"# people\nalice {token_digest(alice.encode())}\n\nb.ob {token_digest(bob.encode())}  # night\n")
+    file.chmod(0o600)
+    assert auth.principal(bearer(alice)) == Principal(Role.OPERATOR, name="alice")
+    assert auth.principal(bearer(bob)) == Principal(Role.OPERATOR, name="b.ob")
+    for wrong in (alice + "x", alice.replace("alice", "b.ob"), "flyball-operator.alice.", "flyball-operator."):
+        assert auth.principal(bearer(wrong)) is None
+    session = auth.new_session(Role.OPERATOR, "alice")
+    csrf = (b"x-csrf-token", session.csrf_token.encode())
+    principal = auth.principal([cookie_of(session, auth), csrf])
+    assert principal is not None and (principal.role, principal.name) == (Role.OPERATOR, "alice")
+    again = operator_token("alice")
+    both = f"b.ob {token_digest(bob.encode())}\n"
+    file.write_text(f"{both}alice {token_digest(again.encode())}\n")
+    assert auth.principal([cookie_of(session, auth), csrf]) is None, "a new token ends the sessions of the former"
+    session = auth.new_session(Role.OPERATOR, "alice")
+    csrf = (b"x-csrf-token", session.csrf_token.encode())
+    assert auth.principal([cookie_of(session, auth), csrf]) is not None
+    file.write_text(both)
+    assert auth.principal(bearer(alice)) is None and auth.principal(bearer(again)) is None, "it was taken back"
+    assert auth.principal([cookie_of(session, auth), csrf]) is None, "and so were its sessions"
+    assert auth.principal(bearer(bob)) is not None
+
+
+def test_an_operators_file_that_others_may_write_counts_for_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "operators"
+    alice = operator_token("alice")
+    file.write_text(f"alice {token_digest(alice.encode())}\n")
+    file.chmod(0o600)
+    auth = Authenticator(SECRET, operators=Operators(file))
+    assert auth.principal(bearer(alice)) is not None
+    file.chmod(0o622)
+    file.write_text(f"alice {token_digest(alice.encode())} \n")
+    assert auth.principal(bearer(alice)) is None
+    with pytest.raises(ConfigurationError, match="Others may write"):
+        Operators(file)
+    file.chmod(0o600)
+    file.write_text("alice secret\n")
+    with pytest.raises(ConfigurationError, match="Line 1"):
+        Operators(file)
+
+
+def test_whoever_shares_a_token_shares_its_limits() -> None:
+    reader, other = Principal(Role.READER), Principal(Role.READER, session="s", logged_in_as="operator", name="alice")
+    assert reader.users("10.0.0.1") == ("reader ", "reader  10.0.0.1")
+    assert other.users("10.0.0.1") == ("operator alice", "operator alice s")
 
 
 def test_a_former_secret_is_valid_while_it_is_configured() -> None:

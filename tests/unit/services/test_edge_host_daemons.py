@@ -16,6 +16,7 @@ from flyball.contracts.reports.standings import HostStanding, LastObeyed
 from services.actuator.backends import log_requests
 from services.actuator.backends.host_daemons import HAND_OUT_AGAIN_S, HostDaemons
 from services.actuator.ports import Judgement
+from services.rules.engine_keys import EngineKeyring
 from services.runtime.telemetry import Metrics
 from services.runtime.wakeup import AsyncWakeup, LocalWakeup
 
@@ -90,10 +91,12 @@ class Rig:
         self.outbox = Outbox()
         self.standings = Standings()
         self.wakeup = LocalWakeup()
+        self.keyring = EngineKeyring("the secret of a test")
         self.runs: asyncio.Task[None] | None = None
         self.daemons = HostDaemons(
             store=self.outbox,
             standings=self.standings,
+            keyring=self.keyring,
             wakeup=self.wakeup,
             clock=LoopClock(),
             metrics=Metrics(),
@@ -424,6 +427,7 @@ def test_a_host_that_is_ahead_of_the_database_is_asked_to_tell_and_given_nothing
         rig.standings.ahead.add("host-a")
         batch = await rig.batch()
         assert (batch.commands, batch.report_standing, batch.cluster) == ((), True, "c1")
+        assert batch.keys == rig.keyring.answering("host-a") != rig.keyring.answering("host-b")
         rig.standings.ahead.clear()
         batch = await rig.batch()
         assert [c.action_id for c in batch.commands] == ["act-1"]

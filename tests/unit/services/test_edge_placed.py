@@ -26,7 +26,7 @@ from flyball.contracts.reports.signals import (
     Signal,
     SignalBody,
 )
-from flyball.contracts.reports.training_health import LossDiverged, LossValue, RankLoss
+from flyball.contracts.reports.training_health import LossDiverged, LossValue, RankCompute, RankLoss
 from flyball.contracts.wire import decode, encode
 from services.sensor.detector.watched_job import LearnedJob
 from services.sensor.reports.report_queue import ReportQueue
@@ -90,6 +90,14 @@ def test_other_ranks_and_generations_that_were_never_granted_are_ignored() -> No
         assert received.completed == stored.completed == steps_together([steps(1)])
         assert ranks_in(stored) == ranks_in(lies)  # the controller sees workers that should not be there
     assert PLACED.split(report("nobody", ranks=(status(0),)))[0].workers == ()
+
+
+def test_losses_and_times_of_other_ranks_are_ignored() -> None:
+    losses = tuple(RankLoss("job", 3, rank, 5, 1.0) for rank in (1, 2))
+    computes = tuple(RankCompute("job", 3, rank, 9, 0.1) for rank in (1, 2))
+    assert [loss.rank for loss in PLACED.own_losses("a", losses)] == [1]
+    assert [compute.rank for compute in PLACED.own_computes("a", computes)] == [1]
+    assert PLACED.own_losses("c", losses) == ()
 
 
 def test_ranks_need_not_follow_each_other() -> None:

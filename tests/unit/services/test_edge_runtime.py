@@ -115,7 +115,7 @@ def test_the_record_comes_and_goes(tmp_path: Path) -> None:
     folder = SupervisorStateDir(tmp_path)
     folder.write_record("supervisor", SupervisorRecord(url="http://127.0.0.1:1", pid=2))
     data = (tmp_path / "supervisor.json").read_bytes()
-    assert msgspec.json.decode(data) == {"url": "http://127.0.0.1:1", "pid": 2}
+    assert msgspec.json.decode(data) == {"url": "http://127.0.0.1:1", "pid": 2, "host": "", "elsewhere": ""}
     folder.remove_record("supervisor")
     folder.remove_record("supervisor")
     assert not list(tmp_path.iterdir())

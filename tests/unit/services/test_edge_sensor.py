@@ -89,7 +89,7 @@ class Status:
     def committed(self, senders: Sequence[Sender]) -> dict[Sender, int]:
         return {}
 
-    def hosts_with_placement(self) -> dict[str, float]:
+    def expected_hosts(self) -> dict[str, float]:
         return {}
 
 

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Collection
 from typing import cast
 
+import pytest
 from starlette.responses import StreamingResponse
 from support.clocks.manual import ManualClock
 
-from flyball.contracts.errors import Unreachable
+from flyball.contracts.errors import TooBusy, Unreachable
 from flyball.contracts.events import Event, EventKind
 from services.api.stream import HEARTBEAT_S, EventStreams
 from services.runtime.telemetry import Metrics
@@ -41,16 +42,17 @@ class Log:
 
 
 class Rig:
-    def __init__(self) -> None:
+    def __init__(self, max_streams: int = 1) -> None:
         self.clock = ManualClock(0.0)
         self.log = Log(self.clock)
         self.new_events = AsyncWakeup(LocalWakeup(), "events")
         self.streams = EventStreams(
-            log=self.log, metrics=Metrics(), clock=self.clock, max_streams=1, poll_interval_s=0.001
+            log=self.log, metrics=Metrics(), clock=self.clock, max_streams=max_streams, poll_interval_s=0.001
         )
 
-    def open(self) -> AsyncIterator[bytes]:
-        response = self.streams.open(job=None, after=0, kinds=(), new_events=self.new_events)
+    def open(self, *users: str) -> AsyncIterator[bytes]:
+        given = users or ("reader", "browser")
+        response = self.streams.open(users=given, job=None, after=0, kinds=(), new_events=self.new_events)
         return cast("AsyncIterator[bytes]", cast("StreamingResponse", response).body_iterator)
 
 
@@ -77,5 +79,22 @@ def test_an_outage_of_the_database_does_not_end_a_stream() -> None:
         await anext(body)
         assert (await anext(body)).startswith(b"id: 1\n")
         assert rig.log.looks == 4
+
+    asyncio.run(scenario())
+
+
+def test_one_user_cannot_take_all_streams() -> None:
+    async def scenario() -> None:
+        rig = Rig(max_streams=16)
+        kept = [rig.open("reader", "first") for _ in range(4)]
+        with pytest.raises(TooBusy, match="of this token or browser"):
+            rig.open("reader", "first")
+        kept += [rig.open("reader", "second") for _ in range(4)]
+        with pytest.raises(TooBusy, match="of this token or browser"):
+            rig.open("reader", "third")
+        kept += [rig.open("operator", str(n)) for n in range(8)]
+        with pytest.raises(TooBusy, match=r"^16 event streams are open"):
+            rig.open("operator alice", "browser")
+        assert len(kept) == 16
 
     asyncio.run(scenario())

@@ -67,10 +67,12 @@ def test_a_full_disk_stores_nothing_and_is_usable_again(db: Database) -> None:
     with pytest.raises(StorageFull) as caught, db.write() as connection:
         connection.execute(insert(bus_messages), [{"position": n, "document": "x" * 4000} for n in range(50)])
     assert "free space" in caught.value.hint
+    assert db.write_problem is caught.value
     with db.write() as connection:
         connection.exec_driver_sql("PRAGMA max_page_count=1000000")
         assert connection.execute(select(bus_messages)).all() == []
         connection.execute(insert(bus_messages).values(position=1, document="x"))
+    assert db.write_problem is None
 
 
 @pytest.fixture

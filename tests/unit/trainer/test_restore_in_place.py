@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from support.clocks.waits import until
+from support.stores.memory_target import MemoryTarget
 from support.stores.shards import make_manifest
 from torch import nn
 
@@ -18,7 +19,7 @@ from ckpt_engine.format import integrity
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format.manifest import Manifest, entries_of
 from ckpt_engine.format.shard_format import read_header
-from ckpt_engine.format.verified_read import ByteSource, FileSource, MemorySink, MemorySource, read_verified
+from ckpt_engine.format.verified_read import ByteSource, FileSource, MemorySource, TargetSink, read_verified
 from ckpt_engine.trainer.capture.capturer import Capturer
 from ckpt_engine.trainer.mapped_slots import MappedSlots, SlotSource
 from ckpt_engine.trainer.restore.load_shard import load_file, read_file, read_state, restore_into
@@ -33,6 +34,13 @@ def shard_of(state: dict[str, Any]) -> tuple[memoryview, Manifest]:
     payload = memoryview(bytearray(prepared.payload_bytes))
     prepared.copy_into(0, payload)
     return payload, make_manifest(payload, 7, chunk_bytes=CHUNK)
+
+
+def test_storages_can_be_resized_after_a_save_and_a_restore() -> None:
+    state = {"w": torch.arange(8.0)}
+    payload, manifest = shard_of(state)
+    restore_into(state, MemorySource(payload), manifest)
+    state["w"].untyped_storage().resize_(0)  # as FSDP does
 
 
 class Counting:
@@ -294,7 +302,7 @@ def test_an_error_of_the_sink_ends_the_reading(threads: int) -> None:
         if len(calls) >= 5:  # each thread gets it, if it goes on
             raise KeyError("not wanted any more")
 
-    sink = MemorySink(memoryview(bytearray(len(payload))), before=before)
+    sink = TargetSink(MemoryTarget(memoryview(bytearray(len(payload)))), before=before)
     with pytest.raises(KeyError):
         read_verified(MemorySource(payload), manifest, sink, threads=threads)
     assert len(calls) < 5 + threads < len(manifest.chunk_digests) // 16
@@ -366,3 +374,10 @@ def test_a_file_that_is_not_what_its_manifest_says_is_refused(tmp_path: Path, da
 def test_a_file_that_is_away_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         load_file(tmp_path / "rank0.safetensors", {})
+
+
+def test_an_expanded_tensor_is_filled_where_its_elements_are() -> None:
+    payload, manifest = shard_of({"row": torch.arange(5.0).expand(3, 2, 5)})
+    row = torch.zeros(5)
+    restore_into({"row": row.expand(3, 2, 5)}, MemorySource(payload), manifest)
+    assert row.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]

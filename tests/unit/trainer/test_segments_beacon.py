@@ -116,18 +116,16 @@ def test_another_versions_beacon_is_refused(tmp_path: Path, content: bytes) -> N
 def test_a_reader_that_was_held_up_for_a_whole_ring_reads_again(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, reader = BeaconWriter(path), BeaconReader(path)
     writer.step(0)
-    words = reader._words
+    read = reader._read
     behind = iter(range(1, 3 * RING_ENTRIES))
 
-    class HeldUp:
+    def held_up(offset: int, size_bytes: int) -> memoryview:
         """While the reader takes its first copy of the ring, the trainer writes all of it three times over."""
+        words = read(offset, size_bytes)
+        if size_bytes == 16 * RING_ENTRIES:
+            for step in behind:
+                writer.step(step)
+        return words
 
-        def __getitem__(self, place: int | slice) -> object:
-            value = words[place]
-            if isinstance(place, slice):
-                for step in behind:
-                    writer.step(step)
-            return value
-
-    monkeypatch.setattr(reader, "_words", HeldUp())
+    monkeypatch.setattr(reader, "_read", held_up)
     assert reader.snapshot().step == 3 * RING_ENTRIES - 1

@@ -186,7 +186,7 @@ def test_no_descriptor_stays_open(base: str) -> None:
     segments.close()
     Path(base + ".ctl").write_bytes(b"something else")
     for _ in range(2):
-        with pytest.raises(StateVersionMismatch, match="layout version 4"):
+        with pytest.raises(StateVersionMismatch, match="layout version 5"):
             RankSegments.open(base)
     targets = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     assert not [target for target in targets if str(target).startswith(base)]

@@ -349,7 +349,9 @@ def test_only_due_steps_are_saved_and_positions_move_at_all(with_engine: WorkerI
 def test_the_engine_is_notified_and_its_work_shows_on_the_handle(with_engine: WorkerIdentity, engine: Engine) -> None:
     job = Job(with_engine)
     handle = job.save(0, state(1.0))
-    assert engine.notice() == Captured(job="job", rank=0, generation=1, step=0, slot=0)
+    notice = engine.notice()
+    assert notice == Captured("job", rank=0, generation=1, step=0, slot=0, copied_s=notice.copied_s)
+    assert notice.copied_s > 0.0
     assert handle.staged and not handle.replicated and not handle.durable
     engine.commit(0)
     assert handle.replicated and job.recovery_point == 0

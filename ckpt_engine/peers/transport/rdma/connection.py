@@ -176,20 +176,27 @@ class RdmaConnection:
             self._sent_from_file = True
         self._count(sent=size_bytes)
 
-    def receive_raw(self, target: memoryview) -> None:
+    def receive_raw(self, target: memoryview, *, place: tuple[int, int] | None = None) -> bool:
         patience = self._io_patience()
         with self._unbroken("receiving from"):
-            filled = 0
+            filled = placed = 0
             while filled < len(target):
                 item = self._exchange.next(patience)
                 rest = target[filled:]
+                count = 0  # bytes that are in their place, and not in `target`
                 if item.kind is Kind.STREAM:
                     filled += self._copy(item, rest, patience)
                 elif item.kind is Kind.PLACED:  # written to its place by the other side
-                    filled += self._exchange.received(min(item.left, len(rest)), patience)
+                    count = self._exchange.received(min(item.left, len(rest)), patience)
+                elif count := self._landed(item, rest, patience):
+                    self._exchange.received(count, patience)
                 else:
-                    filled += self._exchange.received(self._read(item, rest, patience), patience)
+                    filled += self._exchange.received(self._bounced(item, rest, patience), patience)
+                if count and place is not None:
+                    _read_back(rest[:count], place[0], place[1] + filled)
+                filled, placed = filled + count, placed + count
         self._count(received=len(target))
+        return placed == len(target)
 
     def _stream(self, data: memoryview, patience: Patience) -> None:
         for start in range(0, len(data), self._pair.payload_bytes):
@@ -216,12 +223,12 @@ class RdmaConnection:
             self._landing.skip(count)
         return self._exchange.received(count, patience)
 
-    def _read(self, item: Arriving, target: memoryview, patience: Patience) -> int:
-        """Read some of what the other side lets us read. Returns the number of bytes, which are in `target`."""
-        if self._landing is not None:
-            count = self._landing.fetch(item, len(target), patience)
-            if count:
-                return count
+    def _landed(self, item: Arriving, target: memoryview, patience: Patience) -> int:
+        """Read some of what the other side lets us read. Returns the number of bytes, which are in the slot."""
+        return 0 if self._landing is None else self._landing.fetch(item, len(target), patience)
+
+    def _bounced(self, item: Arriving, target: memoryview, patience: Patience) -> int:
+        """As `_landed`; the bytes are in `target`."""
         if self._bounce is None:
             self._bounce = Bounce(self._exchange, self._device)
         return self._bounce.fetch(item, target, patience)
@@ -359,3 +366,12 @@ class _Arrivals:
     def close(self) -> None:
         self._epoll.close()
         os.close(self._shown)
+
+
+def _read_back(target: memoryview, descriptor: int, offset: int) -> None:
+    """Read bytes of a slot by system calls: it may be shortened at any moment, and a mapping then ends the process."""
+    while target:
+        count = os.preadv(descriptor, [target], offset)
+        if count == 0:
+            raise ConnectionResetError("the slot was shortened")
+        target, offset = target[count:], offset + count

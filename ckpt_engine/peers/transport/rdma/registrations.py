@@ -205,7 +205,7 @@ class Registrations:
         *_, size_bytes = key
         try:
             return register(self._domain, descriptor, size_bytes)
-        except (QueuePairError, OSError) as error:
+        except (QueuePairError, OSError, ValueError) as error:  # ValueError: it was shortened just now
             log.warning("slot_not_registered", size_bytes=size_bytes, reason=str(error))
             if isinstance(error, QueuePairError) and lacks_memlock(error):
                 self._on_memlock(memlock_refusal(self.size_bytes + size_bytes))

@@ -1,0 +1,16 @@
+"""The state holds a NumPy view of a parameter."""
+
+from __future__ import annotations
+
+import torch
+from capture_corpus.loop import LAST_ROWS, Loop, matrix, sgd
+
+
+def make() -> Loop:
+    p = matrix()
+
+    def write() -> None:
+        with torch.no_grad():
+            p[LAST_ROWS].add_(1.0)
+
+    return Loop({"p": p.detach().numpy()}, sgd([p]), write)

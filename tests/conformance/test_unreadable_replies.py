@@ -1,0 +1,215 @@
+"""A row that cannot be decoded, whoever wrote it, breaks no reply of the API and no page: it is left out, or the reply
+says that it cannot be read."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy import update
+from support.servers.described_replies import DescribedReplies
+from support.stores.job_stores import SEALS, Stores
+from support.stores.poisoned import POISONED, broken_text, decoded_columns, fill, poison
+
+from flyball.contracts.errors import NotFound
+from services.api.app import ApiPart, Dependencies, create_app
+from services.api.auth import ACCESS
+from services.api.cluster_metrics import ClusterMetrics
+from services.api.goodput import GoodputReports
+from services.api.stream import EventStreams
+from services.controller.round.view import PolicySettings
+from services.rehearsing import Rehearsals, stores_of
+from services.runtime.health import Health
+from services.runtime.http.auth import Authenticator
+from services.runtime.list_filters import AuditFilter
+from services.runtime.paging import Page
+from services.runtime.telemetry import Metrics
+from services.runtime.wakeup import LocalWakeup
+from services.store.actions.departures import SqlDepartures
+from services.store.decisions.audit_store import SqlAuditLog
+from services.store.read.read_models import SqlReadModels
+from services.store.sql import tables
+from services.store.sql.database import Database
+from services.store.sql.events import SqlEventLog
+
+QUERIES = {
+    "/v1/goodput": "?job=job&timeline_bins=3",
+    "/v1/checkpoints": "?job=job",
+    "/v1/goodput/comparison": "?a=job:job&b=job:job",
+    "/goodput/run": "?run=job:job",
+    "/goodput/comparison": "?run=job:job&with=job:job",
+}
+# Of a simulation, which is a file; without an end; by an actuator, from a daemon (tests of those are elsewhere).
+ELSEWHERE = {
+    *("/v1/simulations/{name}", "/v1/stream", "/v1/jobs/{job}/logs", "/static/{path:path}"),
+    *("/v1/hosts/{host_id}/commands", "/v1/hosts/{host_id}/departure"),
+}
+NAMES = {"job": "job", "host_id": "host-a", "incident_id": "inc-1", "decision_id": "dec-2", "action_id": "act-2"}
+ADDRESSES = tuple(
+    re.sub(r"{(\w+)}", lambda found: NAMES[found[1]], path) + QUERIES.get(path, "")
+    for method, path in ACCESS
+    if method == "GET" and path not in ELSEWHERE
+)
+
+
+STALE_S = 600.0  # what was calculated before is calculated again
+TOKEN = "the secret of a test's cluster, long enough"
+
+
+class _Fresh:
+    """The read models of a process that was just started, whenever they are asked: they keep what they decoded."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - one of their methods
+        return getattr(SqlReadModels(self._db), name)
+
+
+class ApiHere:
+    """The API and the pages over the stores of a test, in this process and without a socket. It has decoded nothing yet
+    each time that it is asked."""
+
+    def __init__(self, stores: Stores, folder: Path) -> None:
+        db, clock, metrics = stores.db, stores.clock, Metrics()
+        made, events = replace(stores_of(db), reads=_Fresh(db)), SqlEventLog(db)
+        self._clock = clock
+        goodput = GoodputReports(events=events, reads=made.reads, clock=clock)
+        cluster = ClusterMetrics(reads=made.reads, goodput=goodput, clock=clock, registry=metrics.registry)
+        part = ApiPart(
+            stores=made,
+            rehearsals=Rehearsals(db, PolicySettings(), clock, SEALS),
+            audit=SqlAuditLog(db, clock),
+            events=events,
+            streams=EventStreams(log=events, metrics=metrics, clock=clock, max_streams=4, poll_interval_s=1.0),
+            goodput=goodput,
+            simulations=folder,
+        )
+        self._app = create_app(
+            Dependencies(
+                authenticator=Authenticator(TOKEN, clock=clock),
+                tls=False,
+                health=Health(loops=(), checks={}, clock=clock),
+                metrics=metrics,
+                clock=clock,
+                wakeup=LocalWakeup(),
+                api=part,
+                refresh_metrics=cluster.refresh,
+            )
+        )
+        self._described = DescribedReplies()
+
+    def get(self, addresses: Sequence[str]) -> Mapping[str, httpx.Response]:
+        """Get them as an operator, and hold each reply against its description."""
+        self._clock.sleep(STALE_S)
+        return asyncio.run(self._get(addresses))
+
+    async def _get(self, addresses: Sequence[str]) -> dict[str, httpx.Response]:
+        transport = httpx.ASGITransport(self._app, raise_app_exceptions=False)
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://here", headers=headers) as client:
+            found = {address: await client.get(address) for address in addresses}
+        for response in found.values():
+            self._described(response)
+        return found
+
+
+@pytest.fixture
+def full(stores):  # type: ignore[no-untyped-def]
+    fill(stores)
+    return stores
+
+
+# What a reply that is about such a row says: it is there, and cannot be read.
+SUBJECTS = {
+    "jobs": ("job",),
+    "incidents": ("inc-1",),
+    "hosts": ("host-a",),
+    "actions": ("act-2",),
+    "decisions": ("dec-2", "act-2"),
+}
+
+
+def problems(api: ApiHere, table: str = "") -> dict[str, str]:
+    """Return what is wrong with replies: anything but what was asked for, or that their subject cannot be read."""
+    return {
+        address: f"{reply.status_code} {reply.text[:300]}"
+        for address, reply in api.get(ADDRESSES).items()
+        if reply.status_code not in (200, 303) and not _says_why(table, address, reply)
+    }
+
+
+def _says_why(table: str, address: str, reply: httpx.Response) -> bool:
+    if reply.status_code != 404:
+        return False
+    if table == "events":
+        return "goodput" in address  # no event at all can be read: there is nothing to report
+    return any(name in address for name in SUBJECTS.get(table, ())) and "cannot be read" in reply.text
+
+
+def test_each_route_answers(full, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    assert problems(ApiHere(full, tmp_path)) == {}
+
+
+@pytest.mark.parametrize(("table", "column", "value"), POISONED)
+def test_a_poisoned_row_breaks_no_reply(full, tmp_path, table, column, value) -> None:  # type: ignore[no-untyped-def]
+    poison(full, table, column, value)
+    assert problems(ApiHere(full, tmp_path), table) == {}
+
+
+@pytest.mark.parametrize("table", decoded_columns())
+def test_text_that_is_no_text_breaks_no_reply(full, tmp_path, table) -> None:  # type: ignore[no-untyped-def]
+    api = ApiHere(full, tmp_path)
+    for column in decoded_columns()[table]:
+        with broken_text(full, table, column):
+            assert problems(api, table) == {}, column
+
+
+def test_rows_that_cannot_be_read_are_no_gap_in_a_list(stores, make) -> None:  # type: ignore[no-untyped-def]
+    """A page that is shorter than its limit is the last one: behind it nobody looks."""
+    for number in range(6):
+        stores.jobs.submit(make.spec(job=f"job-{number}"), make.T + number)
+        stores.status.record_reports([(make.report(f"host-{number}"), make.T)])
+    with stores.db.write() as connection:
+        for table, column, names in (
+            (tables.jobs, "spec", ("job-3", "job-4")),
+            (tables.hosts, "engine", ("host-3", "host-4")),
+        ):
+            key = next(iter(table.primary_key.columns))
+            connection.execute(update(table).where(key.in_(names)).values({column: "nonsense"}))
+    reads = SqlReadModels(stores.db)
+    assert [job["job"] for job in reads.jobs(Page(3))] == ["job-1", "job-2", "job-5"]
+    assert [job["job"] for job in reads.jobs(Page(3, "job-1"))] == ["job-0"]
+    assert [host["host_id"] for host in reads.hosts(Page(3))] == ["host-1", "host-2", "host-5"]
+    with pytest.raises(NotFound, match="The job 'job-3' cannot be read: job-3 of jobs"):
+        reads.job("job-3")
+    with pytest.raises(NotFound, match="There is no job 'job-9'"):
+        reads.job("job-9")
+    poison(stores, "jobs", "state", "dancing")
+    with pytest.raises(NotFound, match="There is no host 'host-9'"):
+        reads.host("host-9")
+
+
+def test_a_record_of_the_audit_is_shown_as_far_as_it_can_be_read(full) -> None:  # type: ignore[no-untyped-def]
+    poison(full, "audit_entries", "detail", "[]")
+    entries = SqlAuditLog(full.db, full.clock).entries(Page(100), AuditFilter())
+    assert entries and {entry["detail"].get("unreadable") for entry in entries} == {True}
+
+
+def test_a_daemon_gets_answers_all_the_same(full) -> None:  # type: ignore[no-untyped-def]
+    """Commands and departures go to it alone. `host-c` has no ranks, and a notice."""
+    full.status.record_reports([(full.make.report("host-c"), full.make.T)])
+    mine = tables.hosts.c.host_id == "host-c"
+    with full.db.write() as connection:
+        connection.execute(update(tables.hosts).where(mine).values(preempt_deadline_at=full.make.T + 60.0))
+    for table, columns in decoded_columns().items():
+        for column in columns:
+            with broken_text(full, table, column):
+                SqlDepartures(full.db).departure("host-c")
+                full.other_actions().commands_for("host-a", full.clock.wall_s())
