@@ -424,12 +424,11 @@ class Agent:
                 self._reporter.wake()
 
     async def _watch_activity(self) -> None:
-        """Check what workers do while their beacons stand still, and whether the kernel kills for lack of memory. In
-        threads: many processes take milliseconds."""
+        """Check what workers do while their beacons stand still, and whether the kernel kills for lack of memory."""
         watch = ActivityWatch(GpuUse().busy)
         while True:
             standing = self._beacons.standing()
-            seen = await asyncio.to_thread(watch.look, standing, self._clock.monotonic_s()) if standing else {}
+            seen = await watch.watch(standing, self._clock.monotonic_s()) if standing else {}
             if self._beacons.see(seen):
                 self._reporter.wake()
             await self._oom_kills.look()

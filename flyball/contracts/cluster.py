@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum, StrEnum
-from typing import Annotated, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
@@ -106,6 +106,9 @@ class Activity(IntEnum):
     TRACED = 4  # held by a debugger
     READS_INPUT = 5  # waits for keyboard input
     BLOCKED = 6  # idle, and waiting in the kernel for a disk, a network file system or a driver
+
+
+DUE_SLEEP: Final = "a sleep that ends soon"  # an idle rank's place: it goes on by itself
 
 
 class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

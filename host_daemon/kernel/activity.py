@@ -6,15 +6,18 @@ processes of its session and their descendants: data loaders and subprocesses wo
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import os
-import platform
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from flyball.contracts.cluster import Activity
+from flyball.contracts.cluster import DUE_SLEEP, Activity
+from host_daemon.kernel.system_calls import SLEEPS, in_call, is_reading_input, sleeps_for_s
+from host_daemon.kernel.worker_reads import NotReadable, WorkerReads
 
 WINDOW_S = 4.0  # a worker without activity for this long counts as inactive
 OFTEN_S, SELDOM_S = 0.4, 2.0  # between looks at a worker: in the first seconds, and later
@@ -22,9 +25,11 @@ EARLY_S = 10.0
 TREE_S = 5.0  # between scans for a worker's processes
 CPU_SHARE = 0.02  # of a core; background threads (heartbeats, watchdogs, progress bars) stay below
 IO_BYTES_PER_S = 32 << 10
+SOON_S = 300.0  # a sleep that ends by then is not waited for in vain: as long as ranks have that are all idle
 SWITCHES_PER_S = 0.5  # of the main thread: it makes progress, if only from wait to wait
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_READ_WITHIN_S = 0.5
 _AWAY = (FileNotFoundError, ProcessLookupError)
 
 Key = tuple[str, int, int]  # job, generation, rank
@@ -75,9 +80,25 @@ class ActivityWatch:
 
     def __init__(self, uses_gpu: UsesGpu) -> None:
         self._uses_gpu = uses_gpu
+        self._reads = WorkerReads()
         self._watched: dict[tuple[Key, int], _WatchedProcess] = {}
         self._trees: dict[int, frozenset[int]] = {}
         self._trees_read_s = -TREE_S
+
+    async def watch(self, standing: Sequence[StalledWorker], now_s: float) -> dict[Key, Seen]:
+        """As `look`, in threads: many processes take milliseconds. Sleeps that end soon are known as such."""
+        seen = await asyncio.to_thread(self.look, standing, now_s)
+        asleep = [worker for worker in standing if seen[worker.key].place in SLEEPS]
+        due = await asyncio.gather(*(self._is_due(worker) for worker in asleep))
+        soon = {worker.key for worker, is_due in zip(asleep, due, strict=True) if is_due}
+        return {key: found._replace(place=DUE_SLEEP) if key in soon else found for key, found in seen.items()}
+
+    async def _is_due(self, worker: StalledWorker) -> bool:
+        try:
+            read = functools.partial(sleeps_for_s, worker.pid)
+            return await self._reads.read(worker.pid, read, timeout_s=_READ_WITHIN_S) <= SOON_S
+        except NotReadable:
+            return False
 
     def look(self, standing: Sequence[StalledWorker], now_s: float) -> dict[Key, Seen]:
         """Return each worker's activity. Workers that are no longer among them have moved, and are forgotten."""
@@ -223,138 +244,3 @@ def _has_blocked_thread(pid: int) -> bool:
         if text[text.rindex(")") + 2] == "D":
             return True
     return False
-
-
-# --- system calls ----------------------------------------------------------------------------------------------------
-
-# Calls in which processes wait for long. Others are shown by their number.
-_NUMBERS = {
-    "x86_64": {
-        0: "read",
-        1: "write",
-        2: "open",
-        4: "stat",
-        5: "fstat",
-        7: "poll",
-        16: "ioctl",
-        17: "pread64",
-        18: "pwrite64",
-        23: "select",
-        34: "pause",
-        35: "nanosleep",
-        42: "connect",
-        43: "accept",
-        44: "sendto",
-        45: "recvfrom",
-        46: "sendmsg",
-        47: "recvmsg",
-        61: "wait4",
-        72: "fcntl",
-        73: "flock",
-        74: "fsync",
-        75: "fdatasync",
-        128: "rt_sigtimedwait",
-        202: "futex",
-        230: "clock_nanosleep",
-        232: "epoll_wait",
-        247: "waitid",
-        257: "openat",
-        262: "newfstatat",
-        270: "pselect6",
-        271: "ppoll",
-        281: "epoll_pwait",
-        288: "accept4",
-        332: "statx",
-    },
-    "aarch64": {
-        22: "epoll_pwait",
-        25: "fcntl",
-        29: "ioctl",
-        32: "flock",
-        56: "openat",
-        63: "read",
-        64: "write",
-        67: "pread64",
-        68: "pwrite64",
-        72: "pselect6",
-        73: "ppoll",
-        79: "newfstatat",
-        82: "fsync",
-        83: "fdatasync",
-        95: "waitid",
-        98: "futex",
-        101: "nanosleep",
-        115: "clock_nanosleep",
-        137: "rt_sigtimedwait",
-        202: "accept",
-        203: "connect",
-        206: "sendto",
-        207: "recvfrom",
-        211: "sendmsg",
-        212: "recvmsg",
-        242: "accept4",
-        260: "wait4",
-        291: "statx",
-    },
-}
-_NAMES = _NUMBERS.get(platform.machine(), {})
-
-
-def in_call(pid: int) -> str:
-    """The system call in which the main thread waits, '' if unknown."""
-    number, _ = _call(pid)
-    return "" if number < 0 else _NAMES.get(number, f"call {number}")
-
-
-def seen_call(pid: int) -> tuple[str, str]:
-    """The system call in which the main thread waits, and the file that it is about: a path, "pipe:[7]", "socket:[7]".
-    Each is '' if it is unknown."""
-    number, arguments = _call(pid)
-    name = in_call(pid) if number < 0 else _NAMES.get(number, f"call {number}")
-    if number < 0 or name in _WITHOUT_FILE:
-        return name, ""
-    place = _PATH_ARGUMENT.get(name)
-    if place is not None:
-        return name, _text_at(pid, arguments[place])
-    try:
-        link = os.fsencode(Path(f"/proc/{pid}/fd/{arguments[0]}").readlink())
-        return name, link.decode(errors="replace")  # a report is text, and a name is any bytes
-    except OSError:
-        return name, ""
-
-
-_WITHOUT_FILE = frozenset(
-    {"futex", "nanosleep", "clock_nanosleep", "pause", "wait4", "waitid", "poll", "ppoll", "select", "pselect6"}
-)
-_PATH_ARGUMENT = {"open": 0, "stat": 0, "openat": 1, "newfstatat": 1, "statx": 1}
-_MAX_PATH = 256
-
-
-def _text_at(pid: int, address: int) -> str:
-    """The text at an address of a process, '' if it cannot be read."""
-    try:
-        with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
-            memory.seek(address)
-            return memory.read(_MAX_PATH).partition(b"\0")[0].decode(errors="replace")
-    except (OSError, ValueError, OverflowError):
-        return ""
-
-
-def is_reading_input(pid: int) -> bool:
-    """Whether the main thread waits for its standard input: `input()`, or a prompt of pdb."""
-    number, arguments = _call(pid)
-    name = _NAMES.get(number, "")
-    if name == "read":
-        return arguments[0] == 0
-    # readline waits with the set of descriptors below 1
-    return name in ("select", "pselect6") and arguments[0] == 1
-
-
-def _call(pid: int) -> tuple[int, list[int]]:
-    """Number and arguments of the current system call; (-1, []) if there is none or it is not readable."""
-    try:
-        words = Path(f"/proc/{pid}/syscall").read_text().split()
-        number = int(words[0])
-    except (OSError, ValueError, IndexError):
-        return -1, []
-    return number, [int(word, 16) for word in words[1:7]]

@@ -16,9 +16,11 @@ import signal
 import struct
 import sys
 import termios
+import time
 from pathlib import Path
 
 READ_SIZE_BYTES = 64 << 10
+HOLD_S = 0.1  # the start of a line waits so long for its rest: unbuffered, `print` writes a line in pieces
 ERR = 2
 FRAME = struct.Struct("<cH")  # as in flyball.contracts.on_host.console_request
 SIZE = struct.Struct("<HH")
@@ -32,24 +34,43 @@ class Channel:
         self.is_terminal = is_terminal
         self._log = _append_to(Path(log))
         self._ranges = _append_to(Path(log).with_suffix(".stderr-ranges")) if stream == ERR else None
+        self._held = b""  # the start of a line, so that no other stream's bytes come between
+        self._held_at_s = 0.0
         os.set_blocking(descriptor, False)
 
     def copy(self) -> bool:
-        """Copy what is available. Returns False at the end."""
+        """Copy the lines that are available. Returns False at the end."""
         try:
             data = os.read(self.descriptor, READ_SIZE_BYTES)
         except BlockingIOError:
             return True
         except OSError:  # a terminal whose other side nobody holds
-            return False
+            data = b""
+        is_whole = self.is_terminal or not data
+        end = len(data) if is_whole else data.rfind(b"\n") + 1
+        if is_whole or end or len(self._held) >= READ_SIZE_BYTES:
+            self._write(self._held + data[:end])
+            self._held = b""
+        if not self._held:
+            self._held_at_s = time.monotonic()
+        self._held += data[end:]
+        return bool(data)
+
+    def holds(self) -> bool:
+        """Whether the start of a line is held; not one that has waited long enough."""
+        if self._held and time.monotonic() - self._held_at_s >= HOLD_S:
+            self._write(self._held)
+            self._held = b""
+        return bool(self._held)
+
+    def _write(self, data: bytes) -> None:
         if not data:
-            return False
+            return
         with contextlib.suppress(OSError):  # a full disk loses output, not training
             if self._ranges is not None:  # before the bytes, so that a reader of the bytes finds it
                 begin = os.lseek(self._log, 0, os.SEEK_END)
                 os.write(self._ranges, b"%d %d\n" % (begin, len(data)))
             _write_all(self._log, data)
-        return True
 
 
 def _append_to(path: Path) -> int:
@@ -103,7 +124,8 @@ def main() -> None:
     for descriptor in (*channels, control.descriptor):
         ready.register(descriptor, select.POLLIN)
     while channels:
-        for descriptor, _ in ready.poll():
+        is_holding = any([channel.holds() for channel in channels.values()])
+        for descriptor, _ in ready.poll(HOLD_S * 1000.0 if is_holding else None):
             if descriptor == control.descriptor:
                 control.obey()
             elif not channels[descriptor].copy():

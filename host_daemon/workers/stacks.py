@@ -22,8 +22,8 @@ from flyball.contracts.on_host.segments import STACKS_SUFFIX
 from flyball.contracts.reports.rank_stands import RankStand
 from flyball.sdk.stack_file import DUMP_SIGNAL
 from flyball.worker_files import open_worker_fifo, read_worker_file_from
-from host_daemon.kernel.activity import seen_call
 from host_daemon.kernel.processes import open_pidfd_of, read_stat, signal_pidfd, user_of
+from host_daemon.kernel.system_calls import seen_call
 from host_daemon.kernel.worker_reads import NotReadable, WorkerReads
 from host_daemon.workers.stack_reading import SeenProcess, main_thread, stand_of
 

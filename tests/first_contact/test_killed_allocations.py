@@ -1,12 +1,12 @@
 """A batch system that ends an allocation kills every process: nobody is left to record an end. What then comes on the
-same machines is a new allocation of the same job, or of another one."""
+same machines is a new allocation of the same job, or of another one. `FLYBALL_OFTEN=19` has more of these."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from support.jobs.allocations import Allocation
+from support.jobs.allocations import OFTEN, Allocation
 
 
 def test_the_same_command_goes_on_and_no_job_comes_back_in_another_ones_allocation(place: Path) -> None:
@@ -14,8 +14,8 @@ def test_the_same_command_goes_on_and_no_job_comes_back_in_another_ones_allocati
     first.train_on()
     first.kill()
     stood = [max(first.steps(rank)) for rank in (0, 1)]
-    for name in ("second", "third"):
-        other = Allocation(place, name)
+    for number in range(1 + OFTEN):
+        other = Allocation(place, f"other-{number}")
         other.train_on()
         other.kill()
         assert "first" not in re.sub(r"/\S+", "", other.text), "it is not even mentioned"

@@ -87,8 +87,8 @@ def _stopped_for_nothing(round_: Round, job: JobView, generation: GenerationView
     numbers = [rank.rank for rank in stopped]
     return Failure(
         cause=RANKS_STOPPED,
-        message=f"{ranks_of(numbers).capitalize()} {'was' if len(numbers) == 1 else 'were'} stopped, and no action of "
-        "this database did it: it may have been set back.",
+        message=f"{ranks_of(numbers).capitalize()} {'was' if len(numbers) == 1 else 'were'} stopped, and no action "
+        "did it: a daemon ended, or the database was set back.",
         generation=generation.generation,
         at=round_.now,
         rank=numbers[0],

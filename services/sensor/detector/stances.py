@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from enum import StrEnum
 
-from flyball.contracts.cluster import Activity
+from flyball.contracts.cluster import DUE_SLEEP, Activity
 
 # System calls in which a rank waits for others: locks and condition variables (gloo, NCCL's host side), sockets.
 _WAITS = frozenset({"futex", "poll", "ppoll", "epoll_wait", "epoll_pwait", "select", "pselect6", "recvfrom", "recvmsg"})
@@ -65,8 +65,9 @@ def seen_in(stance: Stance, place: str, places: Mapping[str, Set[int]]) -> str:
 
 def _awaited(count: int, places: Mapping[str, Set[int]], *, sees_all: bool) -> Set[int]:
     """The idle ranks that the others, at least as many, wait for in one system call; none if that is unclear. Of two
-    halves that both wait, either may be the cause. Ranks that wait may wait for one that is not seen."""
-    if "" in places or len(places) < 2:
+    halves that both wait, either may be the cause. Ranks that wait may wait for one that is not seen. A sleep
+    that ends soon is not the cause."""
+    if "" in places or DUE_SLEEP in places or len(places) < 2:
         return frozenset()
     common = max(places, key=lambda place: (len(places[place]), place in _WAITS))
     others = [place for place in places if place != common]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flyball.contracts.cluster import Activity
+from flyball.contracts.cluster import DUE_SLEEP, Activity
 from services.sensor.detector.stances import Stance, seen_in, stance_of
 
 ALL = frozenset(range(4))
@@ -43,6 +43,8 @@ def test_what_they_do_together(doing: dict[Activity, set[int]], stance: Stance, 
         ({LOCK: {3}, SLEEP: {0}, DISK: {1}, "nanosleep": {2}}, set()),  # less than half
         ({LOCK: ALL}, set()),
         ({LOCK: {1, 2, 3}, "": {0}}, set()),  # one of them is not known
+        ({LOCK: {1, 2, 3}, DUE_SLEEP: {0}}, set()),  # it goes on by itself
+        ({LOCK: {2, 3}, SLEEP: {0}, DUE_SLEEP: {1}}, set()),
     ],
 )
 def test_whom_the_idle_ranks_wait_for(places: dict[str, set[int]], awaited: set[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from flyball.contracts.cluster import Activity
+from flyball.contracts.cluster import DUE_SLEEP, Activity
 from host_daemon.kernel.activity import ActivityWatch, Seen, StalledWorker
 
 pytestmark = pytest.mark.processes
@@ -24,6 +25,7 @@ KEY = ("job", 1, 0)
 
 BURNS = "while True: pass"
 SLEEPS = "import time; time.sleep(600)"
+PLAIN_SLEEP = "ctypes.CDLL(None).nanosleep((ctypes.c_long * 2)(100, 0), None)"
 POLLS = "import time\nwhile True: time.sleep(0.1)"
 WAITS = "import threading; lock = threading.Lock(); lock.acquire(); lock.acquire()"
 READS = "input()"
@@ -102,6 +104,23 @@ def test_any_kind_of_work_is_active(start: Callable[[str], int]) -> None:
 def test_an_inactive_process_is_idle_with_its_system_call(start: Callable[[str], int], code: str, place: str) -> None:
     seen = watch_for(start(code), Activity.IDLE, at_least_s=5.0)
     assert seen.place == place
+
+
+def test_a_sleep_that_ends_soon_is_known_as_such(start: Callable[[str], int]) -> None:
+    """What is left of it is in the call's arguments."""
+    codes = [f"import ctypes, time; {sleep}" for sleep in ("time.sleep(100)", "time.sleep(600)", PLAIN_SLEEP)]
+    standing = [StalledWorker(("job", 1, rank), start(code)) for rank, code in enumerate(codes)]
+
+    async def places() -> list[str]:
+        watch = ActivityWatch(lambda pids: False)
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                seen = await watch.watch(standing, time.monotonic())
+                if all(found.activity is Activity.IDLE for found in seen.values()):
+                    return [seen[worker.key].place for worker in standing]
+                await asyncio.sleep(0.2)
+
+    assert asyncio.run(places()) == [DUE_SLEEP, "clock_nanosleep", DUE_SLEEP]
 
 
 def test_waiting_for_typed_input_is_not_idle(start: Callable[[str], int]) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from flyball.contracts.reports.rank_logs import NEWEST, LogPiece, LogRequest
 from flyball.contracts.wire import decode, encode
 from host_daemon.link.log_reading import read_piece
+from host_daemon.workers.pump import ERR, Channel
 
 
 @pytest.fixture
@@ -63,3 +65,30 @@ def test_a_request_cannot_name_another_file() -> None:
 def test_bytes_that_are_not_text_arrive() -> None:
     piece = LogPiece("id", "h", 1, 0, 3, b"\xff\x00\n", (1,))
     assert decode(encode(piece), LogPiece, max_bytes=1000) == piece
+
+
+def test_a_line_that_comes_in_pieces_is_not_torn_by_another_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `print` writes it without a buffer. What has no end for a while is there all the same."""
+    monkeypatch.setattr("host_daemon.workers.pump.HOLD_S", inf)
+    log = tmp_path / "rank0.log"
+    (out_end, out), (err_end, err) = os.pipe(), os.pipe()
+    outs, errs = Channel(out_end, str(log), 1, False), Channel(err_end, str(log), ERR, False)
+    for descriptor, channel, piece in (
+        *((out, outs, b"whole\nout"), (err, errs, b"err 1\n"), (out, outs, b" "), (out, outs, b"1\n")),
+        *((out, outs, b"[=> "), (err, errs, b"err 2\n")),
+    ):
+        os.write(descriptor, piece)
+        assert channel.copy()
+    assert log.read_bytes() == b"whole\nerr 1\nout 1\nerr 2\n" and outs.holds() and not errs.holds()
+    monkeypatch.setattr("host_daemon.workers.pump.HOLD_S", 0.0)
+    assert not outs.holds() and log.read_bytes().endswith(b"[=> ")
+    os.write(err, b"ends here")
+    assert errs.copy()
+    for descriptor, channel in ((out, outs), (err, errs)):
+        os.close(descriptor)
+        assert not channel.copy()
+        os.close(channel.descriptor)
+    assert log.read_bytes().endswith(b"[=> ends here")
+    assert log.with_suffix(".stderr-ranges").read_text() == "6 6\n18 6\n28 9\n"
