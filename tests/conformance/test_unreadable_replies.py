@@ -58,6 +58,26 @@ ADDRESSES = tuple(
 )
 
 
+# What an operator may ask for: the method, the path, and a body. Tokens, events and log pieces read no row.
+ACTS: tuple[tuple[str, str, object], ...] = (
+    ("POST", "/v1/hosts/host-a/drain", {"reason": "x"}),
+    ("POST", "/v1/hosts/host-b/undrain", None),
+    ("POST", "/v1/hosts/host-a/conditions", {"kind": "hot", "severity": "info", "message": "It is warm."}),
+    ("DELETE", "/v1/hosts/host-a/conditions?kind=hot&reporter=operator", None),
+    ("POST", "/v1/hosts/host-a/cordon", {"reason": "x"}),
+    ("POST", "/v1/hosts/host-a/uncordon", None),
+    ("POST", "/v1/hosts/host-a/uncordon?skip_check=true", None),
+    ("POST", "/v1/checks", {"hosts": ["host-a", "host-b"]}),
+    ("POST", "/v1/silence", {"for_s": 60.0, "host_id": "host-a"}),
+    ("POST", "/v1/approve", {"target": "inc-1"}),
+    ("POST", "/v1/approve", {"target": "dec-2"}),
+    ("POST", "/v1/jobs/job/checkpoint", {}),
+    ("POST", "/v1/jobs/job/adopt", {}),
+    ("POST", "/v1/jobs", {"job": "job", "argv": ["x.py"], "workdir": "/"}),
+    ("POST", "/v1/jobs", {"job": "new", "argv": ["x.py"], "workdir": "/"}),
+    ("POST", "/v1/jobs/job/stop", None),
+    ("DELETE", "/v1/hosts/host-b", None),
+)
 STALE_S = 600.0  # what was calculated before is calculated again
 TOKEN = "the secret of a test's cluster, long enough"
 
@@ -106,18 +126,22 @@ class ApiHere:
         self._described = DescribedReplies()
 
     def get(self, addresses: Sequence[str]) -> Mapping[str, httpx.Response]:
-        """Get them as an operator, and hold each reply against its description."""
-        self._clock.sleep(STALE_S)
-        return asyncio.run(self._get(addresses))
+        """Get them as an operator."""
+        return dict(zip(addresses, self.ask([("GET", address, None) for address in addresses]), strict=True))
 
-    async def _get(self, addresses: Sequence[str]) -> dict[str, httpx.Response]:
+    def ask(self, acts: Sequence[tuple[str, str, object]]) -> list[httpx.Response]:
+        """Do this as an operator, and hold each reply against its description."""
+        self._clock.sleep(STALE_S)
+        replies = asyncio.run(self._ask(acts))
+        for reply in replies:
+            self._described(reply)
+        return replies
+
+    async def _ask(self, acts: Sequence[tuple[str, str, object]]) -> list[httpx.Response]:
         transport = httpx.ASGITransport(self._app, raise_app_exceptions=False)
         headers = {"Authorization": f"Bearer {TOKEN}"}
         async with httpx.AsyncClient(transport=transport, base_url="http://here", headers=headers) as client:
-            found = {address: await client.get(address) for address in addresses}
-        for response in found.values():
-            self._described(response)
-        return found
+            return [await client.request(method, address, json=body) for method, address, body in acts]
 
 
 @pytest.fixture
@@ -161,6 +185,23 @@ def test_each_route_answers(full, tmp_path) -> None:  # type: ignore[no-untyped-
 def test_a_poisoned_row_breaks_no_reply(full, tmp_path, table, column, value) -> None:  # type: ignore[no-untyped-def]
     poison(full, table, column, value)
     assert problems(ApiHere(full, tmp_path), table) == {}
+
+
+def test_each_act_is_carried_out(full, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """But what waits for nobody, another job of the same name, and the removal of a host with ranks."""
+    refused = {reply.request.url.path for reply in ApiHere(full, tmp_path).ask(ACTS) if not reply.is_success}
+    assert refused == {"/v1/approve", "/v1/jobs/job/adopt", "/v1/jobs", "/v1/hosts/host-b"}
+
+
+@pytest.mark.parametrize(("table", "column", "value"), POISONED)
+def test_a_poisoned_row_breaks_no_act(full, tmp_path, table, column, value) -> None:  # type: ignore[no-untyped-def]
+    """It is carried out, rehearsed or refused with a reason that a person can use."""
+    poison(full, table, column, value)
+    api = ApiHere(full, tmp_path)
+    rehearsed = [(method, f"{path}{'&' if '?' in path else '?'}dry_run=true", body) for method, path, body in ACTS]
+    for reply in (*api.ask(rehearsed), *api.ask(ACTS)):
+        assert reply.status_code < 500, (reply.request.method, reply.request.url, reply.text)
+        assert reply.is_success or reply.json()["detail"], reply.text
 
 
 @pytest.mark.parametrize("table", decoded_columns())

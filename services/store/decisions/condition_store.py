@@ -18,7 +18,7 @@ from services.record.codec import dump, load
 from services.store.sql import events
 from services.store.sql.database import Database
 from services.store.sql.rows import upsert
-from services.store.sql.set_aside import aside_so_far, readable
+from services.store.sql.set_aside import aside_so_far, needed, readable
 from services.store.sql.tables import host_conditions, hosts, log_head
 
 _COLUMNS = host_conditions.c
@@ -65,7 +65,8 @@ class SqlConditionStore:
             _check_host(connection, host_id)
             row = connection.execute(select(host_conditions).where(_is(host_id, key)).with_for_update()).first()
             if row is not None:
-                ending = msgspec.structs.replace(load(row.document, HostCondition), until=now)
+                condition = needed("host_conditions", host_id, load, row.document, HostCondition)
+                ending = msgspec.structs.replace(condition, until=now)
                 _put(connection, ConditionChange(host_id, ending, bool(row.is_overruled)))
                 events.append(connection, [])
                 mark_changed(connection)

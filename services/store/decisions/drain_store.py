@@ -14,7 +14,7 @@ from services.controller.round.view import DrainView, HostChange
 from services.store.sql import events
 from services.store.sql.database import Database
 from services.store.sql.rows import upsert
-from services.store.sql.set_aside import readable
+from services.store.sql.set_aside import needed, readable
 from services.store.sql.tables import drains, host_conditions, hosts, orders
 
 _GONE = (HostState.SILENT, HostState.IN_REPAIR)
@@ -106,4 +106,4 @@ def _state(connection: Connection, host_id: str) -> HostState:
     found = connection.scalar(select(hosts.c.state).where(hosts.c.host_id == host_id))
     if found is None:
         raise NotFound(f"There is no host {host_id!r}.", hint="`flyball get hosts` lists them")
-    return HostState(found)
+    return needed("hosts", host_id, HostState, found)

@@ -21,6 +21,7 @@ from services.store.sql import events
 from services.store.sql.database import Database
 from services.store.sql.lease import leader
 from services.store.sql.left_state import LAST_SIGN_SQL
+from services.store.sql.set_aside import needed
 from services.store.sql.shared_reads import HAS_ENDED, plan_of
 from services.store.sql.tables import actions, generations, incidents, job_failures, jobs
 
@@ -78,14 +79,16 @@ class SqlJobStore:
                     connection.execute(insert(jobs).values(row))
             except IntegrityError:
                 known = connection.execute(select(jobs).where(mine).with_for_update()).one()
-                if JobState(known.state).ending and again is not Again.NO:
+                state = needed("jobs", spec.job, JobState, known.state)
+                if state.ending and again is not Again.NO:
                     raise Conflict(
                         f"Job {spec.job!r} is {known.state}: some of its workers still run.",
                         hint="submit it again once it has ended",
                     ) from None
-                is_over = JobState(known.state).ended and ended_at in (None, known.ended_at)
+                is_over = state.ended and ended_at in (None, known.ended_at)
                 if not is_over or again is Again.NO:
-                    if _without_user(load(known.spec, JobSpec).as_asked) != _without_user(spec):
+                    before: JobSpec = needed("jobs", spec.job, load, known.spec, JobSpec)
+                    if _without_user(before.as_asked) != _without_user(spec):
                         raise Conflict(
                             f"A job {spec.job!r} with another specification exists.",
                             hint="choose another name with --job, or wait until it ends",
@@ -159,7 +162,7 @@ def _begin_again(
 ) -> None:
     """Restart a job that ended. Its generation numbers continue, so that nothing stale acts. Its failures, and the
     restarts that they used up, are forgotten."""
-    before: JobSpec = load(known.spec, JobSpec)
+    before: JobSpec = needed("jobs", spec.job, load, known.spec, JobSpec)
     if before.world_size != spec.world_size:
         _fill_in_world_sizes(connection, known, before.world_size)
     values: dict[str, Any] = {
@@ -175,7 +178,9 @@ def _begin_again(
     elif again is Again.RESUME and not _has_begun(connection, known):
         del values["adopted"]  # it ended before it used that lineage
         if known.adopted and before.world_size != spec.world_size:
-            values["adopted"] = dump(with_world_sizes(load(known.adopted, Lineage), before.world_size))
+            values["adopted"] = dump(
+                with_world_sizes(needed("jobs", spec.job, load, known.adopted, Lineage), before.world_size)
+            )
     if again is Again.FRESH:
         values |= {"submitted_at": now, "run": "", "newest_step": -1, "loss": "", "loss_step": -1}
     connection.execute(update(jobs).where(jobs.c.job == spec.job).values(values))

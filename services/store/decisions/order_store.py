@@ -18,7 +18,7 @@ from services.record.codec import load, number_of
 from services.store.sql import events
 from services.store.sql.database import Database
 from services.store.sql.rows import upsert
-from services.store.sql.set_aside import readable
+from services.store.sql.set_aside import needed, readable
 from services.store.sql.tables import decisions, hosts, incidents, jobs, orders, standings
 
 MAX_ORDERS = 10_000
@@ -181,7 +181,7 @@ def _check_saves(connection: Connection, job: str) -> None:
         raise NotFound(f"There is no job {job!r}.", hint="`flyball get jobs` lists them")
     if row.state != JobState.RUNNING.value:
         raise Conflict(f"Job {job} is {row.state}: only a running job can save a step.", hint="`flyball status`")
-    spec: JobSpec = load(row.spec, JobSpec)
+    spec: JobSpec = needed("jobs", job, load, row.spec, JobSpec)
     if not spec.checkpoint.saves:
         raise Conflict(
             f"Job {job} saves no checkpoints.", hint="submit it with an interval of saves, such as --ckpt-every 1"
@@ -195,7 +195,7 @@ def _incident_that_waits(connection: Connection, target: str) -> Incident:
     document = connection.scalar(select(incidents.c.document).where(incidents.c.number == number))
     if document is None:
         raise NotFound(f"There is no incident of {target}.", hint="`flyball get incidents` lists the incidents")
-    incident: Incident = load(document, Incident)
+    incident: Incident = needed("incidents", target, load, document, Incident)
     if incident.state.closed or not incident.holding_for.startswith(AWAITS_APPROVAL):
         raise Conflict(
             f"{incident.incident_id} is {incident.state.value} and waits for no approval.",

@@ -26,7 +26,7 @@ from services.store.decisions.order_store import load_orders
 from services.store.read import incident_story, read_copies, read_history, read_hosts, read_lists, read_state
 from services.store.read.read_host_map import host_map
 from services.store.sql.database import Database
-from services.store.sql.set_aside import setting_aside
+from services.store.sql.set_aside import RESTORE, setting_aside
 from services.store.sql.shared_reads import GivenPlans
 
 Json = dict[str, Any]
@@ -201,6 +201,6 @@ class SqlReadModels:
             if (row.table, row.key) in rows:
                 raise NotFound(
                     f"The {what} cannot be read: {row.key} of {row.table} ({row.reason}).",
-                    hint="find out who changed the database; restore the row from a backup",
+                    hint=RESTORE,
                 )
         raise NotFound(f"There is no {what}.", hint=hint)

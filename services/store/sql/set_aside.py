@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 import structlog
 
-from flyball.contracts.errors import NotFound
+from flyball.contracts.errors import Conflict, NotFound
 from services.controller.round.view import UnreadableRow
 
 R = TypeVar("R")
@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 # Not the errors of an outage: those pass.
 UNREADABLE = (msgspec.MsgspecError, NotFound, ValueError, TypeError, KeyError, ArithmeticError, RecursionError)
+RESTORE = "find out who changed the database; restore the row from a backup"  # the hint
 MAX_REASON_CHARS = 300
 MAX_REMEMBERED = 10_000
 _log = structlog.get_logger(__name__)
@@ -100,3 +101,13 @@ def readable(table: str, key: object, make: Callable[..., T], *given: object, jo
             _logged.add((table, name))
             _log.error("row_unreadable", table=table, row=name, why=reason)
         return None
+
+
+def needed(table: str, key: object, make: Callable[..., T], *given: object) -> T:
+    """As `readable`, for what cannot go on without the row. Raises Conflict if it cannot be decoded."""
+    with setting_aside() as aside:
+        found = readable(table, key, make, *given)
+    if found is None:
+        (row,) = aside.rows
+        raise Conflict(f"{row.key} of {row.table} cannot be read ({row.reason}).", hint=RESTORE)
+    return found
