@@ -207,10 +207,14 @@ def test_a_process_starts_again_in_its_network_although_nothing_is_left_in_it(ca
         start_again(plan, log, namespace)
         until(lambda: log.read_text().endswith("\n"), "what the process says")
     assert log.read_text() == f"{plan['namespace']}\n"
-    with held_open(plan["namespace"]) as namespace:
-        assert namespace is None, "it is gone"
-        with pytest.raises(NotFound, match="namespace is gone: it was not started again"):
-            start_again(plan, log, namespace)
+
+    def is_gone() -> bool:
+        with held_open(plan["namespace"]) as namespace:
+            return namespace is None
+
+    until(is_gone, "the end of the process, and of its network with it")
+    with pytest.raises(NotFound, match="namespace is gone: it was not started again"):
+        start_again(plan, log, None)
     state = tmp_path / "host-b"
     state.mkdir()
     with pytest.raises(NotFound, match="namespace is gone: nothing was done"):
