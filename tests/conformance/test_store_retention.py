@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from sqlalchemy import delete, func, insert, select
+from support.clocks.manual import ManualClock
 
-from flyball.contracts.cluster import HostState, JobState
+from flyball.contracts.cluster import Again, HostState, JobSpec, JobState
 from flyball.contracts.errors import Conflict, NotFound
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.reports.conditions import HostCondition, Severity
@@ -13,6 +16,7 @@ from flyball.contracts.reports.drains import DrainRequest
 from flyball.contracts.reports.standings import HostStanding, LastObeyed
 from services.controller.replay import RoundInputs
 from services.controller.round.view import HostChange, JobChange, Outcome, PolicySettings
+from services.record.codec import load
 from services.record.retention_rules import DAY_S, RetentionSettings
 from services.store.decisions import rounds as round_store
 from services.store.decisions.condition_store import SqlConditionStore
@@ -20,7 +24,8 @@ from services.store.decisions.drain_store import SqlDrainStore
 from services.store.decisions.order_store import SqlOrderStore
 from services.store.decisions.standing_store import SqlStandings
 from services.store.read.read_models import SqlReadModels
-from services.store.retention.host_removal import SqlHostRemoval
+from services.store.retention import removal
+from services.store.retention.host_removal import HOSTS_AT_ONCE, SqlHostRemoval
 from services.store.retention.sweep import Sweeper
 from services.store.sql import tables
 
@@ -137,6 +142,31 @@ def test_a_job_goes_a_year_after_its_end_with_everything_of_it(stores, make) -> 
     assert count(stores, tables.commands) == count(stores, tables.action_changes) == 0
 
 
+def let_it_go(stores) -> None:
+    """Have nothing keep the job but its age."""
+    with stores.db.write() as connection:
+        row = {"number": 9, "incident": None, "job": "other", "kind": "hold", "at": T, "epoch": 1, "document": "{}"}
+        connection.execute(insert(tables.decisions).values(row))
+        connection.execute(delete(tables.hosts))
+
+
+def test_a_job_that_goes_on_during_a_sweep_stays(stores, make) -> None:
+    """It was listed as over. What is left of its history at that moment stays, and all that it needs."""
+    stores.run_job()
+    stores.clock.now_s = T + 10
+    stores.commit(jobs=(JobChange("job", JobState.SUCCEEDED, "all ranks ended"),))
+    let_it_go(stores)
+    removing = removal.remove_jobs(stores.db, T + YEAR_S)
+    assert next(removing), "its commands are gone"
+    with stores.db.read() as connection:
+        spec = load(connection.scalar(select(tables.jobs.c.spec)), JobSpec)
+    assert stores.jobs.submit(spec, T + YEAR_S, Again.RESUME)
+    before = {table.name: count(stores, table) for table in tables.metadata.sorted_tables}
+    assert sum(removing) == 0
+    assert {table.name: count(stores, table) for table in tables.metadata.sorted_tables} == before
+    assert count(stores, tables.generations) == 1
+
+
 def test_a_running_job_stays_however_old_it_is(stores) -> None:
     stores.run_job()
     before = {table.name: count(stores, table) for table in (tables.jobs, tables.generations, tables.ranks)}
@@ -155,6 +185,17 @@ def test_dead_hosts_are_forgotten_after_a_week(stores, make) -> None:
     assert {host.host_id for host in stores.other_decisions().load_view().hosts} == found
     states = SqlReadModels(stores.db).host_states()
     assert (states["cordoned"], states["silent"], sum(states.values())) == (1, 0, 4)
+
+
+def test_dead_hosts_go_in_small_transactions_and_one_that_comes_back_stays(stores, make) -> None:
+    """Each transaction holds the head of the event log, and looks again."""
+    names = [f"host-{number:03}" for number in range(2 * HOSTS_AT_ONCE + 20)]
+    stores.status.record_reports([(make.report(name), T) for name in names])
+    removing = SqlHostRemoval(stores.db).remove_dead(T + WEEK_S)
+    assert next(removing) == HOSTS_AT_ONCE
+    stores.status.record_reports([(make.report(names[-1], sent_at=T + WEEK_S), T + WEEK_S)])
+    assert list(removing) == [HOSTS_AT_ONCE, 19]
+    assert [host["host_id"] for host in SqlReadModels(stores.db).hosts(also_left=True)] == [names[-1]]
 
 
 def test_a_host_is_removed_at_once_by_an_operator(stores, make) -> None:
@@ -211,3 +252,36 @@ def test_watermarks_of_incarnations_that_others_followed_go_with_their_signals(s
     sweep(stores, T + 60)
     with stores.db.read() as connection:
         assert set(connection.scalars(select(tables.watermarks.c.incarnation))) == {"daemon-host-a", "inc-a"}
+
+
+class Jumping(ManualClock):
+    """Its wall clock jumps."""
+
+    ahead_s = 0.0
+
+    def wall_s(self) -> float:
+        return super().wall_s() + self.ahead_s
+
+
+@pytest.mark.parametrize(
+    ("passed_s", "ahead_s", "jobs_left"),
+    [(0.0, 400 * DAY_S, 1), (400 * DAY_S, -400 * DAY_S, 1), (400 * DAY_S, 0.0, 0), (400 * DAY_S, 0.5 * DAY_S, 0)],
+)
+def test_nothing_is_removed_while_the_clock_is_wrong(
+    stores, passed_s: float, ahead_s: float, jobs_left: int, monkeypatch
+) -> None:
+    clock = Jumping(T + 20.0)
+    stores.run_job()
+    stores.clock.now_s = T + 10
+    stores.commit(jobs=(JobChange("job", JobState.SUCCEEDED, "all ranks ended"),))
+    let_it_go(stores)
+    stop = threading.Event()
+
+    def wait(_timeout_s: float) -> bool:
+        is_first, clock.ahead_s = clock.ahead_s == 0.0, ahead_s or 1.0
+        clock.now_s += passed_s
+        return not is_first
+
+    monkeypatch.setattr(stop, "wait", wait)
+    Sweeper(stores.db, RetentionSettings(), clock, "controller#1").run(stop)
+    assert count(stores, tables.jobs) == jobs_left

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from functools import partial
+
 from sqlalchemy import Connection, delete, select
 
 from flyball.contracts.cluster import HostState
@@ -15,6 +18,7 @@ from services.store.sql.tables import host_reports, hosts, metadata, orders
 
 # Whose rows are about one host: its state and reports, what it said, and what was asked of it.
 OF_ONE_HOST = tuple(table for table in metadata.sorted_tables if "host_id" in table.primary_key.columns)
+HOSTS_AT_ONCE = 50  # in one transaction
 QUIET_S = 10.0  # a host that reported within this time is alive
 
 
@@ -44,28 +48,38 @@ class SqlHostRemoval:
                     f"Host {host_id} reported {max(silent_s, 0.0):.0f} s ago.",
                     hint="end its daemon first (SIGTERM); it would rejoin with its next report",
                 )
-            _forget(connection, host_id)
+            _forget(connection, [host_id])
 
         self._db.transact(work)
 
-    def remove_dead(self, before: float) -> int:
-        """Forget the hosts without ranks that nobody received a report of since a moment. Returns their number.
+    def remove_dead(self, before: float) -> Iterator[int]:
+        """Forget the hosts without ranks that nobody received a report of since a moment. Yields the number of each
+        transaction: it holds the head of the event log, for which decisions wait.
 
         A host that an operator cordoned stays: the cordon would be lost with it.
         """
+        with self._db.read() as connection:
+            dead = self._dead(connection, before)
+        for start in range(0, len(dead), HOSTS_AT_ONCE):
+            yield self._db.transact(partial(self._remove_dead, dead[start : start + HOSTS_AT_ONCE], before))
 
-        def work(connection: Connection) -> int:
-            placed = frozenset().union(*self._placed.read(connection).values())
-            query = select(hosts.c.host_id).where(hosts.c.state != HostState.CORDONED.value)
-            received = vouching.received_at(connection)
-            reported = select(host_reports.c.host_id).where(host_reports.c.received_at >= before)
-            young = {host_id for host_id, at in received.items() if at >= before} | set(connection.scalars(reported))
-            dead = sorted(set(connection.scalars(query)) - placed - young)
-            for host_id in dead:
-                _forget(connection, host_id)
-            return len(dead)
+    def _remove_dead(self, names: Sequence[str], before: float, connection: Connection) -> int:
+        """Forget those of these hosts that are dead still."""
+        dead = self._dead(connection, before, names)
+        if dead:
+            _forget(connection, dead)
+        return len(dead)
 
-        return self._db.transact(work)
+    def _dead(self, connection: Connection, before: float, names: Sequence[str] | None = None) -> list[str]:
+        """Return the dead hosts among these; None: among all."""
+        query = select(hosts.c.host_id).where(hosts.c.state != HostState.CORDONED.value)
+        reported = select(host_reports.c.host_id).where(host_reports.c.received_at >= before)
+        if names is not None:
+            query, reported = query.where(hosts.c.host_id.in_(names)), reported.where(host_reports.c.host_id.in_(names))
+        placed = frozenset().union(*self._placed.read(connection).values())
+        received = vouching.received_at(connection, names)
+        young = {host_id for host_id, at in received.items() if at >= before} | set(connection.scalars(reported))
+        return sorted(set(connection.scalars(query)) - placed - young)
 
 
 def _received_at(connection: Connection, host_id: str) -> float:
@@ -73,9 +87,9 @@ def _received_at(connection: Connection, host_id: str) -> float:
     return max(connection.scalar(query) or 0.0, vouching.received_at(connection, [host_id]).get(host_id, 0.0))
 
 
-def _forget(connection: Connection, host_id: str) -> None:
-    connection.execute(delete(orders).where(orders.c.target == host_id))
+def _forget(connection: Connection, names: Sequence[str]) -> None:
+    connection.execute(delete(orders).where(orders.c.target.in_(names)))
     for table in OF_ONE_HOST:
-        connection.execute(delete(table).where(table.c.host_id == host_id))
+        connection.execute(delete(table).where(table.c.host_id.in_(names)))
     events.append(connection, [])
     condition_store.mark_changed(connection)

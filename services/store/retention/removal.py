@@ -37,11 +37,9 @@ from services.store.sql.tables import (
 
 ROWS_AT_ONCE = 500  # in one transaction
 
-# In this order: rows before those that they refer to.
-_OF_JOB = (
-    *(actions, decisions, incidents, signals, ranks, persistent_copies, persistent_steps),
-    *(job_failures, generations, learned_jobs, events, jobs),
-)
+# In this order: rows before those that they refer to. What a job needs that goes on goes with the job itself.
+_HISTORY = (actions, decisions, incidents, signals, events)
+_STATE = (ranks, persistent_copies, persistent_steps, job_failures, generations, learned_jobs, jobs)
 
 
 # --- details of decisions --------------------------------------------------------------------------------------------
@@ -104,17 +102,28 @@ def remove_audit(db: Database, before: float, keys_before: float) -> Iterator[in
 def remove_jobs(db: Database, before: float) -> Iterator[int]:
     """Remove the jobs that ended before a moment, with all their rows.
 
-    Yields the number of rows that each transaction removed. The job's own row goes last, so that a job removed in part
-    is found again.
+    Yields the number of rows that each transaction removed. Each looks whether the job is still over: one that goes on
+    meanwhile has lost old history at most. The job's own row goes last, so that a job removed in part is found again.
     """
     for job in _ended_jobs(db, before):
+        still = select(jobs.c.job).where(jobs.c.job == job, *_over(before)).with_for_update()
+        remove = partial(_remove_where, db, still=still)
         own_actions = select(actions.c.number).where(actions.c.job == job)
-        yield from _remove_where(db, commands, commands.c.action.in_(own_actions))
-        yield from _remove_where(db, action_changes, action_changes.c.action.in_(own_actions))
+        yield from remove(commands, commands.c.action.in_(own_actions))
+        yield from remove(action_changes, action_changes.c.action.in_(own_actions))
         own_incidents = select(incidents.c.number).where(incidents.c.job == job)
-        yield from _remove_where(db, incident_changes, incident_changes.c.incident.in_(own_incidents))
-        for table in _OF_JOB:
-            yield from _remove_where(db, table, table.c.job == job)
+        yield from remove(incident_changes, incident_changes.c.incident.in_(own_incidents))
+        for table in _HISTORY:
+            yield from remove(table, table.c.job == job)
+        yield db.transact(_if_found(still, partial(_remove_state, job=job)), durable=False)
+
+
+def _remove_state(connection: Connection, job: str) -> int:
+    return sum(connection.execute(delete(table).where(table.c.job == job)).rowcount for table in _STATE)
+
+
+def _over(before: float) -> tuple[ColumnElement[bool], ...]:
+    return HAS_ENDED, jobs.c.ended_at > 0.0, jobs.c.ended_at < before
 
 
 def remove_events_of_no_job(db: Database, before: float) -> Iterator[int]:
@@ -137,7 +146,7 @@ def _ended_jobs(db: Database, before: float) -> list[str]:
     newest.append(
         select(actions.c.job).join(commands, commands.c.action == actions.c.number).where(commands.c.number.in_(obeyed))
     )
-    query = select(jobs.c.job).where(HAS_ENDED, jobs.c.ended_at > 0.0, jobs.c.ended_at < before)
+    query = select(jobs.c.job).where(*_over(before))
     with db.read() as connection:
         kept = {name for one in newest for name in connection.scalars(one)}
         return [name for name in connection.scalars(query.order_by(jobs.c.ended_at)) if name not in kept]
@@ -165,13 +174,19 @@ def _until_none(db: Database, remove: Callable[[Connection], int]) -> Iterator[i
         yield removed
 
 
-def _remove_where(db: Database, table: Table, *conditions: ColumnElement[bool]) -> Iterator[int]:
-    keys = list(table.primary_key.columns)
-    if len(keys) == 1:
-        query = select(keys[0]).where(*conditions).order_by(keys[0]).limit(ROWS_AT_ONCE)
-        yield from _until_none(db, partial(_remove_found, table=table, query=query))
-    else:  # rows of a job's ranks and steps: MySQL has no cheap way to delete only some of them
-        yield db.transact(lambda connection: connection.execute(delete(table).where(*conditions)).rowcount)
+def _if_found(query: Select[Any], remove: Callable[[Connection], int]) -> Callable[[Connection], int]:
+    """Have `remove` do nothing once a query finds nothing: it is asked in the same transaction."""
+    return lambda connection: remove(connection) if connection.scalar(query) is not None else 0
+
+
+def _remove_where(
+    db: Database, table: Table, *conditions: ColumnElement[bool], still: Select[Any] | None = None
+) -> Iterator[int]:
+    """Remove rows, as long as the query `still` finds something."""
+    (key,) = table.primary_key.columns
+    query = select(key).where(*conditions).order_by(key).limit(ROWS_AT_ONCE)
+    remove = partial(_remove_found, table=table, query=query)
+    yield from _until_none(db, remove if still is None else _if_found(still, remove))
 
 
 def _remove_found(connection: Connection, table: Table, query: Select[Any]) -> int:

@@ -39,8 +39,10 @@ from services.store.sql.tables import cursors, events
 
 SWEEP_INTERVAL_S = SPAN_S
 FIRST_SWEEP_S = 60.0  # leaves a starting supervisor alone
+JUMPED_S = DAY_S  # since the start of this process, in which nothing else is a day ahead: a wrong clock makes all old
 EVENTS_AT_ONCE = 20_000  # event numbers that are processed together
 _MERGED, _CLEARED = "retention-merged", "retention-cleared"  # cursors: all events up to there are done
+_SET_CLOCK = "set the clock of the database's machine; if it is right now, start the supervisor again"
 
 _log = structlog.get_logger(__name__)
 
@@ -56,12 +58,18 @@ class Sweeper:
         self._hosts = SqlHostRemoval(db)
 
     def run(self, stop: threading.Event) -> None:
-        """Sweep until stopped. Waits out outages of the database."""
+        """Sweep until stopped. Waits out outages of the database, and does nothing while its clock has jumped."""
         outage = Outage("sweeper", self._clock)
         wait_s = FIRST_SWEEP_S
+        began_at = self._clock.wall_s() - self._clock.monotonic_s()
         while not stop.wait(wait_s):
             try:
-                if self._leads():
+                jumped_s = self._clock.wall_s() - self._clock.monotonic_s() - began_at
+                if abs(jumped_s) > JUMPED_S:
+                    _log.warning(
+                        "not_swept", why="the database's clock jumped", ahead_s=round(jumped_s), hint=_SET_CLOCK
+                    )
+                elif self._leads():
                     self._sweep_until(stop)
                 wait_s = SWEEP_INTERVAL_S
                 outage.ended()
@@ -78,7 +86,7 @@ class Sweeper:
         yield from removal.remove_details(self._db, detail_before, ages.max_signals)
         yield self._db.transact(partial(order_store.remove_refused, now=now), durable=False)
         yield from removal.remove_audit(self._db, now - ages.audit_days * DAY_S, now - KEY_KEPT_S)
-        yield self._hosts.remove_dead(now - ages.dead_host_days * DAY_S)
+        yield from self._hosts.remove_dead(now - ages.dead_host_days * DAY_S)
         yield from removal.remove_jobs(self._db, history_before)
         yield from removal.remove_events_of_no_job(self._db, history_before)
 

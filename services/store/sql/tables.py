@@ -325,7 +325,7 @@ generations = _table(
     "generations",
     Column("job", Name, ForeignKey("jobs.job"), primary_key=True),
     Column("generation", Integer, primary_key=True, autoincrement=False),
-    Column("decision", BigInteger, nullable=False),  # the number of the decision that granted it
+    Column("decision", BigInteger, nullable=False, index=True),  # the number of the decision that granted it
     Column("plan", Document, nullable=False),
     Column("granted_at", Seconds, nullable=False),
     Column("started_at", Seconds, nullable=False),  # 0.0: the start commands are not written yet
@@ -440,6 +440,7 @@ commands = _table(
     UniqueConstraint("command_id"),
     Index(None, "action", "answer_revision"),
     Index(None, "is_open", "host_id"),
+    Index(None, "host_id", "progress", "number"),
 )
 
 # --- the logs ---------------------------------------------------------------------------------------------------------
