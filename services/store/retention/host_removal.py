@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 from sqlalchemy import Connection, delete, select
 
@@ -58,28 +57,20 @@ class SqlHostRemoval:
 
         A host that an operator cordoned stays: the cordon would be lost with it.
         """
-        with self._db.read() as connection:
-            dead = self._dead(connection, before)
-        for start in range(0, len(dead), HOSTS_AT_ONCE):
-            yield self._db.transact(partial(self._remove_dead, dead[start : start + HOSTS_AT_ONCE], before))
 
-    def _remove_dead(self, names: Sequence[str], before: float, connection: Connection) -> int:
-        """Forget those of these hosts that are dead still."""
-        dead = self._dead(connection, before, names)
-        if dead:
-            _forget(connection, dead)
-        return len(dead)
+        def work(connection: Connection) -> int:
+            placed = frozenset().union(*self._placed.read(connection).values())
+            query = select(hosts.c.host_id).where(hosts.c.state != HostState.CORDONED.value)
+            received = vouching.received_at(connection)
+            reported = select(host_reports.c.host_id).where(host_reports.c.received_at >= before)
+            young = {host_id for host_id, at in received.items() if at >= before} | set(connection.scalars(reported))
+            dead = sorted(set(connection.scalars(query)) - placed - young)[:HOSTS_AT_ONCE]
+            if dead:
+                _forget(connection, dead)
+            return len(dead)
 
-    def _dead(self, connection: Connection, before: float, names: Sequence[str] | None = None) -> list[str]:
-        """Return the dead hosts among these; None: among all."""
-        query = select(hosts.c.host_id).where(hosts.c.state != HostState.CORDONED.value)
-        reported = select(host_reports.c.host_id).where(host_reports.c.received_at >= before)
-        if names is not None:
-            query, reported = query.where(hosts.c.host_id.in_(names)), reported.where(host_reports.c.host_id.in_(names))
-        placed = frozenset().union(*self._placed.read(connection).values())
-        received = vouching.received_at(connection, names)
-        young = {host_id for host_id, at in received.items() if at >= before} | set(connection.scalars(reported))
-        return sorted(set(connection.scalars(query)) - placed - young)
+        while removed := self._db.transact(work):
+            yield removed
 
 
 def _received_at(connection: Connection, host_id: str) -> float:
