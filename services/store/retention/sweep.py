@@ -39,7 +39,7 @@ from services.store.sql.tables import cursors, events
 
 SWEEP_INTERVAL_S = SPAN_S
 FIRST_SWEEP_S = 60.0  # leaves a starting supervisor alone
-JUMPED_S = DAY_S  # since the start of this process, in which nothing else is a day ahead: a wrong clock makes all old
+JUMPED_S = DAY_S  # of the wall clock, since this process began: by a wrong clock, all is old
 EVENTS_AT_ONCE = 20_000  # event numbers that are processed together
 _MERGED, _CLEARED = "retention-merged", "retention-cleared"  # cursors: all events up to there are done
 _SET_CLOCK = "set the clock of the database's machine; if it is right now, start the supervisor again"
@@ -66,9 +66,7 @@ class Sweeper:
             try:
                 jumped_s = self._clock.wall_s() - self._clock.monotonic_s() - began_at
                 if abs(jumped_s) > JUMPED_S:
-                    _log.warning(
-                        "not_swept", why="the database's clock jumped", ahead_s=round(jumped_s), hint=_SET_CLOCK
-                    )
+                    _log.warning("not_swept", clock_jumped_s=round(jumped_s), hint=_SET_CLOCK)
                 elif self._leads():
                     self._sweep_until(stop)
                 wait_s = SWEEP_INTERVAL_S
