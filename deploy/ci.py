@@ -37,10 +37,10 @@ RUN_AGAIN: Final = "AGAIN=-n 0 --last-failed --last-failed-no-failures none"
 USUAL_S: Final[Mapping[str, float]] = {
     "lint": 90,
     "docs": 40,
-    "test": 165,
-    "processes": 480,
+    "test": 250,
+    "processes": 600,
     "first-hour": 215,
-    "proofs": 720,
+    "proofs": 900,
     "test-integrations": 180,
     "test-rdma": 300,
     "test-compose": 180,

@@ -99,11 +99,11 @@ def sleeps_for_s(pid: int) -> float:
     try:
         with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
             memory.seek(arguments[0 if is_plain else 2])
-            seconds, nanos = struct.unpack("qq", memory.read(16))
-        began_s = time.clock_gettime(arguments[0]) if not is_plain and arguments[1] & _ABSOLUTE else 0.0
+            until: tuple[int, int] = struct.unpack("qq", memory.read(16))  # seconds, nanoseconds
+        now_s = time.clock_gettime(arguments[0]) if not is_plain and arguments[1] & _ABSOLUTE else 0.0
     except (OSError, ValueError, OverflowError, struct.error):
         return inf
-    return float(seconds) + nanos * 1e-9 - began_s
+    return until[0] + until[1] * 1e-9 - now_s
 
 
 SLEEPS: Final = frozenset({"nanosleep", "clock_nanosleep"})
