@@ -32,19 +32,19 @@ demo-mnist: $(EXAMPLES) ## an ordinary script with flyball.save and flyball.load
 	@$(BIN)/python examples/mnist_killed.py
 
 # Ring 1: in process, with SQLite, memory and folders. A test that starts a process or asks a server fails here.
-test: $(DEV) ## ring 1, in process: the first answer (3 minutes)
+test: $(DEV) ## ring 1, in process: the first answer (4 minutes)
 	$(PYTEST) -m "not processes and not proof and $(HERE)" $(RING_1) $(AGAIN)
 RING_1 := tests/architecture tests/unit tests/property tests/simulation tests/conformance tests/corruption
 
 # Ring 2: what starts our processes, or asks MariaDB, Redis, S3, a browser.
-processes: $(DEV) ## ring 2, processes and servers, one at a time per core (8 minutes)
+processes: $(DEV) ## ring 2, processes and servers, one at a time per core (10 minutes)
 	$(PYTEST) -m "processes and $(HERE)" tests $(AGAIN)
 
 # Ring 3: whole clusters whose processes, services and databases are killed; the command line's flows from start to end; what
 # the other rings have a part of: simulated clusters, kills, slot histories; the demo; the benchmarks at their smallest (those
 # of DCP, of resharding, of trust and of goodput under faults with -m slow).
 proofs: JOBS ?= 3
-proofs: $(DEV) ## ring 3, whole clusters that are killed again and again, flows, benchmarks (12 minutes)
+proofs: $(DEV) ## ring 3, whole clusters that are killed again and again, flows, benchmarks (15 minutes)
 	$(PYTEST) -m "proof and not slow" tests/integration tests/first_contact tests/corruption tests/simulation tests/property tests/capture_corpus $(AGAIN)
 
 # The proofs have each fourth of these, with three kills.

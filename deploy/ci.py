@@ -37,13 +37,13 @@ RUN_AGAIN: Final = "AGAIN=-n 0 --last-failed --last-failed-no-failures none"
 USUAL_S: Final[Mapping[str, float]] = {
     "lint": 90,
     "docs": 40,
-    "test": 250,
-    "processes": 600,
+    "test": 245,
+    "processes": 570,
     "first-hour": 215,
-    "proofs": 900,
-    "test-integrations": 180,
-    "test-rdma": 300,
-    "test-compose": 180,
+    "proofs": 840,
+    "test-integrations": 190,
+    "test-rdma": 330,
+    "test-compose": 140,
 }
 MEASURE: Final = "test"  # how much longer it takes than usual is how much slower this machine is
 

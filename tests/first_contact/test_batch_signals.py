@@ -5,59 +5,49 @@ from __future__ import annotations
 
 import signal
 import time
-from operator import ge
 from pathlib import Path
 
-import pytest
 from support.clocks.waits import until
 from support.commands.flyball import FlyballProcess
 from support.commands.own_processes import processes_of
 from support.jobs.allocations import OFTEN, OWN_HANDLER, SLURM, TRAIN, Allocation, signal_step
 
 SAVED_EVERY = 50
+TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
+KINDS = [  # the signals, the script, and how many steps may be lost
+    ([TERM], TRAIN, 0),
+    ([TERM, TERM], TRAIN, 0),
+    ([USR1], TRAIN, 0),  # a warning
+    ([TERM], OWN_HANDLER + TRAIN, SAVED_EVERY),  # which ends it where it stands
+]
 
 
-def end_step(place: Path, numbers: list[signal.Signals], script: str) -> tuple[Allocation, list[int]]:
-    """End a step that trains. Returns it, and the newest step of each rank."""
+def begun(place: Path, script: str) -> tuple[Allocation, list[int]]:
+    """An allocation that trains, and the step that each rank began with."""
     allocation = Allocation(place, "step", "--ckpt-every", str(SAVED_EVERY), script=script, **SLURM)
+    before = [len(allocation.steps(rank)) for rank in (0, 1)]
     allocation.train_on(SAVED_EVERY + 20)
-    began_s = time.monotonic()
-    for number in numbers:
-        signal_step(place, number)
-    assert [node.end() for node in allocation.nodes] == [128 + numbers[0]] * 2, allocation.text
-    print(f"ended {time.monotonic() - began_s:.1f} s after {[number.name for number in numbers]}")
-    assert not processes_of(place), "all of it ended in order"
-    assert "restart_in_place" not in allocation.text, "nothing was decided but the stop"
-    return allocation, [max(allocation.steps(rank)) for rank in (0, 1)]
+    return allocation, [allocation.steps(rank)[before[rank]] for rank in (0, 1)]
 
 
-def first_steps(place: Path, stood: list[int]) -> list[int]:
-    """Of each rank, in the next allocation of the job."""
-    again = Allocation(place, "step", "--ckpt-every", str(SAVED_EVERY), **SLURM)
-    again.train_on()
-    began = [again.steps(rank)[stood[rank] + 1] for rank in (0, 1)]
-    again.kill()
-    return began
-
-
-@pytest.mark.parametrize("_time", range(OFTEN))
-@pytest.mark.parametrize(
-    "numbers", [[signal.SIGTERM], [signal.SIGTERM, signal.SIGTERM], [signal.SIGUSR1]], ids=["term", "twice", "warning"]
-)
-def test_every_process_gets_the_signal_and_no_step_is_lost(
-    place: Path, numbers: list[signal.Signals], _time: int
-) -> None:
-    ended, stood = end_step(place, numbers, TRAIN)
-    assert numbers[0] == signal.SIGUSR1 or "the batch system ends this step within" in ended.text
-    began = first_steps(place, stood)
-    assert all(map(ge, began, stood)), ("it goes on from the step that it stood at", began, stood)
-
-
-@pytest.mark.parametrize("_time", range(OFTEN))
-def test_a_script_whose_own_handler_ends_it_goes_on_from_its_last_save(place: Path, _time: int) -> None:
-    _, stood = end_step(place, [signal.SIGTERM], OWN_HANDLER + TRAIN)
-    began = first_steps(place, stood)
-    assert all(step > at - SAVED_EVERY for step, at in zip(began, stood, strict=True)), (began, stood)
+def test_every_process_gets_the_signal_and_the_next_step_goes_on(place: Path) -> None:
+    """One allocation of a job after the other."""
+    kinds = KINDS * OFTEN
+    allocation, _ = begun(place, kinds[0][1])
+    for (numbers, _, may_lose), (_, script, _) in zip(kinds, [*kinds[1:], kinds[0]], strict=True):
+        began_s = time.monotonic()
+        for number in numbers:
+            signal_step(place, number)
+        assert [node.end() for node in allocation.nodes] == [128 + numbers[0]] * 2, allocation.text
+        took_s, stood = time.monotonic() - began_s, [allocation.steps(rank)[-1] for rank in (0, 1)]
+        assert not processes_of(place), "all of it ended in order"
+        assert "restart_in_place" not in allocation.text, "nothing was decided but the stop"
+        assert USR1 in numbers or "the batch system ends this step within" in allocation.text
+        allocation, began = begun(place, script)
+        lost = [at - step for at, step in zip(stood, began, strict=True)]
+        print(*(number.name for number in numbers), f"ended after {took_s:.1f} s, lost {lost}", flush=True)
+        assert max(lost) <= may_lose, "it goes on from the step that it stood at"
+    allocation.kill()
 
 
 def test_a_command_that_is_killed_takes_its_daemon_with_it(place: Path) -> None:

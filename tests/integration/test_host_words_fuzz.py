@@ -32,7 +32,7 @@ from flyball.contracts.wire import WIRE_VERSION, encode
 
 pytestmark = pytest.mark.proof
 
-TRIES = int(os.environ.get("FLYBALL_FUZZ_TRIES", "3000"))
+TRIES = int(os.environ.get("FLYBALL_FUZZ_TRIES", "1500"))
 LOOK_EVERY = 500
 JOBS = {"honest": 2, "other": 1}  # name -> hosts
 SENDER = "host-x"
