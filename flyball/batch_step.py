@@ -61,14 +61,15 @@ def block_term() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
-def take_term(is_leader: Callable[[int], bool], obey: Callable[[], object]) -> None:
-    """Call `obey`, in a thread, for each SIGTERM of a process that is the leader. All others are dropped: also those
-    from outside of this pid namespace, whose pid is 0. Needs `block_term`."""
+def take_term(
+    is_leader: Callable[[int], bool], obey: Callable[[], object], see: Callable[[], object] = lambda: None
+) -> None:
+    """Call `obey`, in a thread, for each SIGTERM of a process that is the leader. For all others, also those from
+    outside of this pid namespace, whose pid is 0, call `see`. Needs `block_term`."""
 
     def take() -> None:
         while True:
-            if is_leader(signal.sigwaitinfo({signal.SIGTERM}).si_pid):
-                obey()
+            (obey if is_leader(signal.sigwaitinfo({signal.SIGTERM}).si_pid) else see)()
 
     threading.Thread(target=take, name="take-sigterm", daemon=True).start()
 

@@ -29,6 +29,7 @@ from host_daemon.kernel.free_ports import FreePorts
 from host_daemon.kernel.oom_kills import OomKills
 from host_daemon.kernel.processes import ExitStatus, become_subreaper
 from host_daemon.kernel.reaper import Reaper
+from host_daemon.kernel.step_end import StepEnd
 from host_daemon.kernel.worker_reads import NotReadable, WorkerReads
 from host_daemon.link.cluster_clock import ClusterClock
 from host_daemon.link.http_client import Endpoints, SupervisorClient
@@ -208,6 +209,7 @@ class Agent:
             wake=self._reporter.wake,
         )
         self._ending_reads = WorkerReads()
+        self._step_end = StepEnd(leader_of(os.environ), clock)
         self._incarnation = incarnation
         self._superseded: DaemonSuperseded | None = None
         self._warm_nproc = settings.warm_nproc
@@ -220,7 +222,6 @@ class Agent:
         DaemonSuperseded, once all is stopped, if another daemon acts for the host: its workers would run twice.
         """
         end_requested, at_once = asyncio.Event(), asyncio.Event()
-
         leader = leader_of(os.environ)
 
         def note(number: signal.Signals) -> None:
@@ -229,6 +230,7 @@ class Agent:
             if number is signal.SIGINT or is_repeated:
                 at_once.set()
             end_requested.set()
+            self._step_end.note()
 
         async def until_superseded(loop: Coroutine[None, None, None]) -> None:
             try:
@@ -242,7 +244,7 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, note, number)
         if leader and leader != os.getpid():
-            take_term(leader.__eq__, lambda: loop.call_soon_threadsafe(note, signal.SIGTERM))
+            take_term(leader.__eq__, lambda: loop.call_soon_threadsafe(note, signal.SIGTERM), self._step_end.note)
         become_subreaper()
         self._reaper.start()
         await self._take_over()
@@ -353,6 +355,7 @@ class Agent:
         record = worker.record
         job, generation, rank = record.job, record.generation, record.rank
         self._beacons.worker_ended(job, generation, rank)
+        worker.expected |= await self._step_end.has_ended(status.exit_code)
         ended = self._records.mark_ended(job, generation, rank)
         if worker.is_store:
             _log.info("store_ended", job=job, generation=generation, expected=worker.expected)

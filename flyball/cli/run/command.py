@@ -231,7 +231,8 @@ def _conclude(request: RunRequest, spec: JobSpec, job: Job, session: Session, si
         leave.announce_outcome(job)
         return signals.exit_code
     if signals.count:
-        announce(f"job {spec.job} was stopped; {where}")
+        how = "succeeded" if state.outcome is JobState.SUCCEEDED else "was stopped"
+        announce(f"job {spec.job} {how}; {where}")
         return signals.exit_code
     if state.outcome is JobState.SUCCEEDED:
         if is_in_memory_alone(job):

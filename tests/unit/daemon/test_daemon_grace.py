@@ -11,6 +11,7 @@ import pytest
 from support.clocks.loops import LoopClock, run_skipping
 
 from host_daemon.kernel.reaper import Reaper
+from host_daemon.kernel.step_end import StepEnd
 from host_daemon.store.worker_records import WorkerRecord, WorkerRecords
 from host_daemon.workers import workers
 from host_daemon.workers.workers import Worker, WorkerTable
@@ -42,3 +43,19 @@ def test_a_stubborn_worker_is_killed_when_its_grace_is_over(monkeypatch: pytest.
 
     sent_at = run_skipping(stop())
     assert 10.0 <= sent_at[signal.SIGKILL] - sent_at[signal.SIGTERM] < 10.5
+
+
+def test_a_worker_that_ends_when_its_step_does_is_no_success_and_no_fault() -> None:
+    """The batch system signals one process after the other: a script's own handler may be through with it first."""
+
+    async def ends() -> list[bool]:
+        clock = LoopClock()
+        step, elsewhere = StepEnd(7, clock), StepEnd(0, clock)
+        found = [await step.has_ended(3), await step.has_ended(0)]
+        asyncio.get_running_loop().call_later(0.1, step.note)
+        found += [await step.has_ended(0), await step.has_ended(3)]
+        await asyncio.sleep(40.0)
+        elsewhere.note()
+        return [*found, await step.has_ended(0), await elsewhere.has_ended(0)]
+
+    assert run_skipping(ends()) == [False, False, True, True, False, False]
