@@ -329,6 +329,8 @@ class JobControl:
     async def _save(self, command: Command, body: SaveEmergency, progress: CommandProgress) -> CommandResult:
         until_s = asyncio.get_running_loop().time() + body.deadline_s
         if not progress.acknowledged:
+            if self._lacks_ranks(body.job, body.generation):
+                raise CommandFailed("A rank here has ended, and saves nothing.", code="rank_ended", hint="see its log")
             try:
                 reply = await self._ask_until(until_s, lambda left_s: Arm(command.fence, body.job, body.step))
             except EngineRefused as error:
@@ -344,6 +346,13 @@ class JobControl:
             positions=self._positions(body.job, body.generation),
             copies=tuple(c for c in reply.copies if c.job == body.job),
         )
+
+    def _lacks_ranks(self, job: str, generation: int) -> bool:
+        """Whether a rank of this host does not run any more: no step can be saved by all."""
+        record = self._jobs.get(job)
+        host = record.placement.host(self._host_id) if record is not None else None
+        live = [w for w in self._workers.live() if (w.record.job, w.record.generation) == (job, generation)]
+        return host is not None and len(live) < len(host.ranks)
 
     async def _flush_state(self, command: Command, body: FlushState) -> CommandResult:
         until_s = asyncio.get_running_loop().time() + body.timeout_s

@@ -125,6 +125,17 @@ def run(shared, make_shared_job, tmp_path: Path) -> Iterator[Run]:
     made.job.end(1)
 
 
+def test_a_host_whose_rank_has_ended_says_at_once_that_no_step_can_be_saved(run: Run) -> None:
+    run.at(14, 17)
+    os.kill(run.pids["1"], signal.SIGKILL)
+    until(lambda: run.steps().keys() == {0}, "the end of rank 1")
+    _, refused = run.arm(21)
+    assert (refused.state, refused.code) == (UpdateState.FAILED, "rank_ended")
+    flushed = run.flush()
+    assert flushed.state is UpdateState.SUCCEEDED
+    run.check_files(10)
+
+
 def test_ranks_three_steps_apart_save_the_named_step_and_it_is_flushed(run: Run) -> None:
     run.at(14, 17)
     _, late = run.arm(16)
