@@ -355,7 +355,7 @@ class Agent:
         record = worker.record
         job, generation, rank = record.job, record.generation, record.rank
         self._beacons.worker_ended(job, generation, rank)
-        worker.expected |= await self._step_end.has_ended(status.exit_code)
+        expected = worker.expected or await self._step_end.has_come()
         ended = self._records.mark_ended(job, generation, rank)
         if worker.is_store:
             _log.info("store_ended", job=job, generation=generation, expected=worker.expected)
@@ -377,10 +377,10 @@ class Agent:
             pid=record.pid,
             exit_code=status.exit_code,
             signal_number=status.signal_number,
-            expected=worker.expected,
+            expected=expected,
         )
         ending = WorkerEnding()
-        if not worker.expected and status.exit_code != 0:
+        if not expected and status.exit_code != 0:
             await self._terminals.drained(job, generation)  # the end of its output may show the cause
             was_killed = status.signal_number == signal.SIGKILL
             kernel = await self._oom_kills.line_about(record.pid) if was_killed else ""
@@ -400,7 +400,7 @@ class Agent:
             last_step=self._beacons.last_step(job, generation, rank),
             last_phase=self._beacons.last_phase(job, generation, rank),
             error=ending.error,
-            expected=worker.expected,
+            expected=expected,
             error_class=ending.error_class,
             log_tail=ending.log_tail,
             core_dumped=status.core_dumped,

@@ -81,24 +81,30 @@ class ActivityWatch:
     def __init__(self, uses_gpu: UsesGpu) -> None:
         self._uses_gpu = uses_gpu
         self._reads = WorkerReads()
+        self._wakes_s: dict[StalledWorker, float] = {}  # when the first sleep ends since it is idle
         self._watched: dict[tuple[Key, int], _WatchedProcess] = {}
         self._trees: dict[int, frozenset[int]] = {}
         self._trees_read_s = -TREE_S
 
     async def watch(self, standing: Sequence[StalledWorker], now_s: float) -> dict[Key, Seen]:
-        """As `look`, in threads: many processes take milliseconds. Sleeps that end soon are known as such."""
+        """As `look`, in threads: many processes take milliseconds. A sleep that ends soon is known as such; one sleep
+        after the other is not."""
         seen = await asyncio.to_thread(self.look, standing, now_s)
-        asleep = [worker for worker in standing if seen[worker.key].place in SLEEPS]
-        due = await asyncio.gather(*(self._is_due(worker) for worker in asleep))
+        idle = [worker for worker in standing if seen[worker.key].activity is Activity.IDLE]
+        self._wakes_s = {worker: at_s for worker, at_s in self._wakes_s.items() if worker in idle}
+        asleep = [worker for worker in idle if seen[worker.key].place in SLEEPS]
+        due = await asyncio.gather(*(self._is_due(worker, now_s) for worker in asleep))
         soon = {worker.key for worker, is_due in zip(asleep, due, strict=True) if is_due}
         return {key: found._replace(place=DUE_SLEEP) if key in soon else found for key, found in seen.items()}
 
-    async def _is_due(self, worker: StalledWorker) -> bool:
-        try:
-            read = functools.partial(sleeps_for_s, worker.pid)
-            return await self._reads.read(worker.pid, read, timeout_s=_READ_WITHIN_S) <= SOON_S
-        except NotReadable:
-            return False
+    async def _is_due(self, worker: StalledWorker, now_s: float) -> bool:
+        if worker not in self._wakes_s:
+            try:
+                read = functools.partial(sleeps_for_s, worker.pid)
+                self._wakes_s[worker] = now_s + await self._reads.read(worker.pid, read, timeout_s=_READ_WITHIN_S)
+            except NotReadable:
+                return False
+        return self._wakes_s[worker] - SOON_S <= now_s <= self._wakes_s[worker] + WINDOW_S
 
     def look(self, standing: Sequence[StalledWorker], now_s: float) -> dict[Key, Seen]:
         """Return each worker's activity. Workers that are no longer among them have moved, and are forgotten."""

@@ -1,6 +1,6 @@
 """Whether a batch system is ending the step that this host daemon belongs to: its SIGTERM came, to all processes.
 
-A script with a handler of its own may have ended, with exit code 0, before the supervisor hears of it. That is no
+A worker with a handler of its own may have ended, with exit code 0, before the supervisor hears of it. That is no
 success, of which checkpoints would be removed, and no fault.
 """
 
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from typing import Final
 
-from flyball.batch_step import DEFAULT_NOTICE_S
+from flyball.batch_step import notice_s
 from flyball.contracts.clock import Clock
 
-_ONE_BY_ONE_S: Final = 0.2  # between the first process that is signalled and the last
+_ONE_BY_ONE_S: Final = 0.1  # between the first process that is signalled and the last
 
 
 class StepEnd:
@@ -21,14 +22,15 @@ class StepEnd:
         """`leader`: as of `flyball.batch_step.leader_of`; 0: this is no such step."""
         self._leader = leader
         self._clock = clock
-        self._signalled_s = -math.inf
+        self._until_s = -math.inf
 
     def note(self) -> None:
-        """SIGTERM came, whoever sent it."""
-        self._signalled_s = self._clock.monotonic_s()
+        """SIGTERM came, whoever sent it. Workers have as long as the batch system gives them."""
+        self._until_s = self._clock.monotonic_s() + notice_s(os.environ, self._clock.wall_s())
 
-    async def has_ended(self, exit_code: int | None) -> bool:
-        """Whether a worker that ended just now did so because of that."""
-        if self._leader and exit_code == 0:
-            await asyncio.sleep(_ONE_BY_ONE_S)
-        return bool(self._leader) and self._clock.monotonic_s() < self._signalled_s + DEFAULT_NOTICE_S
+    async def has_come(self) -> bool:
+        """Whether a worker that ended just now may have done so because of that."""
+        if not self._leader:
+            return False
+        await asyncio.sleep(_ONE_BY_ONE_S)
+        return self._clock.monotonic_s() < self._until_s

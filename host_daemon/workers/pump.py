@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 READ_SIZE_BYTES = 64 << 10
-HOLD_S = 0.1  # the start of a line waits so long for its rest: unbuffered, `print` writes a line in pieces
+HOLD_S = 0.05  # the start of a line waits so long for its rest: unbuffered, `print` writes a line in pieces
 ERR = 2
 FRAME = struct.Struct("<cH")  # as in flyball.contracts.on_host.console_request
 SIZE = struct.Struct("<HH")

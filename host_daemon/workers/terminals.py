@@ -43,7 +43,7 @@ from host_daemon.workers.workers import Worker
 MAX_PUMPS = 5  # started for one generation
 DRAIN_TIMEOUT_S = 0.5  # to read everything that a worker wrote before it ended
 DRAIN_LOOK_S = 0.005
-WRITTEN_AFTER_S = 0.02  # after it was read, until it is in the log
+WRITTEN_AFTER_S = pump.HOLD_S + 0.02  # after it was read, until it is in the log
 
 _log = structlog.get_logger(__name__)
 

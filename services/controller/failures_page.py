@@ -27,7 +27,7 @@ EVIDENCE: dict[str, str] = {
     diagnosis.CONNECTION_LOST: "a worker ended because its connection to others was lost; the cause is elsewhere",
     diagnosis.START_OVERDUE: "ranks of a started generation were never reported",
     diagnosis.RANKS_PARKED: "ranks wait at an emergency step that no action knows",
-    diagnosis.RANKS_STOPPED: "ranks were stopped by a command that no action knows",
+    diagnosis.RANKS_STOPPED: "ranks were stopped, and no action did it",
     diagnosis.LOSS_DIVERGED: "the loss is not a number, or far from its recent range",
     diagnosis.REPLICAS_DIFFER: "ranks that must hold the same state hold different bytes",
     diagnosis.REPLAY_DIFFERS: "a rank's `job.replay` has another result the second time, a peer's has not, and the "

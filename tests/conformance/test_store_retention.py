@@ -7,6 +7,7 @@ import threading
 import pytest
 from sqlalchemy import delete, func, insert, select
 from support.clocks.manual import ManualClock
+from support.stores.poisoned import broken_text
 
 from flyball.contracts.cluster import Again, HostState, JobSpec, JobState
 from flyball.contracts.errors import Conflict, NotFound
@@ -196,6 +197,13 @@ def test_dead_hosts_go_in_small_transactions_and_one_that_comes_back_stays(store
     stores.status.record_reports([(make.report(names[-1], sent_at=T + WEEK_S), T + WEEK_S)])
     assert list(removing) == [HOSTS_AT_ONCE, 19]
     assert [host["host_id"] for host in SqlReadModels(stores.db).hosts(also_left=True)] == [names[-1]]
+
+
+def test_a_host_whose_name_is_no_text_ends_no_sweep(stores, make) -> None:
+    """It is read as another name, of which there is no row."""
+    stores.status.record_reports([(make.report("host-a"), T)])
+    with broken_text(stores, "hosts", "host_id"):
+        assert list(SqlHostRemoval(stores.db).remove_dead(T + WEEK_S)) == [1]
 
 
 def test_a_host_is_removed_at_once_by_an_operator(stores, make) -> None:

@@ -189,8 +189,15 @@ def test_a_poisoned_row_breaks_no_reply(full, tmp_path, table, column, value) ->
 
 def test_each_act_is_carried_out(full, tmp_path) -> None:  # type: ignore[no-untyped-def]
     """But what waits for nobody, another job of the same name, and the removal of a host with ranks."""
-    refused = {reply.request.url.path for reply in ApiHere(full, tmp_path).ask(ACTS) if not reply.is_success}
-    assert refused == {"/v1/approve", "/v1/jobs/job/adopt", "/v1/jobs", "/v1/hosts/host-b"}
+    replies = zip(ACTS, ApiHere(full, tmp_path).ask(ACTS), strict=True)
+    refused = [(path, body) for (_, path, body), reply in replies if not reply.is_success]
+    assert refused == [
+        ("/v1/approve", {"target": "inc-1"}),
+        ("/v1/approve", {"target": "dec-2"}),
+        ("/v1/jobs/job/adopt", {}),
+        ("/v1/jobs", {"job": "job", "argv": ["x.py"], "workdir": "/"}),
+        ("/v1/hosts/host-b", None),
+    ]
 
 
 @pytest.mark.parametrize(("table", "column", "value"), POISONED)

@@ -43,7 +43,7 @@ REPLICAS_DIFFER = "replicas_differ"
 REPLAY_DIFFERS = "replay_differs"
 HARMS = frozenset({LOSS_DIVERGED, REPLICAS_DIFFER, REPLAY_DIFFERS})  # all ranks run, and what they train is wrong
 RANKS_PARKED = "ranks_parked"  # at an emergency step that no action knows any more
-RANKS_STOPPED = "ranks_stopped"  # by a command that no action knows any more
+RANKS_STOPPED = "ranks_stopped"  # by a daemon, or a command that no action knows any more
 DEPARTURES = frozenset({PREEMPTION_NOTICE, DRAIN_REQUESTED, HOST_CONDITION})  # a host that works, and must be left
 BESIDE_FAILURES = frozenset(
     {*DEPARTURES, SUPERSEDED_WORKERS, SAVES_FAILING, STRAGGLER, ROOM_TO_GROW, CHECKPOINT_REQUESTED}

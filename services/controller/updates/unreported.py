@@ -88,7 +88,7 @@ def _stopped_for_nothing(round_: Round, job: JobView, generation: GenerationView
     return Failure(
         cause=RANKS_STOPPED,
         message=f"{ranks_of(numbers).capitalize()} {'was' if len(numbers) == 1 else 'were'} stopped, and no action "
-        "did it: a daemon ended, or the database was set back.",
+        "did it: their daemon or their batch step ended, or the database was set back.",
         generation=generation.generation,
         at=round_.now,
         rank=numbers[0],

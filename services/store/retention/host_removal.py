@@ -57,9 +57,10 @@ class SqlHostRemoval:
 
         A host that an operator cordoned stays: the cordon would be lost with it.
         """
+        tried: set[str] = set()  # an id that is no text is read as another one: it stays
 
-        def work(connection: Connection) -> int:
-            placed = frozenset().union(*self._placed.read(connection).values())
+        def work(connection: Connection) -> list[str]:
+            placed = tried.union(*self._placed.read(connection).values())
             query = select(hosts.c.host_id).where(hosts.c.state != HostState.CORDONED.value)
             received = vouching.received_at(connection)
             reported = select(host_reports.c.host_id).where(host_reports.c.received_at >= before)
@@ -67,10 +68,11 @@ class SqlHostRemoval:
             dead = sorted(set(connection.scalars(query)) - placed - young)[:HOSTS_AT_ONCE]
             if dead:
                 _forget(connection, dead)
-            return len(dead)
+            return dead
 
-        while removed := self._db.transact(work):
-            yield removed
+        while names := self._db.transact(work):
+            tried.update(names)
+            yield len(names)
 
 
 def _received_at(connection: Connection, host_id: str) -> float:

@@ -123,6 +123,15 @@ def test_a_sleep_that_ends_soon_is_known_as_such(start: Callable[[str], int]) ->
     assert asyncio.run(places()) == [DUE_SLEEP, "clock_nanosleep", DUE_SLEEP]
 
 
+def test_one_short_sleep_after_the_other_is_no_sleep_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for something that may never come."""
+    watch, worker = ActivityWatch(lambda pids: False), StalledWorker(KEY, os.getpid())
+    monkeypatch.setattr(watch, "look", lambda _standing, _now_s: {KEY: Seen(Activity.IDLE, 0.0, "nanosleep")})
+    monkeypatch.setattr("host_daemon.kernel.activity.sleeps_for_s", lambda _pid: 3.0)
+    places = [asyncio.run(watch.watch([worker], now_s))[KEY].place for now_s in (10.0, 12.0, 15.0, 18.0, 30.0)]
+    assert places == [DUE_SLEEP] * 3 + ["nanosleep"] * 2
+
+
 def test_waiting_for_typed_input_is_not_idle(start: Callable[[str], int]) -> None:
     watch_for(start(READS), Activity.READS_INPUT)
 

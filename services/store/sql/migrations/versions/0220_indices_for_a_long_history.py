@@ -1,4 +1,4 @@
-"""Indices for a year of history: which generation a decision granted, and the newest command of each host."""
+"""Indices for a year of history: which generation a decision granted, and which commands a host has answered."""
 
 import sqlalchemy as sa
 from alembic import op
