@@ -350,8 +350,9 @@ class JobControl:
     def _lacks_ranks(self, job: str, generation: int) -> bool:
         """Whether a rank of this host does not run any more: no step can be saved by all."""
         record = self._jobs.get(job)
-        is_of_it = record is not None and record.placement.generation == generation
-        host = record.placement.host(self._host_id) if record is not None and is_of_it else None
+        if record is None or record.placement.generation != generation:
+            return False
+        host = record.placement.host(self._host_id)
         live = [w for w in self._workers.live() if (w.record.job, w.record.generation) == (job, generation)]
         return host is not None and len(live) < len(host.ranks)
 

@@ -61,10 +61,10 @@ class Sweeper:
         """Sweep until stopped. Waits out outages of the database, and does nothing while its clock has jumped."""
         outage = Outage("sweeper", self._clock)
         wait_s = FIRST_SWEEP_S
-        began_at = self._clock.wall_s() - self._clock.monotonic_s()
+        offset_s = self._clock.wall_s() - self._clock.monotonic_s()
         while not stop.wait(wait_s):
             try:
-                jumped_s = self._clock.wall_s() - self._clock.monotonic_s() - began_at
+                jumped_s = self._clock.wall_s() - self._clock.monotonic_s() - offset_s
                 if abs(jumped_s) > JUMPED_S:
                     _log.warning("not_swept", clock_jumped_s=round(jumped_s), hint=_SET_CLOCK)
                 elif self._leads():
