@@ -24,6 +24,9 @@ _PYTHON = re.compile(r"^(?:lib)?python\d")
 # Threads of torch, NCCL and CUDA that poll for ever. They run no Python code of the script while no collective is under
 # way, and one that is has a thread that waits with a timeout.
 _POLLING = re.compile(r"^(?:gloo_tcp_loop|pt_nccl_\w+|pt_tcpstore\w*|NCCL \w+|cuda-EvtHandlr|cuda[0-9a-f]{8,})$")
+# Whose code goes on waiting after a signal: Python's since PEP 475, and torch's.
+_WAITS_ON = re.compile(r"^(?:(?:lib)?python\d|libtorch|libc10)")
+_ENDED_BY_SIGNALS = frozenset({"pause", "rt_sigsuspend"})
 _TIMER_SIGNALS = (14, 26, 27)  # SIGALRM, SIGVTALRM, SIGPROF: their handler may run at any time
 
 
@@ -87,6 +90,17 @@ def _origin(memory: int, stack: int, code: Sequence[tuple[int, int, str]]) -> st
         if name is not None and not _C_LIBRARY.match(name) and name != "[vdso]":
             return name
     return ""
+
+
+def stands_a_signal(pid: int) -> bool:
+    """Whether the main thread goes on as it does after a signal that a handler takes. A wait of foreign C code may end
+    early. Raises OSError, or ValueError."""
+    words = Path(f"/proc/{pid}/syscall").read_text().split()
+    if len(words) < 9 or (call := named_call(int(words[0]))) == "futex":  # it runs, or the kernel waits on
+        return True
+    with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
+        origin = _origin(memory.fileno(), int(words[7], 16), _code_of(pid))
+    return call not in _ENDED_BY_SIGNALS and bool(_WAITS_ON.match(origin))
 
 
 def may_get_a_timer_signal(pid: int) -> bool:

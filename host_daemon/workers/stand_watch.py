@@ -57,7 +57,7 @@ class StandWatch:
         try:
             source = self._sources().get(worker.key)
             if source is not None and source.pid == worker.pid:
-                for stand in await take_stands([source], TAKEN_WITHIN_S, self._reads):
+                for stand in await take_stands([source], TAKEN_WITHIN_S, self._reads, gently=True):
                     self._stands[worker] = msgspec.structs.replace(stand, stack="")
         finally:
             del self._taking[worker]

@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterator
 import pytest
 from support.clocks.waits import until
 
-from host_daemon.kernel.thread_waits import ThreadWait, awaits, may_get_a_timer_signal, proof, threads_of
+from host_daemon.kernel.thread_waits import (
+    ThreadWait,
+    awaits,
+    may_get_a_timer_signal,
+    proof,
+    stands_a_signal,
+    threads_of,
+)
 
 MAIN = ThreadWait(1, "python", "S", "futex", endless=True, switches=7, origin="libpython3.11.so.1.0")
 GLOO = ThreadWait(2, "gloo_tcp_loop", "R", "epoll_wait", endless=False, switches=0, origin="")
@@ -94,6 +101,25 @@ def test_what_another_thread_waits_for_is_told(start: Callable[[str], int]) -> N
     pid = start(MAY_END["a thread that reads"])
     until(lambda: awaits(threads_of(pid)), timeout_s=30.0)
     assert awaits(threads_of(pid)) == "read"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("code", "stands"),
+    [
+        ("import time; time.sleep(600)", True),
+        (ENDLESS["a lock"], True),
+        ("while True: pass", True),
+        ("import signal; signal.pause()", False),  # would return
+        ("import ctypes; ctypes.CDLL(None).sleep(600)", False),  # C code that may take EINTR for an end
+    ],
+)
+def test_only_a_wait_that_a_signal_does_not_end_is_disturbed(
+    start: Callable[[str], int], code: str, stands: bool
+) -> None:
+    pid = start(code)
+    until(lambda: threads_of(pid)[0].call or "while" in code, timeout_s=30.0)
+    until(lambda: stands_a_signal(pid) is stands, timeout_s=30.0)
 
 
 @pytest.mark.processes
