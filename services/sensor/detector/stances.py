@@ -83,7 +83,7 @@ def _by_stands(
 def _waits_for_world(stand: RankStand | None, place: str) -> bool:
     if stand is None or stand.kind == Stand.UNKNOWN:
         return place in _WORLD_CALLS
-    return stand.kind in _WORLD or bool(stand.awaits)
+    return stand.kind in _WORLD or (stand.kind == Stand.LOCK and bool(stand.awaits))
 
 
 def _by_activity(

@@ -21,6 +21,7 @@ from services.sensor.detector.watched_ranks import APART_FROM_STEPS, RankEntries
 K = TypeVar("K")
 
 _UNSEEN = (Activity.UNKNOWN, "")
+MAX_PLACE_CHARS = 400
 _BEHIND_STEPS = 2  # a lone rank that far behind the others waits for nobody
 
 
@@ -57,6 +58,7 @@ class WatchedJob:
         self._doing: dict[Activity, set[int]] = {}  # of the waiting ranks, without those of which nothing is known
         self._places: dict[str, set[int]] = {}  # the idle ranks by system call
         self._stands: dict[int, RankStand] = {}  # of the waiting ranks, as far as it is known
+        self._place = ""  # where in the script they stand, all of them; '': not known
         self._stance = Stance.WORKING
         self._standing: Set[int] = frozenset()  # the ranks that can be overdue in this stance
         self._stance_since_s = 0.0
@@ -358,6 +360,8 @@ class WatchedJob:
         self._is_stance_old = False
         sees_all = self._unseen <= self._covered
         stance, self._standing = stance_of(self._waiting, self._doing, self._places, self._stands, sees_all=sees_all)
+        places = {stand.caller or stand.place for stand in self._stands.values()}
+        self._place = "; ".join(sorted(places))[:MAX_PLACE_CHARS]
         if stance is not self._stance:
             self._stance, self._stance_since_s = stance, now_s
             self._overdue.clear()
@@ -392,13 +396,7 @@ class WatchedJob:
                 paused_s = min(paused_s, stance_s)
             if paused_s > self._paused.get(stance, 0.0):
                 self._paused[stance] = paused_s
-        where = self._place_of(ranks.numbers[place])
-        return stood_s > pace.deadline_s(stance, phase, has_stepped=has_stepped, place=where)
-
-    def _place_of(self, number: int) -> str:
-        """Where in the script a rank stands; '': not known."""
-        stand = self._stands.get(number)
-        return (stand.caller or stand.place) if stand is not None else ""
+        return stood_s > pace.deadline_s(stance, phase, has_stepped=has_stepped, place=self._place)
 
     def _take_false_alarm(self) -> Sequence[SignalBody]:
         """Return the false alarm of an earlier generation that this pause revealed. Each is returned once."""
@@ -421,9 +419,9 @@ class WatchedJob:
         if not numbers or self.homes[numbers[0]].host_id in self._told:  # their own sensor says it
             return ()
         stance, first = self._stance, self.homes[numbers[0]].rows()[numbers[0]]
-        place = self._place_of(numbers[0])
-        deadline_s, limit = max(self.pace.bounds(stance, first.phase, has_stepped=first.has_stepped, place=place))
-        self._hold(Alarm(self.generation, numbers, first.step, first.age_s, stance, place))
+        bounds = self.pace.bounds(stance, first.phase, has_stepped=first.has_stepped, place=self._place)
+        deadline_s, limit = max(bounds)
+        self._hold(Alarm(self.generation, numbers, first.step, first.age_s, stance, self._place))
         found = RankStalled(
             job=self.name,
             generation=self.generation,
