@@ -211,7 +211,7 @@ def run_chaos(
             diverged={
                 int(i["generation"]): int(i["harm"]["clean_step"])
                 for i in incidents
-                if i["cause"] == "loss_diverged" and i.get("harm")
+                if i.get("harm")  # whatever else was found with it
             },
             unreachables=Unreachables(
                 [o.at for o in outcomes if o.fault in ("host-down", "host-reboot") and o.at],
