@@ -282,6 +282,15 @@ def test_a_report_that_was_under_way_for_long_tells_what_was_when_it_was_sent(sq
     assert {host.host_id: host.known_at for host in check().hosts} == {"host-a": 1001.0, "host-b": 1020.0}
 
 
+def test_a_placed_host_that_is_vouched_for_and_has_no_row_is_named(sql_stores, make, check) -> None:
+    sql_stores.place("job", 1, "host-a", "host-b", "host-c")
+    sql_stores.status.record_reports([(make.report("host-a"), 1001.0)])
+    assert check().unstored == {}
+    sql_stores.status.vouch(sensor="s", at=1003.0, ages_ms=(0, 500, 9), hosts=("host-a", "host-b", "unplaced"))
+    assert check().unstored == {"host-b": 1002.5}
+    assert check().unstored == sql_stores.decisions.load_view(Focus(jobs=frozenset({"job"}))).unstored
+
+
 def test_hosts_that_could_not_be_read_do_not_count_as_known(
     sql_stores, make, check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
