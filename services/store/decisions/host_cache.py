@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -14,7 +14,8 @@ from flyball.contracts.cluster import HostState, Phase
 from services.controller.round.view import RankView
 from services.record.codec import load
 from services.record.host_views import CachedHost
-from services.record.positions import read_positions
+from services.record.positions import SteadyPositions, read_positions, slot_of
+from services.store.reports.steady_documents import SteadyDocuments
 from services.store.sql.set_aside import readable
 from services.store.sql.tables import host_reports, hosts
 
@@ -40,6 +41,7 @@ class HostCache:
         self._read_pages_at_s = -inf  # -inf: never
         self._expired: set[str] = set()
         self._changed: set[str] = set()
+        self._steady = SteadyDocuments()
 
     def expire(self, host_ids: Iterable[str]) -> None:
         """Read these hosts again with the next view."""
@@ -57,8 +59,10 @@ class HostCache:
         the share that is due since the last call is read, so that no page waits for long. The first call reads all
         pages, and so does one after a pause of MAX_AGE_S."""
         began_s = self._clock.monotonic_s()
+        is_urgent = pages == 0 and self._read_pages_at_s > -inf
+        self._read_steady(connection, {slot_of(host_id) for host_id in self._expired} if is_urgent else None)
         self._read_expired(connection)
-        if pages == 0 and self._read_pages_at_s > -inf:
+        if is_urgent:
             return self._hosts
         share = (began_s - self._read_pages_at_s) / MAX_AGE_S
         due = share * (len(self._hosts) // PAGE + 1)
@@ -77,6 +81,12 @@ class HostCache:
         """Return the hosts that were read again since the last call."""
         changed, self._changed = self._changed, set()
         return changed
+
+    def _read_steady(self, connection: Connection, slots: Collection[int] | None) -> None:
+        for newer in self._steady.read(connection, slots):
+            host = self._hosts.get(newer.host_id)
+            if host is not None and host.report_version == newer.version:
+                host.take_newer(newer)
 
     def _read_expired(self, connection: Connection) -> None:
         """Read expired hosts again, including those that joined since their page was read. Names that are no hosts are
@@ -98,7 +108,7 @@ class HostCache:
         for row in _rows(connection, _FACTS, facts):
             _take_facts(known[row.host_id], row)
         for row in _rows(connection, _REPORTS, reports):
-            _take_report(known[row.host_id], row)
+            _take_report(known[row.host_id], row, self._steady.of(row.host_id, row.version))
 
     def _read_page(self, connection: Connection) -> bool:
         """Read the next page. Return whether it was the last. A page that fails half-way counts as not read."""
@@ -179,7 +189,7 @@ def _take_facts(host: CachedHost, row: Any) -> None:  # noqa: ANN401 - a row's c
     host.copies_of = frozenset(copy.job for copy in host.copies)
 
 
-def _take_report(host: CachedHost, row: Any) -> None:  # noqa: ANN401
+def _take_report(host: CachedHost, row: Any, newer: SteadyPositions | None) -> None:  # noqa: ANN401
     host.report_version = row.version
     host.last_report_at = row.received_at
     host.sent_at = row.sent_at
@@ -187,7 +197,9 @@ def _take_report(host: CachedHost, row: Any) -> None:  # noqa: ANN401
     positions = readable("host_reports", row.host_id, _ranks, host.host_id, row.positions)
     if workers is None or positions is None:
         host.report_version = _UNREAD
-    host.workers, host.ranks = workers or {}, positions or {}
+    host.workers, host.ranks, host.newer = workers or {}, positions or {}, None
+    if newer is not None:
+        host.take_newer(newer)
 
 
 def _ranks(host_id: str, document: str) -> Mapping[tuple[str, int], tuple[RankView, ...]]:

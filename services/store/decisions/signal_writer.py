@@ -15,7 +15,8 @@ from services.record.signal_events import (
     SignalKey,
     event_of,
 )
-from services.store.reports.status_store import raise_newest_step, read_watermarks
+from services.store.reports.host_rows import raise_newest_step
+from services.store.reports.status_store import read_watermarks
 from services.store.sql.rows import upsert
 from services.store.sql.set_aside import readable
 from services.store.sql.tables import generations, ranks, signals, watermarks

@@ -165,6 +165,13 @@ host_reports = _table(
     Column("version", BigInteger, nullable=False),
 )
 
+steady_positions = _table(
+    "steady_positions",  # newer positions than `host_reports` has, of hosts that report nothing else: some hundred each
+    Column("slot", Integer, primary_key=True, autoincrement=False),
+    Column("version", BigInteger, nullable=False),
+    Column("document", Document, nullable=False),
+)
+
 vouches = _table(
     "vouches",  # which hosts a sensor received reports of, and how long before `at`
     Column("sensor", String(128), primary_key=True),
