@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -433,6 +434,7 @@ changes = st.one_of(
     st.tuples(
         st.just("report"), hosts, jobs, st.integers(1, 3), st.lists(st.tuples(jobs, st.integers(1, 40)), max_size=3)
     ),
+    st.tuples(st.just("steady"), hosts),
     st.tuples(st.just("place"), jobs, st.permutations(HOSTS)),
     st.tuples(st.just("state"), hosts, st.sampled_from(list(HostState))),
     st.tuples(st.just("end"), jobs),
@@ -457,6 +459,7 @@ def test_after_any_changes_the_cache_equals_a_fresh_read(new_stores, make, turns
     stores.place("other", 1, "host-c", "host-d")
     newest = dict.fromkeys(JOBS, 1)
     restarts = 0
+    last_reports = {}
     for number, (kind, *values) in enumerate(turns, 1):
         now = make.T + number
         match kind, *values:
@@ -468,7 +471,13 @@ def test_after_any_changes_the_cache_equals_a_fresh_read(new_stores, make, turns
                     for of, step in held
                     for tier in tiers
                 )
-                stores.status.record_reports([(make.report(host, sent_at=now, ranks=(rank,), copies=copies), now)])
+                last_reports[host] = make.report(host, sent_at=now, ranks=(rank,), copies=copies)
+                stores.status.record_reports([(last_reports[host], now)])
+            case "steady", host:
+                before = last_reports.get(host) or make.report(host)
+                steps = tuple(msgspec.structs.replace(one, steps=(number,)) for one in before.progress)
+                report = msgspec.structs.replace(before, sent_at=now, progress=steps)
+                stores.status.record_steady([(report, now)])
             case "place", job, order:
                 newest[job] += 1
                 stores.place(job, newest[job], *order[:2])
