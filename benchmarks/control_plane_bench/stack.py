@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import psutil
 import pymysql
-from sqlalchemy import insert
+from sqlalchemy import insert, select
 
 from control_plane_bench.fleet import INTERVAL_S, RANKS_PER_HOST, placed
 from flyball.contracts.checkpoints import LineageEntry
@@ -28,7 +28,7 @@ from flyball.contracts.decisions import GenerationPlan
 from services.record.codec import dump
 from services.store.sql.database import Database
 from services.store.sql.schema_upgrade import migrate
-from services.store.sql.tables import generations, jobs
+from services.store.sql.tables import generations, incidents, jobs
 
 START_TIMEOUT_S = 300.0  # on a machine that much else uses
 STOP_TIMEOUT_S = 20.0
@@ -87,6 +87,15 @@ def running_stack(folder: Path, *, bus: str, database_url: str) -> Iterator[Stac
         for part, service in services.items():
             _wait_until(lambda service=service: _is_open(service.port), f"start of the {part}", folder)  # type: ignore[misc]
         yield Stack(secret, database, services)
+
+
+def false_incidents(database: Database, real: str) -> list[str]:
+    """Return the causes of incidents of jobs whose names do not begin with `real`, each with its job: nothing else
+    fails."""
+    query = select(incidents.c.job, incidents.c.cause, incidents.c.host_id).order_by(incidents.c.number)
+    with database.read() as connection:
+        rows = connection.execute(query).all()
+    return [f"{cause} of {job or host_id}" for job, cause, host_id in rows if not (job or host_id).startswith(real)]
 
 
 def add_jobs(database: Database, names: list[list[str]], *, first: int = 0) -> None:
