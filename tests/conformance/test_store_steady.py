@@ -58,7 +58,7 @@ def test_positions_of_many_hosts_take_the_statements_of_one(running, make) -> No
         statements.clear()
         running.status.record_steady([reported(make, host, 1011.0 + len(hosts), 6) for host in hosts])
         counts.append(len(statements) - len({positions.slot_of(host) for host in hosts}))
-    assert counts[0] == counts[1] < 10, "besides one for each document"
+    assert counts[0] == counts[1] < 12, "besides one for each document"
 
 
 def test_whoever_rewrites_a_row_makes_its_newer_positions_void(running, make) -> None:

@@ -19,7 +19,8 @@ from services.store.reports.steady_documents import SteadyDocuments
 from services.store.sql.set_aside import readable
 from services.store.sql.tables import host_reports, hosts
 
-PAGE = 1000  # hosts in one query
+PAGE = 1000  # hosts whose versions are read together
+AT_ONCE = 250  # hosts that are read in one statement: a round may be broken off between two
 PAGES_BUDGET_S = 0.02  # time of a view for pages that are not due yet
 MAX_AGE_S = 5.0
 _UNREAD = -1  # the version of a row that is read with every view: it is set aside as long as it cannot be decoded
@@ -92,14 +93,21 @@ class HostCache:
         """Read expired hosts again, including those that joined since their page was read. Names that are no hosts are
         dropped: sensors send signals too."""
         again = sorted(self._expired & self._hosts.keys())
-        self._take(connection, self._hosts, again, again)
+        self._take_whole(connection, self._hosts, again)
         if self._read_pages_at_s > -inf:
             unknown = sorted(self._expired - self._hosts.keys())
             joined = {row.host_id: CachedHost(row.host_id) for row in _rows(connection, _MARKS, unknown)}
-            self._take(connection, joined, list(joined), list(joined))
+            self._take_whole(connection, joined, list(joined))
             self._joined |= joined
             self._hosts |= joined
         self._expired.clear()
+
+    def _take_whole(self, connection: Connection, known: Mapping[str, CachedHost], host_ids: Sequence[str]) -> None:
+        """As `_take`, in one statement."""
+        self._changed.update(host_ids)
+        for row in _rows(connection, _WHOLE, host_ids):
+            _take_facts(known[row.host_id], row)
+            _take_report(known[row.host_id], row, self._steady.of(row.host_id, row.report_version))
 
     def _take(
         self, connection: Connection, known: Mapping[str, CachedHost], facts: Sequence[str], reports: Sequence[str]
@@ -108,7 +116,7 @@ class HostCache:
         for row in _rows(connection, _FACTS, facts):
             _take_facts(known[row.host_id], row)
         for row in _rows(connection, _REPORTS, reports):
-            _take_report(known[row.host_id], row, self._steady.of(row.host_id, row.version))
+            _take_report(known[row.host_id], row, self._steady.of(row.host_id, row.report_version))
 
     def _read_page(self, connection: Connection) -> bool:
         """Read the next page. Return whether it was the last. A page that fails half-way counts as not read."""
@@ -137,7 +145,7 @@ class HostCache:
 _MARKS = select(hosts.c.host_id, hosts.c.version, host_reports.c.version).join(
     host_reports, host_reports.c.host_id == hosts.c.host_id
 )
-_FACTS = select(
+_OF_HOSTS = (
     hosts.c.host_id,
     hosts.c.version,
     hosts.c.state,
@@ -153,20 +161,22 @@ _FACTS = select(
     hosts.c.fabric,
     hosts.c.memory_bytes,
 )
-_REPORTS = select(
-    host_reports.c.host_id,
-    host_reports.c.version,
+_OF_REPORTS = (
+    host_reports.c.version.label("report_version"),
     host_reports.c.sent_at,
     host_reports.c.received_at,
     host_reports.c.workers,
     host_reports.c.positions,
 )
+_FACTS = select(*_OF_HOSTS)
+_REPORTS = select(host_reports.c.host_id, *_OF_REPORTS)
+_WHOLE = select(*_OF_HOSTS, *_OF_REPORTS).join(host_reports, host_reports.c.host_id == hosts.c.host_id)
 
 
 def _rows(connection: Connection, query: Select[Any], host_ids: Sequence[str]) -> Iterator[Any]:
     column = query.selected_columns.host_id
-    for start in range(0, len(host_ids), PAGE):
-        yield from connection.execute(query.where(column.in_(host_ids[start : start + PAGE])))
+    for start in range(0, len(host_ids), AT_ONCE):
+        yield from connection.execute(query.where(column.in_(host_ids[start : start + AT_ONCE])))
 
 
 def _take_facts(host: CachedHost, row: Any) -> None:  # noqa: ANN401 - a row's columns have no static type
@@ -190,7 +200,7 @@ def _take_facts(host: CachedHost, row: Any) -> None:  # noqa: ANN401 - a row's c
 
 
 def _take_report(host: CachedHost, row: Any, newer: SteadyPositions | None) -> None:  # noqa: ANN401
-    host.report_version = row.version
+    host.report_version = row.report_version
     host.last_report_at = row.received_at
     host.sent_at = row.sent_at
     workers = readable("host_reports", row.host_id, load, row.workers, dict[str, int])

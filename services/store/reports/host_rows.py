@@ -24,6 +24,7 @@ from services.store.reports import persistent_steps
 from services.store.reports.own_ranks import has_ranks, own_part
 from services.store.reports.steady_documents import SteadyDocuments
 from services.store.sql import events
+from services.store.sql.kept_reads import OF_PROGRESS
 from services.store.sql.rows import new_version, upsert
 from services.store.sql.set_aside import readable
 from services.store.sql.shared_reads import GivenPlans
@@ -335,9 +336,10 @@ def _store_losses(connection: Connection, steps: Sequence[StepSummary]) -> None:
         if part.loss is not None:
             mine = (jobs.c.job == part.job, jobs.c.generation == part.generation)
             values = {"loss": repr(float(part.loss)), "loss_step": part.loss_step}
-            connection.execute(update(jobs).where(*mine).values(values))
+            connection.execute(update(jobs).where(*mine).values(values).execution_options(**OF_PROGRESS))
 
 
 def raise_newest_step(connection: Connection, job: str, step: int) -> None:
     """Record that a rank completed `step`, unless a newer step is known."""
-    connection.execute(update(jobs).where(jobs.c.job == job, jobs.c.newest_step < step).values(newest_step=step))
+    raised = update(jobs).where(jobs.c.job == job, jobs.c.newest_step < step).values(newest_step=step)
+    connection.execute(raised.execution_options(**OF_PROGRESS))

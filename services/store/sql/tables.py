@@ -460,6 +460,12 @@ log_head = _table(
     Column("conditions_revision", BigInteger, nullable=False, server_default="0"),  # at their last change
 )
 
+table_marks = _table(
+    "table_marks",  # new with every transaction that wrote the table, see `kept_reads`
+    Column("name", Word, primary_key=True),
+    Column("mark", BigInteger, nullable=False),
+)
+
 events = _table(
     "events",
     Column("number", Number, primary_key=True, autoincrement=False),

@@ -18,8 +18,8 @@ from services.runtime.telemetry import Metrics
 from services.runtime.wakeup import LocalWakeup
 from services.sensor.reports import report_writer
 from services.sensor.reports.report_queue import ReportQueue
-from services.sensor.reports.state_lanes import Received
 from services.sensor.reports.report_writer import ReportWriter
+from services.sensor.reports.state_lanes import Received
 from services.sensor.rules.step_log import StepSummary
 
 

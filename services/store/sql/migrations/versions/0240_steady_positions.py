@@ -1,4 +1,5 @@
-"""Newer positions of hosts that report nothing else, in one document per some hundred hosts (docs/decisions/0052)."""
+"""Newer positions of hosts that report nothing else, in one document per some hundred hosts; marks of the tables that
+views are read from (docs/decisions/0052)."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -17,11 +18,19 @@ OPTIONS = {
 
 def upgrade() -> None:
     """Add what is missing: MySQL commits after each statement, so a killed upgrade leaves a part."""
-    if not sa.inspect(op.get_bind()).has_table("steady_positions"):
+    found = sa.inspect(op.get_bind())
+    if not found.has_table("steady_positions"):
         op.create_table(
             "steady_positions",
             sa.Column("slot", sa.Integer, primary_key=True, autoincrement=False),
             sa.Column("version", sa.BigInteger, nullable=False),
             sa.Column("document", DOCUMENT, nullable=False),
+            **OPTIONS,
+        )
+    if not found.has_table("table_marks"):
+        op.create_table(
+            "table_marks",
+            sa.Column("name", sa.String(32), primary_key=True),
+            sa.Column("mark", sa.BigInteger, nullable=False),
             **OPTIONS,
         )
