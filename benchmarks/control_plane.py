@@ -210,13 +210,12 @@ def measure(options: argparse.Namespace, running: stack.Stack) -> dict[str, Any]
             )
         )
         other_cores = machine.Use.now().others_since(use) if loaded_probe.poll() is None else None
+        false = stack.false_incidents(running.database, PROBES)  # at once: the fleet is silent from now on
+        stored = running.sensor.metrics()
         paced_cpu = spent(running.services, used)
         paced_s = time.monotonic() - began_s
         rss_after = {name: service.rss_bytes for name, service in running.services.items()}
         loaded = finish(loaded_probe)
-    stored = running.sensor.metrics()
-    false = stack.false_incidents(running.database, PROBES)
-
     log(f"all over {options.connections} connections, {BATCH} at once, for {options.flood_seconds:.0f} s")
     used = cpu(running.services)
     batches = uvloop.run(

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
+from flyball.contracts.reports.rank_columns import CompletedSteps
 from flyball.contracts.reports.signals import Report
 from services.record.positions import AS_STORED, SteadyPositions
 from services.record.report_events import RankKey, RankRow, ranks_of
@@ -20,6 +21,7 @@ class StoredReport(msgspec.Struct, frozen=True, gc=False):
     version: int  # of the row
     received_at: float
     places: Mapping[RankKey, int]  # the ranks in the row
+    of_workers: tuple[tuple[int, ...], ...]  # the places of the ranks of each of the report's workers
     newest: SteadyPositions  # what was stored last
 
 
@@ -38,35 +40,49 @@ def stored_report(
     places = {key: place for place, key in enumerate(rows)}
     steps = tuple(row.step for row in rows.values())
     first = SteadyPositions(report.facts.host_id, version, report.sent_at, received_at, steps)
-    return StoredReport(report, version, received_at, places, first)
+    of_workers = tuple(tuple(places[of.job, of.generation, rank] for rank in of.ranks) for of in report.workers)
+    return StoredReport(report, version, received_at, places, of_workers, first)
 
 
 def steady_positions(known: StoredReport, report: Report, received_at: float) -> SteadyPositions | None:
     """Return the newer positions, None if the report tells anything else, or came late."""
-    before = known.report
+    before, newest = known.report, known.newest
     is_same = (
         report.incarnation == before.incarnation
-        and report.workers == before.workers
-        and report.facts == before.facts
-        and report.engine == before.engine
-        and report.copies == before.copies
         and report.interval_s == before.interval_s
+        and _is(report.workers, before.workers)
+        and _is(report.facts, before.facts)
+        and _is(report.engine, before.engine)
+        and _is(report.copies, before.copies)
         and not (report.marks or report.restores or report.leaves)
-        and [progress.phases for progress in report.progress] == [progress.phases for progress in before.progress]
+        and all(now.phases == then.phases for now, then in zip(report.progress, before.progress, strict=True))
         and received_at - known.received_at < REWRITE_AFTER_S
     )
-    if not is_same or report.sent_at <= known.newest.sent_at:
+    if not is_same or report.sent_at <= newest.sent_at:
         return None
     steps = [AS_STORED] * len(known.places)
-    for workers, progress in zip(report.workers, report.progress, strict=True):
-        for rank, step in zip(workers.ranks, progress.steps, strict=True):
-            place = known.places[workers.job, workers.generation, rank]
-            steps[place] = max(step, known.newest.step(place))
+    for places, progress in zip(known.of_workers, report.progress, strict=True):
+        for place, step in zip(places, progress.steps, strict=True):
+            steps[place] = max(step, newest.step(place))
     for completed in report.completed:
-        for rank in completed.ranks:
-            place = known.places.get((completed.job, completed.generation, rank), -1)
-            if place < 0 or steps[place] == AS_STORED:
-                return None
+        places = _places(known, completed)
+        if any(place < 0 or steps[place] == AS_STORED for place in places):
+            return None
+        for place in places:
             steps[place] = max(steps[place], completed.last_step)
     together = tuple(steps[:1] if len(set(steps)) == 1 else steps)
     return SteadyPositions(report.facts.host_id, known.version, report.sent_at, received_at, together)
+
+
+def _is(value: object, before: object) -> bool:
+    """Whether they are equal: a sensor mostly has the same object."""
+    return value is before or value == before
+
+
+def _places(known: StoredReport, completed: CompletedSteps) -> tuple[int, ...]:
+    """Return the places of the ranks, -1 for one that the row does not have."""
+    job, generation = completed.job, completed.generation
+    for workers, places in zip(known.report.workers, known.of_workers, strict=True):
+        if workers.ranks == completed.ranks and (workers.job, workers.generation) == (job, generation):
+            return places
+    return tuple(known.places.get((job, generation, rank), -1) for rank in completed.ranks)
