@@ -206,7 +206,9 @@ def measure(options: argparse.Namespace, running: stack.Stack) -> dict[str, Any]
                 options.seconds,
                 joining_s=options.warm_up_seconds,
                 starting_s=options.warm_up_seconds,
-                start=lambda: stack.add_jobs(running.database, groups[1:], first=1),
+                start=lambda: stack.add_jobs(
+                    running.database, groups[1:], first=1, starts_in_s=options.warm_up_seconds
+                ),
             )
         )
         other_cores = machine.Use.now().others_since(use) if loaded_probe.poll() is None else None

@@ -98,8 +98,9 @@ def false_incidents(database: Database, real: str) -> list[str]:
     return [f"{cause} of {job or host_id}" for job, cause, host_id in rows if not (job or host_id).startswith(real)]
 
 
-def add_jobs(database: Database, names: list[list[str]], *, first: int = 0) -> None:
-    """Insert running jobs, one for each list of hosts; numbered from `first` on."""
+def add_jobs(database: Database, names: list[list[str]], *, first: int = 0, starts_in_s: float = INTERVAL_S) -> None:
+    """Insert running jobs, one for each list of hosts; numbered from `first` on. `starts_in_s`: by then their hosts
+    should report ranks, and this returns long before."""
     now = SystemClock().wall_s()
     with database.write() as connection:
         for number, hosts in enumerate(names, first):
@@ -128,7 +129,7 @@ def add_jobs(database: Database, names: list[list[str]], *, first: int = 0) -> N
                     decision=0,
                     plan=dump(plan),
                     granted_at=now,
-                    started_at=now + INTERVAL_S,
+                    started_at=now + starts_in_s,
                     restore_step=None,
                     lineage=dump((LineageEntry(1),)),
                     placement=None,

@@ -18,7 +18,7 @@ from services.record import report_events
 from services.record.codec import dump
 from services.record.positions import document_of, kept, moved, read_positions, rows_of, slot_of
 from services.record.report_events import Before, RankKey, RankRow, Received
-from services.record.steady_reports import StoredReport, stored_report
+from services.sensor.rules.steady_reports import StoredReport, stored_report
 from services.sensor.rules.step_log import StepSummary
 from services.store.reports import persistent_steps
 from services.store.reports.own_ranks import has_ranks, own_part

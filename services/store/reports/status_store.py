@@ -12,7 +12,7 @@ from flyball.contracts.cluster import HostState, JobState
 from flyball.contracts.reports.signals import Sender
 from services.record.codec import dump
 from services.record.report_events import Received
-from services.record.steady_reports import StoredReport, steady_positions
+from services.sensor.rules.steady_reports import StoredReport, steady_positions
 from services.sensor.detector.watched_job import LearnedJob
 from services.sensor.rules.step_log import StepSummary
 from services.store.reports import host_rows, vouching
