@@ -4,7 +4,6 @@ that report nothing but newer positions are in one document per some hundred hos
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from zlib import crc32
 
 import msgspec
 
@@ -71,13 +70,7 @@ def document_of(rows: Mapping[RankKey, RankRow]) -> str:
     return dump([JobPositions(job, generation, tuple(ranks)) for (job, generation), ranks in parts.items()])
 
 
-SLOTS = 32  # documents that the steady positions of all hosts are divided among
 AS_STORED = -2  # a rank that the report does not tell of
-
-
-def slot_of(host_id: str) -> int:
-    """The document that has a host's steady positions."""
-    return crc32(host_id.encode()) % SLOTS
 
 
 class SteadyPositions(msgspec.Struct, frozen=True, array_like=True, gc=False):

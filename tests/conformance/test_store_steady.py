@@ -10,7 +10,7 @@ from sqlalchemy import event, select
 
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.cluster import Phase, RankStatus
-from services.sensor.rules import steady_reports
+from services.store.reports import steady_reports
 from services.store.reports.rank_rows import known_ranks
 from services.store.reports.status_store import SqlStatusStore
 from services.store.sql import tables

@@ -11,7 +11,7 @@ from math import inf
 import msgspec
 
 from flyball.contracts.reports.signals import Report, Signal
-from services.record.positions import slot_of
+from services.sensor.rules.slots import slot_of
 
 MAX_STORED = 100_000  # hosts that are remembered
 

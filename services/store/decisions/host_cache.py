@@ -14,7 +14,8 @@ from flyball.contracts.cluster import HostState, Phase
 from services.controller.round.view import RankView
 from services.record.codec import load
 from services.record.host_views import CachedHost
-from services.record.positions import SteadyPositions, read_positions, slot_of
+from services.record.positions import SteadyPositions, read_positions
+from services.sensor.rules.slots import slot_of
 from services.store.reports.steady_documents import SteadyDocuments
 from services.store.sql.set_aside import readable
 from services.store.sql.tables import host_reports, hosts

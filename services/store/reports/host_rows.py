@@ -16,13 +16,14 @@ from flyball.contracts.reports.signals import Report
 from flyball.contracts.wire import encode
 from services.record import report_events
 from services.record.codec import dump
-from services.record.positions import document_of, kept, moved, read_positions, rows_of, slot_of
+from services.record.positions import document_of, kept, moved, read_positions, rows_of
 from services.record.report_events import Before, RankKey, RankRow, Received
-from services.sensor.rules.steady_reports import StoredReport, stored_report
+from services.sensor.rules.slots import slot_of
 from services.sensor.rules.step_log import StepSummary
 from services.store.reports import persistent_steps
 from services.store.reports.own_ranks import has_ranks, own_part
 from services.store.reports.steady_documents import SteadyDocuments
+from services.store.reports.steady_reports import StoredReport, stored_report
 from services.store.sql import events
 from services.store.sql.kept_reads import OF_PROGRESS
 from services.store.sql.rows import new_version, upsert

@@ -11,7 +11,8 @@ from sqlalchemy import Connection, select
 from flyball.contracts.cluster import Phase
 from flyball.contracts.reports.signals import RankMarks, WorkerExited
 from services.record.codec import load
-from services.record.positions import JobPositions, moved_parts, read_positions, slot_of
+from services.record.positions import JobPositions, moved_parts, read_positions
+from services.sensor.rules.slots import slot_of
 from services.store.reports.steady_documents import SteadyDocuments
 from services.store.sql.set_aside import readable
 from services.store.sql.tables import host_reports, jobs, ranks

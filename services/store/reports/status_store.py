@@ -12,11 +12,11 @@ from flyball.contracts.cluster import HostState, JobState
 from flyball.contracts.reports.signals import Sender
 from services.record.codec import dump
 from services.record.report_events import Received
-from services.sensor.rules.steady_reports import StoredReport, steady_positions
 from services.sensor.detector.watched_job import LearnedJob
 from services.sensor.rules.step_log import StepSummary
 from services.store.reports import host_rows, vouching
 from services.store.reports.steady_documents import Document, SteadyDocuments
+from services.store.reports.steady_reports import StoredReport, steady_positions
 from services.store.sql import events
 from services.store.sql.database import Database
 from services.store.sql.rows import upsert

@@ -13,7 +13,8 @@ import msgspec
 from sqlalchemy import Connection, func, select
 
 from services.record.codec import dump
-from services.record.positions import SteadyPositions, read_steady, slot_of
+from services.record.positions import SteadyPositions, read_steady
+from services.sensor.rules.slots import slot_of
 from services.store.sql.rows import new_version, upsert
 from services.store.sql.set_aside import readable
 from services.store.sql.tables import host_reports, steady_positions

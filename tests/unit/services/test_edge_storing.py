@@ -9,11 +9,11 @@ import pytest
 from flyball.contracts.cluster import HostFacts
 from flyball.contracts.reports.signals import EngineStatus, Report
 from flyball.contracts.wire import WIRE_VERSION
-from services.record.positions import slot_of
 from services.sensor.reports.report_queue import ReportQueue
 from services.sensor.reports.report_writer import MAX_STEADY
 from services.sensor.reports.state_lanes import Received
 from services.sensor.reports.storing_pace import MAX_SHARE, StoringPace
+from services.sensor.rules.slots import slot_of
 
 STEADY = [f"steady-{number}" for number in range(1_000)]
 
