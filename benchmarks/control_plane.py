@@ -2,7 +2,7 @@
 this machine.
 
     python benchmarks/control_plane.py --json              one JSON object on stdout, progress on stderr
-    python benchmarks/control_plane.py --quick             2,500 hosts for 10 s: continuous integration runs this
+    python benchmarks/control_plane.py --quick             2,500 hosts for 8 s: continuous integration runs this
     python benchmarks/control_plane.py --hosts 5000 --seconds 30 --bus embedded
 
 A report is one HTTP request of one host with its token: eight ranks, the step that each completed in the last second,
@@ -89,14 +89,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--beside", type=int, default=0, help="processes to keep busy beside the paced phase (0)")
     parser.add_argument("--bus", choices=("redis", "embedded"), default="redis", help="bus for the signals (redis)")
     parser.add_argument("--database", default="", help="URL of an empty database to use instead of a new one")
-    parser.add_argument("--quick", action="store_true", help="2,500 hosts, 10 s, 3 s of flood, 10 failures")
+    parser.add_argument("--quick", action="store_true", help="2,500 hosts, 8 s, 1.5 s of flood, 8 failures")
     options = parser.parse_args()
     for name, whole, quick in (
         ("hosts", 10_000, 2_500),
-        ("seconds", 60, 10),
-        ("flood_seconds", 10, 3),
-        ("failures", 1_000, 10),
-        ("warm_up_seconds", 15, 8),
+        ("seconds", 60, 8),
+        ("flood_seconds", 10, 1.5),
+        ("failures", 1_000, 8),
+        ("warm_up_seconds", 15, 6),
     ):
         if getattr(options, name) is None:
             setattr(options, name, quick if options.quick else whole)

@@ -21,7 +21,7 @@ from services.actuator.ports import ActionProgress, PlaybookStep
 from services.actuator.rules.playbook import advance
 from services.controller.lease_hold import LeaseHold
 from services.controller.policy import decide
-from services.controller.ports import DecisionStore, Interrupted
+from services.controller.ports import BrokenOff, DecisionStore
 from services.controller.replay import RoundInputs
 from services.controller.round.view import Outcome, PolicySettings, View
 from services.controller.round_keeper import LONGEST_END_S, RoundKeeper
@@ -140,7 +140,7 @@ class ControllerLoop:
         yields = self._is_called if self._turns.may_yield(focus, began_s) else None
         try:
             view = self._store.load_view(focus, anew=anew, yields=yields)
-        except Interrupted:
+        except BrokenOff:
             return 0.0
         now = self._clock.wall_s()
         outcome = decide(view, signals, self._settings, now)

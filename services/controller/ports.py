@@ -13,7 +13,7 @@ from services.controller.round.view import Outcome, View
 from services.rules.stream import Cursor, LeaseGrant
 
 
-class Interrupted(Exception):
+class BrokenOff(Exception):
     """A read was broken off, because something else is more urgent."""
 
 
@@ -40,7 +40,7 @@ class DecisionStore(Protocol):
         self, focus: Focus | None = None, *, anew: bool = True, yields: Callable[[], bool] | None = None
     ) -> View:
         """Everything that the policy needs, in one consistent read; with a focus, as `focused` restricts it. Without
-        `anew`, what no transaction of ours changed need not be read again. Raises Interrupted once `yields` says that
+        `anew`, what no transaction of ours changed need not be read again. Raises BrokenOff once `yields` says that
         something else is more urgent."""
         ...
 

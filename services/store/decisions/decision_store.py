@@ -100,7 +100,7 @@ class SqlDecisionStore:
     ) -> View:
         """Read the policy's input in one snapshot: everything, or what the round is about. For more than a thousand
         hosts, see `HostCache`. Without `anew`, tables that no transaction changed are not read again. Raises
-        Interrupted, see the port."""
+        BrokenOff, see the port."""
         if self._is_elected.is_set():
             self._is_elected.clear()
             self._views.expire_all_hosts()

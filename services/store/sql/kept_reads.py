@@ -16,7 +16,7 @@ from sqlalchemy import Engine as SqlEngine
 from sqlalchemy.sql import visitors
 from sqlalchemy.sql.dml import UpdateBase
 
-from services.controller.ports import Interrupted
+from services.controller.ports import BrokenOff
 from services.store.sql import tables
 from services.store.sql.rows import new_version, upsert
 from services.store.sql.tables import jobs, table_marks
@@ -61,7 +61,7 @@ class KeptReads:
         self, connection: Connection, *, anew: bool = True, yields: Callable[[], bool] | None = None
     ) -> Connection:
         """Return what reads this transaction's state; `anew`: without earlier results. `yields`: asked before each
-        statement; if it says so, the statement raises Interrupted."""
+        statement; if it says so, the statement raises BrokenOff."""
         self._yields = yields
         if anew or len(self._kept) > MAX_KEPT:
             self._kept.clear()
@@ -74,7 +74,7 @@ class KeptReads:
         """As the connection's."""
         assert self._connection is not None
         if self._yields is not None and self._yields():
-            raise Interrupted
+            raise BrokenOff
         found = _key_of(statement) if parameters is None and isinstance(statement, Select) else None
         if found is None:
             return self._connection.execute(statement, parameters)
