@@ -137,7 +137,7 @@ class ControllerLoop:
         anew = not delivered or began_s >= self._anew_at_s
         if anew:
             self._anew_at_s = began_s + ANEW_EVERY_S
-        yields = self._is_called if self._turns.may_yield(focus, began_s) else None
+        yields = self._is_called if not delivered and self._turns.may_yield(focus, began_s) else None
         try:
             view = self._store.load_view(focus, anew=anew, yields=yields)
         except BrokenOff:

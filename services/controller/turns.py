@@ -63,10 +63,10 @@ class Turns:
         return Focus(jobs=late_first, signals=tuple(signals))
 
     def may_yield(self, focus: Focus | None, now_s: float) -> bool:
-        """Whether the round that starts now may be broken off for something urgent: its turn comes again. Endless
-        urgent rounds delay a turn by DECIDE_AT_LEAST_EVERY_S, not for ever."""
-        is_turn = focus is not None and bool(focus.jobs) and not focus.signals
-        return is_turn and now_s < self._rest_until_s + DECIDE_AT_LEAST_EVERY_S
+        """Whether the round that starts now may be broken off for something urgent: it comes again. Endless urgent
+        rounds delay it by DECIDE_AT_LEAST_EVERY_S, not for ever. `focus` None: it covers everything, for no signal."""
+        is_urgent = focus is not None and (not focus.jobs or bool(focus.signals))
+        return not is_urgent and now_s < self._rest_until_s + DECIDE_AT_LEAST_EVERY_S
 
     def looked(self, focus: Focus | None, *, took_s: float, now_s: float, wake_s: float, goes_on: bool) -> None:
         """A round is over and stored (otherwise its turn comes again). `goes_on`: start the next one at once."""

@@ -36,6 +36,7 @@ from services.store.sql.database import Database
 from services.store.sql.kept_reads import KeptReads
 from services.store.sql.lease import CONTROLLER, ControllerLease
 from services.store.sql.rows import upsert
+from services.store.sql.shared_reads import GivenPlans
 from services.store.sql.tables import cursors
 
 _log = structlog.get_logger(__name__)
@@ -50,7 +51,7 @@ class SqlDecisionStore:
         self._seals = seals
         self._lease = ControllerLease(clock)
         self._views = ViewLoader(clock, seals)
-        self._reads = KeptReads()
+        self._reads, self._plans = KeptReads(), GivenPlans()
         self._revision = 0  # of the newest view
         self._is_elected = threading.Event()  # since the last view; another thread may renew the lease
 
@@ -80,7 +81,8 @@ class SqlDecisionStore:
 
     def went_back(self, holder: str) -> None:
         """Drop all caches and release the lease, after an older copy replaced the database: a new epoch must begin."""
-        self._views, self._reads = ViewLoader(self._clock, self._seals), KeptReads()
+        self._views = ViewLoader(self._clock, self._seals)
+        self._reads, self._plans = KeptReads(), GivenPlans()
         self._revision = 0
         self.release_lease(holder)
 
@@ -153,7 +155,7 @@ class SqlDecisionStore:
             news += outcome_writer.store_hosts(connection, outcome.hosts, now)
             news += condition_store.store(connection, outcome.conditions, now)
             news += signal_writer.store(connection, signals, now)
-            signal_writer.store_exits(connection, signals)
+            signal_writer.store_exits(connection, signals, self._plans)
             audit_store.note_signals(connection, signals, now)
             if cursor is not None:
                 row = {"name": CONTROLLER, "stream": cursor.stream, "position": cursor.position}
