@@ -2,7 +2,7 @@
 this machine.
 
     python benchmarks/control_plane.py --json              one JSON object on stdout, progress on stderr
-    python benchmarks/control_plane.py --quick             1,000 hosts for 10 s, a quick check
+    python benchmarks/control_plane.py --quick             2,500 hosts for 8 s: continuous integration runs this
     python benchmarks/control_plane.py --hosts 5000 --seconds 30 --bus embedded
 
 A report is one HTTP request of one host with its token: eight ranks, the step that each completed in the last second,
@@ -16,15 +16,20 @@ eight copies. The phases:
      the load generator, which on two cores limits the endpoint and not the sensor.
    - `floor_cpu_ratio`: CPU time per report of the endpoint over that of the sensor's process. The load generator does
      not limit it. It counts all threads of the sensor, those that store state included.
-3. Paced: all hosts report once a second, each on its own connection, while three fail repeatedly. All of them join at
-   once; the first 15 s are reported separately.
+3. Paced: all hosts report once a second, each on its own connection. They join at once, without ranks, and jobs are
+   submitted meanwhile: `start_ms` is the time to the command that starts a worker. 15 s later all their jobs run, and
+   they have ranks; after 15 s more the run counts, while some other hosts fail repeatedly.
 4. Batches: all hosts over 256 connections, 16 requests at once; reported separately.
+
+Only the hosts of the probe fail. An incident of any other host or job is false, and the run fails. `stored_ms` is how
+long state waited for the database: bounds of a histogram's buckets. A median needs 50 samples, a p99 needs 1,000; with
+fewer it is missing. `other_cores` is what processes that are not of the run used while it counted.
 
 The benchmark creates and removes its own database and Redis server. It expects MariaDB or MySQL at 127.0.0.1:3306
 (root, no password), unless --database is given. Run it on an otherwise idle machine.
 
-Exit codes: 0 for success, 1 if reports were dropped or no decision was made under load, 2 for wrong arguments, 7 for
-too little memory or too few open files.
+Exit codes: 0 for success, 1 if reports were dropped, an incident was false, no decision was made under load, or no job
+started; 2 for wrong arguments, 7 for too little memory or too few open files.
 """
 
 from __future__ import annotations
@@ -51,7 +56,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 import msgspec  # noqa: E402 - the lines above make the rest importable
 import psutil  # noqa: E402
 import uvloop  # noqa: E402
-from control_plane_bench import fleet, stack  # noqa: E402
+from control_plane_bench import fleet, machine, stack  # noqa: E402
 from control_plane_bench.figures import histogram_quantiles, quantiles_ms  # noqa: E402
 from control_plane_bench.floor import running_floor  # noqa: E402
 from control_plane_bench.load import LoadResult, joined, run_flood, run_paced  # noqa: E402
@@ -62,7 +67,10 @@ from flyball.contracts.wire import decode  # noqa: E402
 BATCH = 16  # reports sent together on a connection, as a relay of many hosts would
 FLOOD_PAIRS = 3  # runs each of bare endpoint and sensor, alternating
 FLOOD_WARM_UP_S = 1.5  # a sensor reads placements every second
-PROBED_AT_ONCE = 3  # repeatedly failing hosts: under load, an incident stays open for seconds
+PROBED_AT_ONCE = 8  # repeatedly failing hosts: under load, an incident stays open for seconds
+SUBMITTED_AFTER_S = 1.0  # since the hosts began to join
+PROBES = "probe-"  # what names of jobs and hosts that do fail begin with
+IDLE_S = 400.0  # for the failures without load, at most
 FILES_BESIDE_HOSTS = 500
 BYTES_PER_HOST = 150_000  # in the sensor, the load generator, the controller and the database together
 BASE_BYTES = 1 << 30
@@ -76,17 +84,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--flood-seconds", type=float, help="duration of the flood (10)")
     parser.add_argument("--connections", type=int, default=256, help="connections in the flood (256)")
     parser.add_argument("--hosts-per-job", type=int, default=1250, help="hosts per job (1250: 10,000 ranks)")
-    parser.add_argument("--failures", type=int, help="failures to measure, idle and loaded each (50)")
-    parser.add_argument("--warm-up-seconds", type=float, default=15.0, help="warm-up of the paced phase (15)")
+    parser.add_argument("--failures", type=int, help="failures to measure, idle and loaded each (1000)")
+    parser.add_argument("--warm-up-seconds", type=float, help="of joining, and of starting (15)")
+    parser.add_argument("--beside", type=int, default=0, help="processes to keep busy beside the paced phase (0)")
     parser.add_argument("--bus", choices=("redis", "embedded"), default="redis", help="bus for the signals (redis)")
     parser.add_argument("--database", default="", help="URL of an empty database to use instead of a new one")
-    parser.add_argument("--quick", action="store_true", help="1,000 hosts, 10 s, 5 s of flood, 10 failures")
+    parser.add_argument("--quick", action="store_true", help="2,500 hosts, 8 s, 1.5 s of flood, 8 failures")
     options = parser.parse_args()
     for name, whole, quick in (
-        ("hosts", 10_000, 1_000),
-        ("seconds", 60, 10),
-        ("flood_seconds", 10, 5),
-        ("failures", 50, 10),
+        ("hosts", 10_000, 2_500),
+        ("seconds", 60, 8),
+        ("flood_seconds", 10, 1.5),
+        ("failures", 1_000, 8),
+        ("warm_up_seconds", 15, 6),
     ):
         if getattr(options, name) is None:
             setattr(options, name, quick if options.quick else whole)
@@ -102,20 +112,22 @@ def main() -> int:
     if problem:
         print(f"control_plane: {problem}", file=sys.stderr)
         return 7
-    before = machine()
+    before = machine.described()
     with (
         tempfile.TemporaryDirectory(prefix="fbcp-") as name,
         stack.running_stack(Path(name), bus=options.bus, database_url=options.database) as running,
     ):
         result = measure(options, running)
-    result["detail"] |= {"machine_before": before, "machine_after": machine(), "bus": options.bus}
+    result["detail"] |= {"machine_before": before, "machine_after": machine.described(), "bus": options.bus}
     if options.json:
         print(json.dumps(result))
     else:
         for key, value in result.items():
             if key != "detail":
                 print(f"{key:24} {value}")
-    return 1 if result["dropped"] or result["decision_loaded_p99_ms"] is None else 0
+    failures = result["detail"]["failures"]
+    is_right = failures["loaded"] and failures["starts"] and not result["dropped"] + result["false_incidents"]
+    return 0 if is_right else 1
 
 
 def shortage(hosts: int) -> str:
@@ -135,7 +147,7 @@ def shortage(hosts: int) -> str:
 
 def measure(options: argparse.Namespace, running: stack.Stack) -> dict[str, Any]:
     log("idle: one host fails repeatedly")
-    idle = finish(start_probe(options, running, "probe-idle", seconds=120.0))
+    idle = finish(start_probe(options, running, f"{PROBES}idle", seconds=IDLE_S))
     rss_before = {name: service.rss_bytes for name, service in running.services.items()}
 
     names = fleet.host_ids(options.hosts)
@@ -149,7 +161,6 @@ def measure(options: argparse.Namespace, running: stack.Stack) -> dict[str, Any]
     gc.collect()
     gc.freeze()
 
-    stack.add_jobs(running.database, groups[:1])
     flood_s = options.flood_seconds / FLOOD_PAIRS
     floors: list[LoadResult] = []
     floods: list[LoadResult] = []
@@ -160,8 +171,11 @@ def measure(options: argparse.Namespace, running: stack.Stack) -> dict[str, Any]
             ("bare endpoint", endpoint.port, {"endpoint": endpoint}, floors, floor_cpu),
             ("sensor", running.sensor.port, running.services, floods, flood_cpu),
         )
+        warm_up_s = min(flood_s, FLOOD_WARM_UP_S)
+        uvloop.run(run_flood(running.sensor.port, hosts[: len(few)], len(few), warm_up_s, has_ranks=False))
+        stack.add_jobs(running.database, groups[:1])
         for _, port, *_ in sides:
-            uvloop.run(run_flood(port, hosts[: len(few)], options.connections, min(flood_s, FLOOD_WARM_UP_S)))
+            uvloop.run(run_flood(port, hosts[: len(few)], options.connections, warm_up_s))
         for pair in range(1, FLOOD_PAIRS + 1):
             for title, port, services, results, spent_s in sides:
                 log(f"flood {pair} of {FLOOD_PAIRS}: {options.connections} hosts, {flood_s:.1f} s, {title}")
@@ -173,23 +187,37 @@ def measure(options: argparse.Namespace, running: stack.Stack) -> dict[str, Any]
     sensor_us = 1e6 * flood_cpu["sensor"] / max(1, flood.taken)
     endpoint_us = 1e6 * floor_cpu["endpoint"] / max(1, floor.taken)
 
-    log(f"{options.hosts} hosts report every second for {options.seconds:.0f} s")
-    stack.add_jobs(running.database, groups[1:], first=1)
-    began_s, used = time.monotonic(), cpu(running.services)
-    loaded_probe = start_probe(
-        options,
-        running,
-        "probe-loaded",
-        seconds=options.seconds,
-        hosts=min(PROBED_AT_ONCE, options.failures),
-        delay_s=options.warm_up_seconds,
-    )
-    paced = uvloop.run(run_paced(running.sensor.port, hosts, options.seconds, warm_up_s=options.warm_up_seconds))
-    paced_cpu = spent(running.services, used)
-    paced_s = time.monotonic() - began_s
-    rss_after = {name: service.rss_bytes for name, service in running.services.items()}
-    loaded = finish(loaded_probe)
-
+    log(f"{options.hosts} hosts join, get their jobs, and report every second for {options.seconds:.0f} s")
+    began_s, used, use = time.monotonic(), cpu(running.services), machine.Use.now()
+    with machine.busy_beside(options.beside):
+        loaded_probe = start_probe(
+            options,
+            running,
+            f"{PROBES}loaded",
+            seconds=options.seconds,
+            hosts=min(PROBED_AT_ONCE, options.failures),
+            delay_s=SUBMITTED_AFTER_S,
+            fails_after_s=2 * options.warm_up_seconds,
+        )
+        paced = uvloop.run(
+            run_paced(
+                running.sensor.port,
+                hosts,
+                options.seconds,
+                joining_s=options.warm_up_seconds,
+                starting_s=options.warm_up_seconds,
+                start=lambda: stack.add_jobs(
+                    running.database, groups[1:], first=1, starts_in_s=options.warm_up_seconds
+                ),
+            )
+        )
+        other_cores = machine.Use.now().others_since(use) if loaded_probe.poll() is None else None
+        false = stack.false_incidents(running.database, PROBES)  # at once: the fleet is silent from now on
+        stored = running.sensor.metrics()
+        paced_cpu = spent(running.services, used)
+        paced_s = time.monotonic() - began_s
+        rss_after = {name: service.rss_bytes for name, service in running.services.items()}
+        loaded = finish(loaded_probe)
     log(f"all over {options.connections} connections, {BATCH} at once, for {options.flood_seconds:.0f} s")
     used = cpu(running.services)
     batches = uvloop.run(
@@ -211,7 +239,11 @@ def measure(options: argparse.Namespace, running: stack.Stack) -> dict[str, Any]
         "dropped": paced.dropped + flood.dropped + batches.dropped + int(unstored),
         "ingest_p99_ms": quantiles_ms(paced.latencies)["p99"],
         "decision_idle_p99_ms": decision_idle["p99"],
+        "decision_loaded_p50_ms": decision["p50"],
         "decision_loaded_p99_ms": decision["p99"],
+        "start_max_ms": quantiles_ms(loaded.start_s)["max"],
+        "false_incidents": len(false),
+        "other_cores": other_cores,
         "command_p99_ms": command["p99"],
         "mib_per_1000_hosts": round(grown["sensor"], 2),
         "detail": {
@@ -226,7 +258,17 @@ def measure(options: argparse.Namespace, running: stack.Stack) -> dict[str, Any]
             "decision_loaded_ms": decision,
             "command_idle_ms": command_idle,
             "command_loaded_ms": command,
-            "failures": {"idle": len(idle.decision_s), "loaded": len(loaded.decision_s)},
+            "start_ms": quantiles_ms(loaded.start_s),
+            "stored_ms": {
+                kind: histogram_quantiles(stored, "flyball_state_delay_seconds", f'kind="{kind}",')
+                for kind in ("pressed", "steady")
+            },
+            "false_incidents": Counter(false).most_common(20),
+            "failures": {
+                "idle": len(idle.decision_s),
+                "loaded": len(loaded.decision_s),
+                "starts": len(loaded.start_s),
+            },
             "mib_per_1000_hosts": {name: round(value, 2) for name, value in grown.items()},
             "cores_busy": {name: round(value / paced_s, 2) for name, value in paced_cpu.items()},
             "hosts": options.hosts,
@@ -244,6 +286,7 @@ def start_probe(
     seconds: float,
     hosts: int = 1,
     delay_s: float = 0.0,
+    fails_after_s: float = 0.0,
 ) -> subprocess.Popen[bytes]:
     order = Order(
         name=name,
@@ -255,6 +298,7 @@ def start_probe(
         seconds=seconds,
         hosts=hosts,
         delay_s=delay_s,
+        fails_after_s=fails_after_s,
     )
     command = [sys.executable, "-m", "control_plane_bench.probe", msgspec.json.encode(order).decode()]
     return subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -262,7 +306,7 @@ def start_probe(
 
 def finish(probe: subprocess.Popen[bytes]) -> Samples:
     """Return the probe's samples; none if it failed."""
-    out, _ = probe.communicate(timeout=300)
+    out, _ = probe.communicate(timeout=IDLE_S + 200.0)
     if probe.returncode != 0:
         log(f"the probe of failures exited with {probe.returncode}: its figures are missing")
         return Samples()
@@ -279,6 +323,7 @@ def shown(result: LoadResult, cpu_s: Mapping[str, float]) -> dict[str, Any]:
         "lost": result.lost,
         "latency_ms": quantiles_ms(result.latencies),
         "joining_latency_ms": quantiles_ms(result.joining),
+        "starting_latency_ms": quantiles_ms(result.starting),
         "generator_late_ms": quantiles_ms(result.lateness),
         "cpu_us_per_report": {name: round(1e6 * value / max(1, result.taken), 1) for name, value in cpu_s.items()},
     }
@@ -292,10 +337,6 @@ def cpu(services: Mapping[str, stack.Service]) -> dict[str, float]:
 
 def spent(services: Mapping[str, stack.Service], before: Mapping[str, float]) -> dict[str, float]:
     return {name: used - before[name] for name, used in cpu(services).items()}
-
-
-def machine() -> dict[str, Any]:
-    return {"cores": os.cpu_count(), "load": [round(value, 2) for value in os.getloadavg()]}
 
 
 def log(message: str) -> None:

@@ -40,7 +40,7 @@ USUAL_S: Final[Mapping[str, float]] = {
     "test": 245,
     "processes": 570,
     "first-hour": 215,
-    "proofs": 840,
+    "proofs": 878,
     "test-integrations": 190,
     "test-rdma": 330,
     "test-compose": 140,

@@ -43,23 +43,23 @@ class Template:
 
 
 class FakeHost:
-    """One host of the fleet: its request head and its two kinds of body."""
+    """One host of the fleet: its request head and its three kinds of body."""
 
-    __slots__ = ("head", "host_id", "idle", "seq", "stepping")
+    __slots__ = ("free", "head", "host_id", "idle", "seq", "stepping")
 
-    def __init__(self, host_id: str, head: bytes, stepping: Template, idle: Template) -> None:
+    def __init__(self, host_id: str, head: bytes, free: Template, stepping: Template, idle: Template) -> None:
         self.host_id = host_id
         self.head = head
+        self.free = free  # without ranks
         self.stepping = stepping  # every rank has completed a step since the last report
         self.idle = idle
         self.seq = 0
 
-    def request(self, now: float, step: int, *, has_stepped: bool) -> bytes:
+    def request(self, now: float, step: int, *, has_ranks: bool, has_stepped: bool) -> bytes:
         """Return the next report as an HTTP request."""
         self.seq += 1
-        body = (self.stepping if has_stepped else self.idle).fill(
-            (b"%.6f" % now, b"%d" % self.seq, b"%d" % step, b"%.6f" % (now - 0.25))
-        )
+        template = self.free if not has_ranks else self.stepping if has_stepped else self.idle
+        body = template.fill((b"%.6f" % now, b"%d" % self.seq, b"%d" % step, b"%.6f" % (now - 0.25)))
         return b"%b%d\r\n\r\n%b" % (self.head, len(body), body)
 
 
@@ -95,9 +95,11 @@ def make_host(host_id: str, first_rank: int, job: str, generation: int, secret: 
     )
     steps = (RankSteps(job, generation, rank, _STEP, (_DONE_AT,)) for rank in ranks)
     stepping = msgspec.structs.replace(report, completed=steps_together(steps))
+    free = msgspec.structs.replace(report, workers=(), progress=(), copies=())
     return FakeHost(
         host_id,
         request_head(host_credential(secret, host_id).token),
+        Template(encode(free)),
         Template(encode(stepping)),
         Template(encode(report)),
     )

@@ -7,7 +7,7 @@ import asyncio
 import heapq
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import cast
 
@@ -34,7 +34,8 @@ class LoadResult(msgspec.Struct):
     lost: int  # unanswered at the end, or on a closed connection
     latencies: array[float]
     lateness: array[float]  # the generator's own delay, from due to sent
-    joining: array[float]  # latencies of reports due in the warm-up
+    joining: array[float]  # latencies of reports due while the hosts join
+    starting: array[float]  # of those due while their jobs start
     first_refusal: str = ""
 
     @property
@@ -59,6 +60,7 @@ def joined(results: Sequence[LoadResult]) -> LoadResult:
         latencies=sum((result.latencies for result in results), array("d")),
         lateness=sum((result.lateness for result in results), array("d")),
         joining=sum((result.joining for result in results), array("d")),
+        starting=sum((result.starting for result in results), array("d")),
         first_refusal=next((result.first_refusal for result in results if result.first_refusal), ""),
     )
 
@@ -97,7 +99,8 @@ class Link(asyncio.Protocol):
             self._next = (self._next + 1) % len(self._hosts)
             run.result.lateness.append(now_s - due_s)
             self._sent.append(due_s)
-            requests.append(host.request(_CLOCK.wall_s(), step, has_stepped=run.has_stepped(host, step)))
+            has_stepped = run.has_ranks and run.has_stepped(host, step)
+            requests.append(host.request(_CLOCK.wall_s(), step, has_ranks=run.has_ranks, has_stepped=has_stepped))
         run.result.sent += len(requests)
         self._transport.write(b"".join(requests))
 
@@ -119,8 +122,7 @@ class Link(asyncio.Protocol):
         result, due_s = self._run.result, self._sent.popleft()
         if answer.startswith(b"HTTP/1.1 200 "):
             result.taken += 1
-            has_joined = due_s >= self._run.counts_from_s
-            (result.latencies if has_joined else result.joining).append(monotonic() - due_s)
+            self._run.latencies(due_s).append(monotonic() - due_s)
         else:
             result.refused += 1
             result.first_refusal = result.first_refusal or answer.decode(errors="replace")
@@ -137,13 +139,21 @@ class Link(asyncio.Protocol):
 
 
 class _Run:
-    def __init__(self, hosts: Sequence[FakeHost], connections: int, at_once: int = 1) -> None:
+    def __init__(
+        self, hosts: Sequence[FakeHost], connections: int, at_once: int = 1, *, has_ranks: bool = True
+    ) -> None:
         self.at_once = at_once
+        self.has_ranks = has_ranks
         self.links = [Link(self, hosts[n::connections]) for n in range(connections)]
-        self.result = LoadResult(connections, 0.0, 0, 0, 0, 0, array("d"), array("d"), array("d"))
+        self.result = LoadResult(connections, 0.0, 0, 0, 0, 0, *(array("d") for _ in range(4)))
         self.floods = False
-        self.counts_from_s = 0.0  # reports due earlier count as joining
+        self.joins_until_s = self.counts_from_s = 0.0
         self._last_step: dict[str, int] = {}
+
+    def latencies(self, due_s: float) -> array[float]:
+        if due_s >= self.counts_from_s:
+            return self.result.latencies
+        return self.result.joining if due_s < self.joins_until_s else self.result.starting
 
     def has_stepped(self, host: FakeHost, step: int) -> bool:
         """Whether this report is the host's first with this step."""
@@ -173,20 +183,34 @@ class _Run:
         return self.result
 
 
-async def run_paced(port: int, hosts: Sequence[FakeHost], seconds: float, *, warm_up_s: float = 0.0) -> LoadResult:
+async def run_paced(
+    port: int,
+    hosts: Sequence[FakeHost],
+    seconds: float,
+    *,
+    joining_s: float,
+    starting_s: float,
+    start: Callable[[], None],
+) -> LoadResult:
     """Send one report per host and interval, each host on its own connection, spread evenly over the interval.
 
-    Runs for `warm_up_s` and then for `seconds`; latencies of the warm-up are kept separately.
+    For `joining_s` the hosts have no ranks. Then `start` is called in a thread, and they have some. `starting_s` later
+    the run counts, for `seconds`.
     """
-    run = _Run(hosts, len(hosts))
+    run = _Run(hosts, len(hosts), has_ranks=False)
     await run.connect(port)
     began_s = monotonic() + 0.1
-    run.counts_from_s = began_s + warm_up_s
+    run.joins_until_s = began_s + joining_s
+    run.counts_from_s = run.joins_until_s + starting_s
     end_s = run.counts_from_s + seconds
     queue = [(began_s + INTERVAL_S * n / len(run.links), n) for n in range(len(run.links))]
     heapq.heapify(queue)
+    started: asyncio.Task[None] | None = None
     while queue:
         now_s = monotonic()
+        if started is None and now_s >= run.joins_until_s:
+            started = asyncio.create_task(asyncio.to_thread(start))
+        run.has_ranks = started is not None and started.done()
         while queue and queue[0][0] <= now_s:
             due_s, n = queue[0]
             if due_s + INTERVAL_S < end_s:
@@ -195,17 +219,25 @@ async def run_paced(port: int, hosts: Sequence[FakeHost], seconds: float, *, war
                 heapq.heappop(queue)
             run.links[n].send(due_s)
         await asyncio.sleep(TICK_S)
+    if started is not None:
+        await started
     result = await run.finish()
     result.seconds = monotonic() - began_s
     return result
 
 
 async def run_flood(
-    port: int, hosts: Sequence[FakeHost], connections: int, seconds: float, *, at_once: int = 1
+    port: int,
+    hosts: Sequence[FakeHost],
+    connections: int,
+    seconds: float,
+    *,
+    at_once: int = 1,
+    has_ranks: bool = True,
 ) -> LoadResult:
     """Send all hosts' reports over `connections` connections. Each sends its next `at_once` reports as soon as the last
     ones were answered."""
-    run = _Run(hosts, connections, at_once)
+    run = _Run(hosts, connections, at_once, has_ranks=has_ranks)
     await run.connect(port)
     run.floods = True
     began_s = monotonic()

@@ -54,12 +54,14 @@ class Order(msgspec.Struct, frozen=True):
     failures: int  # over all hosts
     seconds: float  # at most
     hosts: int = 1
-    delay_s: float = 0.0  # before the first report
+    delay_s: float = 0.0  # before the first report, after which its job is submitted at once
+    fails_after_s: float = 0.0  # from the start of the probe on
 
 
 class Samples(msgspec.Struct):
-    """Times in seconds, one each per decided failure."""
+    """Times in seconds: of each job's start, and one each per decided failure."""
 
+    start_s: list[float] = []  # from a submitted job to the command that starts its worker
     decision_s: list[float] = []  # from the report to the decision in the database
     command_s: list[float] = []  # from there to the command at the host
 
@@ -84,16 +86,21 @@ class Probe:
         self._poller = threading.Thread(target=self._poll, daemon=True)
 
     def run(self) -> Samples:
-        samples = Samples()
-        deadline_s = time.monotonic() + self._order.seconds
+        samples, began_s = Samples(), time.monotonic()
+        deadline_s = began_s + self._order.fails_after_s + self._order.seconds
         time.sleep(self._order.delay_s)
         self._report()
         jobs = SqlJobStore(self._database)
+        submitted_s = time.monotonic()
         jobs.submit(
             JobSpec(self._job, ("train.py",), "/", hosts=(self._host,), max_restarts=1_000_000), _CLOCK.wall_s()
         )
         self._poller.start()
         self._until(lambda: self._generation > 0, "start of the probe's job")
+        samples.start_s.append(time.monotonic() - submitted_s)
+        while time.monotonic() < began_s + self._order.fails_after_s:
+            self._train()
+            time.sleep(REPORT_EVERY_S)
         while True:
             self._train()
             self._fail(samples)
@@ -217,8 +224,9 @@ def main() -> None:
     order = decode(sys.argv[1], Order)
     with ThreadPoolExecutor(order.hosts) as pool:
         found = list(pool.map(lambda number: Probe(order, number).run(), range(order.hosts)))
-    both = Samples([s for one in found for s in one.decision_s], [s for one in found for s in one.command_s])
-    print(msgspec.json.encode(both).decode())
+    names = Samples.__struct_fields__
+    joined = Samples(**{name: [seconds for one in found for seconds in getattr(one, name)] for name in names})
+    print(msgspec.json.encode(joined).decode())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import psutil
 import pymysql
-from sqlalchemy import insert
+from sqlalchemy import insert, select
 
 from control_plane_bench.fleet import INTERVAL_S, RANKS_PER_HOST, placed
 from flyball.contracts.checkpoints import LineageEntry
@@ -28,7 +28,7 @@ from flyball.contracts.decisions import GenerationPlan
 from services.record.codec import dump
 from services.store.sql.database import Database
 from services.store.sql.schema_upgrade import migrate
-from services.store.sql.tables import generations, jobs
+from services.store.sql.tables import generations, incidents, jobs
 
 START_TIMEOUT_S = 300.0  # on a machine that much else uses
 STOP_TIMEOUT_S = 20.0
@@ -80,6 +80,7 @@ def running_stack(folder: Path, *, bus: str, database_url: str) -> Iterator[Stac
         migrate(database)
         secret = secrets.token_urlsafe(32)
         environment = {name: value for name, value in os.environ.items() if not name.startswith("FLYBALL_")}
+        environment |= {"FLYBALL_POLICY": msgspec.json.encode({"max_actions_per_hour": 1_000_000}).decode()}
         environment |= {"FLYBALL_DATABASE_URL": url, "FLYBALL_TOKEN": secret, "FLYBALL_LOG_LEVEL": "warning"}
         if bus == "redis":
             environment["FLYBALL_REDIS_URL"] = stack.enter_context(_own_redis(folder))
@@ -89,8 +90,18 @@ def running_stack(folder: Path, *, bus: str, database_url: str) -> Iterator[Stac
         yield Stack(secret, database, services)
 
 
-def add_jobs(database: Database, names: list[list[str]], *, first: int = 0) -> None:
-    """Insert running jobs, one for each list of hosts; numbered from `first` on."""
+def false_incidents(database: Database, real: str) -> list[str]:
+    """Return the causes of incidents of jobs whose names do not begin with `real`, each with its job: nothing else
+    fails."""
+    query = select(incidents.c.job, incidents.c.cause, incidents.c.host_id).order_by(incidents.c.number)
+    with database.read() as connection:
+        rows = connection.execute(query).all()
+    return [f"{cause} of {job or host_id}" for job, cause, host_id in rows if not (job or host_id).startswith(real)]
+
+
+def add_jobs(database: Database, names: list[list[str]], *, first: int = 0, starts_in_s: float = INTERVAL_S) -> None:
+    """Insert running jobs, one for each list of hosts; numbered from `first` on. `starts_in_s`: by then their hosts
+    should report ranks, and this returns long before."""
     now = SystemClock().wall_s()
     with database.write() as connection:
         for number, hosts in enumerate(names, first):
@@ -119,7 +130,7 @@ def add_jobs(database: Database, names: list[list[str]], *, first: int = 0) -> N
                     decision=0,
                     plan=dump(plan),
                     granted_at=now,
-                    started_at=now + INTERVAL_S,
+                    started_at=now + starts_in_s,
                     restore_step=None,
                     lineage=dump((LineageEntry(1),)),
                     placement=None,

@@ -21,7 +21,7 @@ from services.actuator.ports import ActionProgress, PlaybookStep
 from services.actuator.rules.playbook import advance
 from services.controller.lease_hold import LeaseHold
 from services.controller.policy import decide
-from services.controller.ports import DecisionStore
+from services.controller.ports import BrokenOff, DecisionStore
 from services.controller.replay import RoundInputs
 from services.controller.round.view import Outcome, PolicySettings, View
 from services.controller.round_keeper import LONGEST_END_S, RoundKeeper
@@ -32,6 +32,7 @@ from services.runtime.outages import OUTAGES, Outage
 
 BATCH = 256  # signals per round
 POLL_S = 0.05  # how often to look for writes of other processes; in this process a wake-up comes first
+ANEW_EVERY_S = 5.0  # even if signals never cease: somebody may have changed rows by hand
 HOSTS_REPORT_S = 3.0  # after the database was set back: a grant before hosts report may reuse a generation number
 
 log = structlog.get_logger(__name__)
@@ -68,6 +69,7 @@ class ControllerLoop:
         self._read_bus_at_s = 0.0
         self._revision = 0  # of the database, as last read
         self._resume_at_s = 0.0
+        self._anew_at_s = 0.0
         self._turns = Turns()
         self._poll_s = POLL_S
 
@@ -85,8 +87,7 @@ class ControllerLoop:
                     outage.ended()
                 except OUTAGES as error:
                     wait_s = outage.pause_s(error)
-                if self._wakeup.wait("signals", wait_s):  # also by an actuator whose action ended
-                    self._turns.call()
+                self._is_called(wait_s)
         finally:
             round_keeper.request_stop()
             self._rounds.wake()
@@ -133,7 +134,14 @@ class ControllerLoop:
             reach("controller.after_consume")
         signals = self._store.unseen([d.signal for d in delivered]) if delivered else []
         focus = self._turns.focus(self._store.running_jobs(), signals, revision, began_s, is_news=bool(delivered))
-        view = self._store.load_view(focus)
+        anew = not delivered or began_s >= self._anew_at_s
+        if anew:
+            self._anew_at_s = began_s + ANEW_EVERY_S
+        yields = self._is_called if not delivered and self._turns.may_yield(focus, began_s) else None
+        try:
+            view = self._store.load_view(focus, anew=anew, yields=yields)
+        except BrokenOff:
+            return 0.0
         now = self._clock.wall_s()
         outcome = decide(view, signals, self._settings, now)
         if delivered or not outcome.empty:
@@ -164,6 +172,12 @@ class ControllerLoop:
         wake_s = ended_s + (outcome.wake_at - self._clock.wall_s()) if outcome.wake_at else inf
         self._turns.looked(focus, took_s=ended_s - began_s, now_s=ended_s, wake_s=wake_s, goes_on=goes_on)
         return self._turns.wait_s(AGAIN_S if goes_on else self._poll_s, ended_s)
+
+    def _is_called(self, within_s: float = 0.0) -> bool:
+        """Whether signals come, or an actuator's action ends."""
+        if is_called := self._wakeup.wait("signals", within_s):
+            self._turns.call()
+        return is_called
 
     def _look_at_revision(self) -> bool:
         """Whether an older database took the place of this one. Hosts know what it forgot, and report it."""

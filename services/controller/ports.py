@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from flyball.contracts.reports.signals import Signal
@@ -11,6 +11,10 @@ from services.controller.replay import RoundInputs
 from services.controller.round.focus import Focus
 from services.controller.round.view import Outcome, View
 from services.rules.stream import Cursor, LeaseGrant
+
+
+class BrokenOff(Exception):
+    """A read was broken off, because something else is more urgent."""
 
 
 class DecisionStore(Protocol):
@@ -32,8 +36,12 @@ class DecisionStore(Protocol):
         """A number that changes whenever `load_view` might return something else."""
         ...
 
-    def load_view(self, focus: Focus | None = None) -> View:
-        """Everything that the policy needs, in one consistent read; with a focus, as `focused` restricts it."""
+    def load_view(
+        self, focus: Focus | None = None, *, anew: bool = True, yields: Callable[[], bool] | None = None
+    ) -> View:
+        """Everything that the policy needs, in one consistent read; with a focus, as `focused` restricts it. Without
+        `anew`, what no transaction of ours changed need not be read again. Raises BrokenOff once `yields` says that
+        something else is more urgent."""
         ...
 
     def running_jobs(self) -> Sequence[tuple[str, int]]:

@@ -62,6 +62,12 @@ class Turns:
         late_first = min(self._to_come, key=lambda turn: all(self._wakes.get(job, inf) > now_s for job in turn))
         return Focus(jobs=late_first, signals=tuple(signals))
 
+    def may_yield(self, focus: Focus | None, now_s: float) -> bool:
+        """Whether the round that starts now may be broken off for something urgent: it comes again. Endless urgent
+        rounds delay it by DECIDE_AT_LEAST_EVERY_S, not for ever. `focus` None: it covers everything, for no signal."""
+        is_urgent = focus is not None and (not focus.jobs or bool(focus.signals))
+        return not is_urgent and now_s < self._rest_until_s + DECIDE_AT_LEAST_EVERY_S
+
     def looked(self, focus: Focus | None, *, took_s: float, now_s: float, wake_s: float, goes_on: bool) -> None:
         """A round is over and stored (otherwise its turn comes again). `goes_on`: start the next one at once."""
         self._is_called, self._wake_s = goes_on, wake_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -12,10 +13,12 @@ from flyball.contracts.checkpoints import ShardCopy
 from flyball.contracts.cluster import HostState
 from flyball.contracts.reports.host_checks import HostCheck
 from services.controller.round.view import DrainView, HostView, JobView, RankView, StandingCondition
+from services.record.positions import AS_STORED, SteadyPositions
 
 
 class CachedHost(msgspec.Struct, gc=False):
-    """The stored facts about a host. `sent_at`, `last_report_at`: of its newest stored report, which may come late."""
+    """The stored facts about a host. `sent_at`, `last_report_at`: of its newest stored report, which may come late.
+    `ranks` lack the positions in `newer`, until `settled`: most hosts are in few views."""
 
     host_id: str
     version: int = -1
@@ -37,6 +40,28 @@ class CachedHost(msgspec.Struct, gc=False):
     fabric: str = ""
     memory_bytes: int = 0
     ranks: Mapping[tuple[str, int], tuple[RankView, ...]] = {}  # (job, generation) -> as last reported by the host
+    newer: SteadyPositions | None = None
+
+    def take_newer(self, newer: SteadyPositions) -> None:
+        """Take in newer positions that go with this version of the row."""
+        self.newer, self.sent_at, self.last_report_at = newer, newer.sent_at, newer.received_at
+
+    def settled(self) -> Mapping[tuple[str, int], tuple[RankView, ...]]:
+        """Return the ranks with their newest positions."""
+        newer, self.newer = self.newer, None
+        if newer is not None:
+            places = count()
+            self.ranks = {
+                key: tuple(_moved(of, newer, next(places)) for of in ranks) for key, ranks in self.ranks.items()
+            }
+        return self.ranks
+
+
+def _moved(rank: RankView, newer: SteadyPositions, place: int) -> RankView:
+    step = newer.step(place)
+    if step == AS_STORED:
+        return rank
+    return RankView(rank.rank, rank.host_id, step, rank.phase, newer.received_at, is_gone=rank.is_gone)
 
 
 def newest_ranks(
@@ -49,7 +74,7 @@ def newest_ranks(
     for host_id, mine in given.items():
         host = cached.get(host_id)
         if host is not None and key in host.ranks:
-            found.update((rank.rank, rank) for rank in host.ranks[key] if rank.rank in mine)
+            found.update((rank.rank, rank) for rank in host.settled()[key] if rank.rank in mine)
     return found
 
 

@@ -143,6 +143,13 @@ class Metrics:
             buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10),
             registry=r,
         )
+        self.state_delay_seconds = Histogram(
+            "flyball_state_delay_seconds",
+            "Time from receiving a host's state to storing it, for hosts that are new or in trouble and steady ones",
+            ["kind"],
+            buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 60),
+            registry=r,
+        )
         self.bus_publish_seconds = Histogram(
             "flyball_bus_publish_seconds",
             "Duration of one publication on the bus",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from flyball import __version__
 from flyball.contracts.clock import Clock
@@ -75,8 +75,10 @@ class MemoryDecisionStore:
         with self._memory.transaction():
             return self._memory.revision
 
-    def load_view(self, focus: Focus | None = None) -> View:
-        """Everything the policy reads, or the part that a round concerns."""
+    def load_view(
+        self, focus: Focus | None = None, *, anew: bool = True, yields: Callable[[], bool] | None = None
+    ) -> View:
+        """Everything the policy reads, or the part that a round concerns: at once, and always anew."""
         with self._memory.transaction():
             view = load_view(self._memory)
             self._revision = self._memory.revision

@@ -56,9 +56,9 @@ def test_a_server_database_created_at_once_equals_a_migrated_one(
 ) -> None:
     """Compares defaults, keys and collations to the letter, in any order: a later revision adds columns at the end."""
     migrated, made = (Database(new_database_url("mariadb")) for _ in range(2))
-    with migrated.write() as connection:
+    with migrated.migration() as connection:
         schema_upgrade.upgrade(connection, migrated.name)
-    with made.write() as connection:
+    with made.migration() as connection:
         schema_upgrade.create(connection)
     with migrated.read() as one, made.read() as other:
         for table in metadata.tables:
@@ -96,9 +96,9 @@ def _described(connection: Connection) -> dict[str, object]:
 
 def test_an_sqlite_file_created_at_once_equals_a_migrated_one(tmp_path: Path) -> None:
     made, migrated = (Database(f"sqlite:///{tmp_path / name}.sqlite") for name in ("made", "migrated"))
-    with made.write() as connection:
+    with made.migration() as connection:
         schema_upgrade.create(connection)
-    with migrated.write() as connection:
+    with migrated.migration() as connection:
         schema_upgrade.upgrade(connection, migrated.name)
     with made.read() as one, migrated.read() as other:
         assert _described(one) == _described(other)
@@ -140,7 +140,7 @@ def test_processes_that_migrate_at_once_all_succeed(database_url: str) -> None:
 
 def test_an_upgrade_that_was_killed_half_way_is_finished(database_url: str) -> None:
     db = Database(database_url)
-    with db.write() as connection:  # what MySQL leaves behind: some tables, no version
+    with db.migration() as connection:  # what MySQL leaves behind: some tables, no version
         for name in ("decisions", "log_head", "jobs"):
             metadata.tables[name].create(connection)
         connection.execute(CreateTable(metadata.tables["events"]))  # without its indexes

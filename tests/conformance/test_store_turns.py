@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 from support.clocks.waits import until
@@ -30,6 +31,7 @@ class Turns:
         self.looks: list[Focus | None] = []
         self.round_s = 0.0  # how long each takes
         self.is_cut_off = False
+        self.called_within: Callable[[], None] | None = None  # what happens while a view is read
         self._load_view = stores.decisions.load_view
         monkeypatch.setattr(stores.decisions, "load_view", self._look)
         monkeypatch.setattr(turns_module, "TURN_RANKS", 16)  # a host counts for eight at least
@@ -82,12 +84,14 @@ class Turns:
         body = self.make.exited(job=name)
         self.bus.publish([self.make.signal(seq, body, source=source, incarnation=f"inc-{source}")])
 
-    def _look(self, focus: Focus | None = None) -> View:
+    def _look(self, focus: Focus | None = None, **how: object) -> View:
         self.looks.append(focus)
         self.clock.now_s += self.round_s
         if self.is_cut_off:
             raise ConnectionError("cut off")
-        return self._load_view(focus)
+        if self.called_within is not None:
+            self.called_within()
+        return self._load_view(focus, **how)
 
 
 @pytest.fixture
@@ -162,6 +166,28 @@ def test_an_interrupted_turn_is_repeated(turns) -> None:
         turns.clock.now_s += 0.09
         turns.loop.run_once()
     assert [sorted(focus.jobs) for focus in turns.looks] == [["job-0"], ["job-0"], ["job-1"], ["job-2"]]
+
+
+def test_a_turn_is_broken_off_for_a_signal_and_repeated_but_not_for_ever(turns) -> None:
+    turns.begin()
+    turns.change()
+
+    def fail() -> None:
+        turns.fail("job-2", len(turns.looks))
+        turns.wakeup.notify("signals")
+
+    turns.called_within = fail
+    assert turns.loop.run_once() == 0.0
+    turns.called_within = None
+    turns.loop.run_once()
+    assert [bool(focus.signals) for focus in turns.looks] == [False, True]
+    (incident,) = turns._load_view().incidents
+    assert incident.job == "job-2" and incident.action_id, "the turn did not finish first"
+    turns.called_within = fail
+    for _ in range(20):
+        turns.clock.now_s += 0.4
+        turns.loop.run_once()
+    assert {name for focus in turns.looks[2:] for name in focus.jobs} == set(NAMES)
 
 
 def test_a_loop_that_would_wait_for_long_is_woken_by_a_signal(turns, stores, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def _one_of_each(connection: Connection) -> None:
 def test_a_database_of_the_first_release_keeps_its_rows(database_url: str) -> None:
     """A revision that renames or drops a column must state here what becomes of it."""
     db = Database(database_url)
-    with db.write() as connection:
+    with db.migration() as connection:
         _upgrade(connection, FIRST_RELEASE)
         _one_of_each(connection)
         before: Rows = {name: _rows(connection, name) for name in _tables(connection).tables}
@@ -70,7 +70,7 @@ def test_a_database_of_the_first_release_keeps_its_rows(database_url: str) -> No
 def test_tables_of_another_program_are_refused_and_unchanged(new_database_url: Callable[[str], str]) -> None:
     """Only a creation that was killed leaves tables without a revision, and it leaves whole ones."""
     db = Database(new_database_url("mariadb"))
-    with db.write() as connection:
+    with db.migration() as connection:
         connection.execute(text("CREATE TABLE jobs (job VARCHAR(64) PRIMARY KEY, spec TEXT)"))
     with pytest.raises(StateVersionMismatch, match="table jobs without the columns state, message") as caught:
         migrate(db)
@@ -88,7 +88,7 @@ def _check(db: Database) -> None:
 @pytest.fixture(params=["0015", "0111"])
 def from_before(db: Database, request: pytest.FixtureRequest) -> Database:
     """A database from before the first release."""
-    with db.write() as connection:
+    with db.migration() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = :old"), {"old": request.param})
     return db
 

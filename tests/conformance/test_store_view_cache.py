@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import delete, select
+from sqlalchemy import delete, event, select
 
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.cluster import HostState, JobState, Phase, RankStatus
@@ -282,6 +283,37 @@ def test_a_report_that_was_under_way_for_long_tells_what_was_when_it_was_sent(sq
     assert {host.host_id: host.known_at for host in check().hosts} == {"host-a": 1001.0, "host-b": 1020.0}
 
 
+def test_what_no_transaction_changed_is_not_read_again(sql_stores, make, check) -> None:
+    sql_stores.run_job()
+    sql_stores.begin_restart()
+    statements: list[str] = []
+    event.listen(sql_stores.db._reader, "before_cursor_execute", lambda *args: statements.append(args[2]))
+
+    def looked(*, anew: bool) -> int:
+        statements.clear()
+        focus = Focus(signals=(make.signal(),))
+        assert sql_stores.decisions.load_view(focus, anew=anew).jobs
+        return len([statement for statement in statements if statement != "BEGIN"])
+
+    whole = looked(anew=True)
+    looked(anew=False)
+    assert looked(anew=False) <= 5 < 17 <= whole
+    rank = RankStatus("job", 1, 0, 100, Phase.STEP, 9, 0.0)
+    sql_stores.status.record_reports([(make.report("host-a", sent_at=1010.0, ranks=(rank,)), 1010.0)])
+    assert looked(anew=False) <= 6, "reports change the newest step of their job, and nothing else here"
+    sql_stores.commit(jobs=(JobChange("job", JobState.RUNNING, "other words"),))
+    assert sql_stores.decisions.load_view(anew=False) == check()
+
+
+def test_a_placed_host_that_is_vouched_for_and_has_no_row_is_named(sql_stores, make, check) -> None:
+    sql_stores.place("job", 1, "host-a", "host-b", "host-c")
+    sql_stores.status.record_reports([(make.report("host-a"), 1001.0)])
+    assert check().unstored == {}
+    sql_stores.status.vouch(sensor="s", at=1003.0, ages_ms=(0, 500, 9), hosts=("host-a", "host-b", "unplaced"))
+    assert check().unstored == {"host-b": 1002.5}
+    assert check().unstored == sql_stores.decisions.load_view(Focus(jobs=frozenset({"job"}))).unstored
+
+
 def test_hosts_that_could_not_be_read_do_not_count_as_known(
     sql_stores, make, check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -424,6 +456,7 @@ changes = st.one_of(
     st.tuples(
         st.just("report"), hosts, jobs, st.integers(1, 3), st.lists(st.tuples(jobs, st.integers(1, 40)), max_size=3)
     ),
+    st.tuples(st.just("steady"), hosts),
     st.tuples(st.just("place"), jobs, st.permutations(HOSTS)),
     st.tuples(st.just("state"), hosts, st.sampled_from(list(HostState))),
     st.tuples(st.just("end"), jobs),
@@ -448,6 +481,7 @@ def test_after_any_changes_the_cache_equals_a_fresh_read(new_stores, make, turns
     stores.place("other", 1, "host-c", "host-d")
     newest = dict.fromkeys(JOBS, 1)
     restarts = 0
+    last_reports = {}
     for number, (kind, *values) in enumerate(turns, 1):
         now = make.T + number
         match kind, *values:
@@ -459,7 +493,13 @@ def test_after_any_changes_the_cache_equals_a_fresh_read(new_stores, make, turns
                     for of, step in held
                     for tier in tiers
                 )
-                stores.status.record_reports([(make.report(host, sent_at=now, ranks=(rank,), copies=copies), now)])
+                last_reports[host] = make.report(host, sent_at=now, ranks=(rank,), copies=copies)
+                stores.status.record_reports([(last_reports[host], now)])
+            case "steady", host:
+                before = last_reports.get(host) or make.report(host)
+                steps = tuple(msgspec.structs.replace(one, steps=(number,)) for one in before.progress)
+                report = msgspec.structs.replace(before, sent_at=now, progress=steps)
+                stores.status.record_steady([(report, now)])
             case "place", job, order:
                 newest[job] += 1
                 stores.place(job, newest[job], *order[:2])
@@ -486,8 +526,9 @@ def test_after_any_changes_the_cache_equals_a_fresh_read(new_stores, make, turns
                     stores.begin_restart()
                     newest["job"], restarts = 2, 1
             case "look", focus:
-                stores.decisions.load_view(focus)
+                stores.decisions.load_view(focus, anew=number % 3 == 0)
     anew = stores.other_decisions().load_view()
+    assert stores.decisions.load_view(anew=False) == anew
     assert stores.decisions.load_view() == anew
     for focus in last:
         assert stores.decisions.load_view(focus) == focused(anew, focus)

@@ -11,6 +11,7 @@ from services.controller.rules import health_rules
 from services.rules.wording import ranks_kept, ranks_of
 
 REPORTED_WITHIN_S = 10.0  # after a successful start; a host that reports no worker by then has none
+STORED_WITHIN_S = 10.0  # what a sensor received is in the database by then, or its host still reports
 ASK_AGAIN_S = 1.0
 
 
@@ -30,10 +31,17 @@ def pending_failure(round_: Round, job: JobView) -> Incident | None:
 
 
 def is_known_since(round_: Round, generation: GenerationView, at: float) -> bool:
-    """Whether `at` has passed, and every host of the generation has reported since. After an outage of the control
-    plane or the database, old reports prove nothing: the workers may have recovered long ago."""
-    hosts = (round_.hosts.get(part.host_id) for part in generation.hosts)
-    return round_.now >= at and all(host is None or host.known_at > at for host in hosts)
+    """Whether `at` has passed, and what every host of the generation reported since is known. After an outage of the
+    control plane or the database, old reports prove nothing: the workers may have recovered long ago."""
+    return round_.now >= at and all(_is_host_known_since(round_, part.host_id, at) for part in generation.hosts)
+
+
+def _is_host_known_since(round_: Round, host_id: str, at: float) -> bool:
+    """A host without a row reported nothing, unless a sensor vouches for it: what it reported is not stored yet."""
+    host = round_.hosts.get(host_id)
+    if host is not None:
+        return host.known_at > at
+    return round_.now - round_.view.unstored.get(host_id, 0.0) > STORED_WITHIN_S
 
 
 def _never_started(round_: Round, job: JobView, generation: GenerationView) -> Failure | None:

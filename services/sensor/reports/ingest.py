@@ -28,7 +28,8 @@ from services.sensor.detector.suspect_replicas import SuspectReplicas
 from services.sensor.detector.watched_job import LearnedJob
 from services.sensor.reports.committed import CommittedPositions
 from services.sensor.reports.peer_addresses import PeerAddresses
-from services.sensor.reports.report_queue import Received, ReportQueue
+from services.sensor.reports.report_queue import ReportQueue
+from services.sensor.reports.state_lanes import Received
 from services.sensor.rules.admission import Admission, reason_of
 from services.sensor.rules.early_steps import EarlySteps
 from services.sensor.rules.own_signals import OwnSignals
@@ -56,6 +57,9 @@ class PlacementSource(Protocol):
 
     @property
     def stored_points(self) -> StoredPoints: ...
+
+    @property
+    def troubled(self) -> frozenset[str]: ...
 
 
 class WriteVouches(Protocol):
@@ -307,6 +311,7 @@ class Ingest:
                     recalled = found.learned
                     self._detector.recall(recalled)
                 self.know_stored(found.stored_points)
+                self._queue.trouble(found.troubled)
                 self.know(found.placed)
                 outage.ended()
             except OUTAGES as error:

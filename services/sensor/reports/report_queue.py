@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
-from itertools import chain, islice
+from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
 import msgspec
 
-from flyball.contracts.reports.signals import Report, Signal
+from flyball.contracts.reports.signals import Report
+from services.sensor.reports.state_lanes import Lane, Oldest, Received, StateLanes
 from services.sensor.rules.step_log import StepSummary
 
 MAX_SIGNALS_AT_ONCE = 1000  # far below what the bus holds: it would refuse more than that forever
@@ -22,25 +22,16 @@ MAX_HOST_BYTES = 8 << 20  # two of the largest reports
 _KEY: Any = attrgetter("source", "incarnation", "seq")
 
 
-class Received(msgspec.Struct, frozen=True, gc=False):
-    """A report that waits to be stored, or (report None) signals that the sensor raised itself."""
-
-    report: Report | None
-    signals: tuple[Signal, ...]
-    size_bytes: int
-    at: float  # wall clock
-    at_monotonic_s: float
-
-
 class Batch(msgspec.Struct, frozen=True):
     """The result of one call of `take`."""
 
     signals: tuple[Received, ...] = ()
     reports: tuple[Received, ...] = ()
+    steady: tuple[Received, ...] = ()  # reports of hosts that have been stored, and are in no trouble
     steps: tuple[StepSummary, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.signals or self.reports or self.steps)
+        return bool(self.signals or self.reports or self.steady or self.steps)
 
 
 class ReportQueue:
@@ -48,7 +39,7 @@ class ReportQueue:
     with a report each, so a host with many signals delays the others by one report.
 
     Of a host's state only the newest report waits, and older ones with contents that are reported once (marks of
-    workers, restores). Hosts with such contents or with signals go first: somebody waits for their next move.
+    workers, restores). Hosts for whose next move somebody waits go first, see `Lane`.
 
     Bounded by the number of reports that must not be replaced, and by bytes, separately for reports with signals; both
     also per host, so that no host takes the room of the others. Thread-safe."""
@@ -69,10 +60,7 @@ class ReportQueue:
         self._n_signals = 0  # items in it
         self._signal_bytes = 0  # of the reports in it, even if their state was taken already
         self._waiting: set[tuple[str, str, int]] = set()  # keys of the signals in it
-        self._newest: dict[str, Received] = {}  # by host, the one that has waited longest first
-        self._older: dict[str, list[Received]] = {}
-        self._urgent: dict[str, None] = {}  # hosts in `_newest` that go first
-        self._kept = 0  # in `_older`
+        self._states = StateLanes()
         self._steps: list[StepSummary] = []
         self._size_bytes = 0  # of reports
         self._is_released = False
@@ -94,31 +82,29 @@ class ReportQueue:
                     self._add_signals(item)
                 return True
             host_id = report.facts.host_id
-            before = self._newest.get(host_id)
+            before = self._states.newest(host_id)
             has_unique = before is not None and before.report is not None and _has_unique(before.report)
             freed_bytes = 0 if before is None or has_unique else before.size_bytes
             if self._size_bytes + item.size_bytes - freed_bytes > self._max_size_bytes:
                 return False
             if (item.signals or has_unique) and not self._has_room(item, host_id):
                 return False
-            if before is not None and has_unique:
-                self._older.setdefault(host_id, []).append(before)
-                self._kept += 1
-            self._newest[host_id] = item  # replaces the one before
-            if report.signals or report.marks or report.restores:
-                self._urgent[host_id] = None
+            item = msgspec.structs.replace(item, waits_since_s=item.at_monotonic_s)
+            is_first = not self._states.has_steady
+            is_urgent = bool(report.signals) or _has_unique(report)
+            lane = self._states.put(host_id, item, is_urgent=is_urgent, keeps_before=has_unique)
             self._size_bytes += item.size_bytes - freed_bytes
             if item.signals:
                 self._add_signals(item)
-            elif before is None:
+            elif before is None and (lane is not Lane.STEADY or is_first):
                 self._changed.notify()
             return True
 
     def _has_room(self, item: Received, host_id: str) -> bool:
         """Whether there is room for a report that must not be replaced."""
-        if self._n_signals + self._kept >= self._max_items:
+        if self._n_signals + self._states.kept >= self._max_items:
             return False
-        signals, older = self._signals.get(host_id, ()), self._older.get(host_id, ())
+        signals, older = self._signals.get(host_id, ()), self._states.older(host_id)
         of_host = sum(waiting.size_bytes for waiting in (*signals, *older))
         return (
             self._signal_bytes + item.size_bytes <= self._max_size_bytes
@@ -145,37 +131,47 @@ class ReportQueue:
     def has_room_for_steps(self) -> bool:
         return len(self._steps) < self._max_items
 
-    def take(self, *, max_hosts: int, timeout_s: float, with_signals: bool = True) -> Batch:
+    def oldest(self) -> Oldest:
+        """Since when state has waited."""
+        with self._lock:
+            return self._states.oldest()
+
+    def note_stored(self, host_ids: Iterable[str]) -> None:
+        """The database has state of these hosts: they are new no more."""
+        with self._lock:
+            self._states.note_stored(host_ids)
+
+    def trouble(self, host_ids: Collection[str]) -> None:
+        """From now on the state of these hosts goes before that of others, and no longer that of those named before."""
+        with self._changed:
+            self._states.trouble(host_ids)
+            self._changed.notify()
+
+    def take(self, *, max_hosts: int, timeout_s: float, max_steady: int = 0, with_signals: bool = True) -> Batch:
         """Take out as many signals as are published at once, if `with_signals`, and the state of up to `max_hosts`
-        hosts. Waits up to `timeout_s` for something to take."""
+        hosts and about `max_steady` steady ones. Waits up to `timeout_s` for something to take."""
         with self._changed:
             if timeout_s > 0.0:
-                changed = self._changed if max_hosts > 0 else self._signals_came
+                changed = self._changed if max_hosts + max_steady > 0 else self._signals_came
                 changed.wait_for(
                     lambda: (
                         self._is_released
                         or (with_signals and self._signals)
-                        or (max_hosts > 0 and (self._newest or self._steps))
+                        or (max_hosts > 0 and (self._states.has_pressed or self._steps))
+                        or (max_steady > 0 and self._states.has_steady)
                     ),
                     timeout_s,
                 )
             signals: tuple[Received, ...] = ()
             if with_signals:
                 signals = self._take_signals()
-            if max_hosts <= 0:
-                return Batch(signals)
-            reports: list[Received] = []
-            # Urgent hosts get at most half of the places. Otherwise others might wait forever.
-            first = dict.fromkeys(islice(self._urgent, (max_hosts + 1) // 2))
-            others = (host_id for host_id in self._newest if host_id not in first)
-            for host_id in list(islice(chain(first, others), max_hosts)):
-                self._urgent.pop(host_id, None)
-                reports += self._older.pop(host_id, ())
-                reports.append(self._newest.pop(host_id))
-            self._kept = sum(map(len, self._older.values())) if self._older else 0
-            self._size_bytes -= sum(item.size_bytes for item in reports)
-            steps, self._steps = tuple(self._steps), []
-            return Batch(signals, tuple(reports), steps)
+            reports = self._states.take_pressed(max_hosts) if max_hosts > 0 else []
+            steady = self._states.take_steady(max_steady) if max_steady > 0 else []
+            self._size_bytes -= sum(item.size_bytes for item in (*reports, *steady))
+            steps: tuple[StepSummary, ...] = ()
+            if max_hosts > 0:
+                steps, self._steps = tuple(self._steps), []
+            return Batch(signals, tuple(reports), tuple(steady), steps)
 
     def _take_signals(self) -> tuple[Received, ...]:
         taken: list[Received] = []
@@ -204,7 +200,7 @@ class ReportQueue:
             self._signals_came.notify_all()
 
     def __len__(self) -> int:
-        return self._n_signals + len(self._newest)
+        return self._n_signals + len(self._states)
 
 
 def _has_unique(report: Report) -> bool:

@@ -11,8 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
+from math import inf
 from typing import Protocol, TypeVar
 
 import structlog
@@ -24,12 +23,18 @@ from services.rules.stream import SignalBus, Wakeup
 from services.runtime.loops import LoopThread
 from services.runtime.outages import OUTAGES, Outage
 from services.runtime.telemetry import Metrics
-from services.sensor.reports.report_queue import Batch, Received, ReportQueue
+from services.sensor.reports.report_queue import Batch, ReportQueue
+from services.sensor.reports.state_lanes import Received
+from services.sensor.reports.storing_pace import StoringPace
 from services.sensor.rules.step_log import StepSummary
 
 log = structlog.get_logger()
 
 MAX_HOSTS = 128  # per transaction
+MAX_STEADY = 512  # likewise; each costs a tenth
+PRESSED_WITHIN_S = 0.5  # the state of hosts that are new or in trouble
+STORED_WITHIN_S = 10.0  # all other state
+PRESSED_SHARE, STEADY_SHARE = 1 / 8, 1 / 32  # of a core, while it is not late
 IDLE_WAIT_S = 0.5
 LONGEST_END_S = 10.0  # for the thread that stores state to end
 
@@ -41,6 +46,10 @@ class StatusStore(Protocol):
 
     def record_reports(self, reports: Sequence[tuple[Report, float]], steps: Sequence[StepSummary] = ()) -> None:
         """Store (report, received_at) pairs and step summaries in one transaction."""
+        ...
+
+    def record_steady(self, reports: Sequence[tuple[Report, float]]) -> None:
+        """Likewise. Reports that tell no more than newer positions are stored together."""
         ...
 
     def vouch(self, *, sensor: str, at: float, ages_ms: Sequence[int], hosts: Sequence[str] | None) -> None:
@@ -58,10 +67,10 @@ class StatusStore(Protocol):
 
 
 class ReportWriter:
-    """Drains the queue: signals at once, the state of hosts within a share of the processor time. If that is too
-    little for all hosts, they take turns with their newest state. During an outage of the database the queue fills up,
-    and the sensor answers 429: the reports stay with the daemons. If the database rejects one report itself, that
-    report alone is dropped, and counted."""
+    """Drains the queue: signals at once, the state of hosts at a pace that keeps its age within bounds. They take turns
+    with their newest state. During an outage of the database the queue fills up, and the sensor answers 429: the
+    reports stay with the daemons. If the database rejects one report itself, that report alone is dropped, and
+    counted."""
 
     def __init__(
         self,
@@ -104,22 +113,37 @@ class ReportWriter:
                 log.warning("storing the state of hosts took too long; the rest is not stored")
         self._publish_at_s = 0.0
         # Only one thread at a time may store state.
-        while batch := self._queue.take(max_hosts=MAX_HOSTS if has_ended else 0, timeout_s=0.0):
+        hosts, steady_hosts = (MAX_HOSTS, MAX_STEADY) if has_ended else (0, 0)
+        while batch := self._queue.take(max_hosts=hosts, max_steady=steady_hosts, timeout_s=0.0):
             self._publish_batch(batch)
-            self._store_batch(batch, stop)
+            self._store_pressed(batch, stop)
+            self._store_steady(batch, stop)
         self._publish_what_waits()
         if self._unpublished:
             log.warning("stopped with unpublished signals; their hosts keep them", parts=len(self._unpublished))
 
     def _run_states(self, stop: threading.Event) -> None:
-        """Run the thread that stores state until stopped. It leaves the interpreter to the event loop when that needs
-        it."""
-        spare = SpareTime(monotonic_s=self._clock.monotonic_s)
+        """Run the thread that stores state until stopped."""
+        pressed = StoringPace(within_s=PRESSED_WITHIN_S, share=PRESSED_SHARE)
+        steady = StoringPace(within_s=STORED_WITHIN_S, share=STEADY_SHARE)
         while not stop.is_set():
-            batch = self._queue.take(max_hosts=MAX_HOSTS, timeout_s=IDLE_WAIT_S, with_signals=False)
-            spare.begin()
-            self._store_batch(batch, stop)
-            stop.wait(spare.rest_s())
+            oldest, now_s = self._queue.oldest(), self._clock.monotonic_s()
+            pressed_s, steady_s = pressed.opens_s(oldest.pressed_s), steady.opens_s(oldest.steady_s)
+            batch = self._queue.take(
+                max_hosts=MAX_HOSTS if pressed_s <= now_s else 0,
+                max_steady=MAX_STEADY if steady_s <= now_s else 0,
+                timeout_s=min(IDLE_WAIT_S, *(at_s - now_s for at_s in (pressed_s, steady_s, inf) if at_s > now_s)),
+                with_signals=False,
+            )
+            began_s = time.thread_time()
+            self._store_pressed(batch, stop)
+            stored_s = time.thread_time()
+            self._store_steady(batch, stop)
+            now_s = self._clock.monotonic_s()
+            if batch.reports or batch.steps:
+                pressed.worked(stored_s - began_s, now_s)
+            if batch.steady:
+                steady.worked(time.thread_time() - stored_s, now_s)
 
     def _publish_batch(self, batch: Batch) -> None:
         if batch.signals:
@@ -127,11 +151,23 @@ class ReportWriter:
         self._publish_what_waits()
         self._metrics.report_queue_length.set(len(self._queue))
 
-    def _store_batch(self, batch: Batch, stop: threading.Event) -> None:
+    def _store_pressed(self, batch: Batch, stop: threading.Event) -> None:
         if batch.steps:
             self._store(self._record_steps, batch.steps, stop, _job)
         if batch.reports:
             self._store(self._record, batch.reports, stop, _sender)
+            self._note_stored(batch.reports, "pressed")
+
+    def _store_steady(self, batch: Batch, stop: threading.Event) -> None:
+        if batch.steady:
+            self._store(self._record_steady, batch.steady, stop, _sender)
+            self._note_stored(batch.steady, "steady")
+
+    def _note_stored(self, items: Sequence[Received], kind: str) -> None:
+        self._queue.note_stored(item.report.facts.host_id for item in items if item.report is not None)
+        now_s, delay_seconds = self._clock.monotonic_s(), self._metrics.state_delay_seconds.labels(kind=kind)
+        for item in items:
+            delay_seconds.observe(now_s - item.waits_since_s)
         self._metrics.report_queue_length.set(len(self._queue))
 
     def _publish_what_waits(self) -> None:
@@ -174,6 +210,10 @@ class ReportWriter:
         self._status.record_reports([(item.report, item.at) for item in items if item.report is not None])
         self._wakeup.notify("events")
 
+    def _record_steady(self, items: Sequence[Received]) -> None:
+        self._status.record_steady([(item.report, item.at) for item in items if item.report is not None])
+        self._wakeup.notify("events")
+
     def _record_steps(self, steps: Sequence[StepSummary]) -> None:
         self._status.record_reports((), steps)
         self._wakeup.notify("events")
@@ -212,57 +252,3 @@ def _job(steps: StepSummary) -> str:
 
 def _sender(item: Received) -> str:
     return item.report.facts.host_id if item.report else "the sensor"
-
-
-# --- spare time ------------------------------------------------------------------------------------------------------
-
-MAX_SHARE = 1 / 8  # of a core
-MIN_SHARE = 1 / 32  # however busy the others are, so that nothing waits forever
-
-
-def claimed_s() -> float:
-    """How long the threads of this process ran, or waited for a core, in total. Without the waits where the kernel does
-    not count them."""
-    waited_ns = 0
-    for thread in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # the thread has ended, or there is no such file
-            waited_ns += int((thread / "schedstat").read_bytes().split()[1])
-    return time.process_time() + waited_ns / 1e9
-
-
-class SpareTime:
-    """Paces one thread with rests between its work. All threads of the process share one core, by the interpreter lock.
-    This thread takes half of what the others leave, between MIN_SHARE and MAX_SHARE. Nothing is left while they wait
-    for a core, because others use the machine."""
-
-    def __init__(
-        self,
-        *,
-        monotonic_s: Callable[[], float],
-        process_s: Callable[[], float] = claimed_s,
-        thread_s: Callable[[], float] = time.thread_time,
-    ) -> None:
-        """`process_s`: processor time that the process used or waited for. `thread_s`: that the calling thread used."""
-        self._monotonic_s = monotonic_s
-        self._process_s = process_s
-        self._thread_s = thread_s
-        self._rested_from = self._now()
-        self.begin()
-
-    def begin(self) -> None:
-        """The thread starts to work, after a rest or a wait."""
-        self._began = self._monotonic_s(), self._thread_s()
-
-    def rest_s(self) -> float:
-        """How long to rest, after the work is done."""
-        wall_s, process_s, thread_s = self._now()
-        elapsed_s = wall_s - self._rested_from[0]
-        others_s = process_s - self._rested_from[1] - (thread_s - self._rested_from[2])
-        left = 1.0 - others_s / elapsed_s if elapsed_s > 0.0 else 0.0
-        share = min(MAX_SHARE, max(MIN_SHARE, left / 2))
-        next_s = self._began[0] + (thread_s - self._began[1]) / share
-        self._rested_from = (wall_s, process_s, thread_s)
-        return max(0.0, next_s - wall_s)
-
-    def _now(self) -> tuple[float, float, float]:
-        return self._monotonic_s(), self._process_s(), self._thread_s()

@@ -84,15 +84,14 @@ class ConditionCache:
     def read(self, connection: Connection) -> Mapping[str, tuple[StandingCondition, ...]]:
         """Return what `load_conditions` returns, as this transaction sees it. The same mapping object as before if
         nothing changed."""
-        head = connection.execute(select(log_head.c.revision, log_head.c.conditions_revision)).one()
-        revision, changed_at = self._seen
-        if head.conditions_revision != changed_at or head.revision < revision:  # an older copy replaced the database
+        head = events.head(connection)
+        if head[1] != self._seen[1] or head[0] < self._seen[0]:  # an older copy replaced the database
             before = aside_so_far()
             self._known = load_conditions(connection)
             if aside_so_far() > before:
                 self._seen = (-1, -1)
                 return self._known
-        self._seen = (head.revision, head.conditions_revision)
+        self._seen = head
         return self._known
 
 

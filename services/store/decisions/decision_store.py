@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 from sqlalchemy import Connection, select
@@ -33,8 +33,10 @@ from services.store.decisions import (
 from services.store.decisions.view_loader import ViewLoader
 from services.store.sql import events, lease
 from services.store.sql.database import Database
+from services.store.sql.kept_reads import KeptReads
 from services.store.sql.lease import CONTROLLER, ControllerLease
 from services.store.sql.rows import upsert
+from services.store.sql.shared_reads import GivenPlans
 from services.store.sql.tables import cursors
 
 _log = structlog.get_logger(__name__)
@@ -49,6 +51,7 @@ class SqlDecisionStore:
         self._seals = seals
         self._lease = ControllerLease(clock)
         self._views = ViewLoader(clock, seals)
+        self._reads, self._plans = KeptReads(), GivenPlans()
         self._revision = 0  # of the newest view
         self._is_elected = threading.Event()  # since the last view; another thread may renew the lease
 
@@ -79,6 +82,7 @@ class SqlDecisionStore:
     def went_back(self, holder: str) -> None:
         """Drop all caches and release the lease, after an older copy replaced the database: a new epoch must begin."""
         self._views = ViewLoader(self._clock, self._seals)
+        self._reads, self._plans = KeptReads(), GivenPlans()
         self._revision = 0
         self.release_lease(holder)
 
@@ -93,15 +97,19 @@ class SqlDecisionStore:
         with self._db.read() as connection:
             return events.revision(connection)
 
-    def load_view(self, focus: Focus | None = None) -> View:
+    def load_view(
+        self, focus: Focus | None = None, *, anew: bool = True, yields: Callable[[], bool] | None = None
+    ) -> View:
         """Read the policy's input in one snapshot: everything, or what the round is about. For more than a thousand
-        hosts, see `HostCache`."""
+        hosts, see `HostCache`. Without `anew`, tables that no transaction changed are not read again. Raises
+        BrokenOff, see the port."""
         if self._is_elected.is_set():
             self._is_elected.clear()
             self._views.expire_all_hosts()
         with self._db.read() as connection:
-            self._revision = events.revision(connection)
-            return self._views.load(connection, focus)
+            reads = self._reads.begin(connection, anew=anew, yields=yields)
+            self._revision = events.revision(reads)
+            return self._views.load(reads, focus)
 
     def running_jobs(self) -> list[tuple[str, int]]:
         """Return the jobs that have ranks, each with its number of ranks, as of the last view."""
@@ -147,7 +155,7 @@ class SqlDecisionStore:
             news += outcome_writer.store_hosts(connection, outcome.hosts, now)
             news += condition_store.store(connection, outcome.conditions, now)
             news += signal_writer.store(connection, signals, now)
-            signal_writer.store_exits(connection, signals)
+            signal_writer.store_exits(connection, signals, self._plans)
             audit_store.note_signals(connection, signals, now)
             if cursor is not None:
                 row = {"name": CONTROLLER, "stream": cursor.stream, "position": cursor.position}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -14,11 +14,14 @@ from flyball.contracts.cluster import HostState, Phase
 from services.controller.round.view import RankView
 from services.record.codec import load
 from services.record.host_views import CachedHost
-from services.record.positions import read_positions
+from services.record.positions import SteadyPositions, read_positions
+from services.sensor.rules.slots import slot_of
+from services.store.reports.steady_documents import SteadyDocuments
 from services.store.sql.set_aside import readable
 from services.store.sql.tables import host_reports, hosts
 
-PAGE = 1000  # hosts in one query
+PAGE = 1000  # hosts whose versions are read together
+AT_ONCE = 250  # hosts that are read in one statement: a round may be broken off between two
 PAGES_BUDGET_S = 0.02  # time of a view for pages that are not due yet
 MAX_AGE_S = 5.0
 _UNREAD = -1  # the version of a row that is read with every view: it is set aside as long as it cannot be decoded
@@ -40,6 +43,7 @@ class HostCache:
         self._read_pages_at_s = -inf  # -inf: never
         self._expired: set[str] = set()
         self._changed: set[str] = set()
+        self._steady = SteadyDocuments()
 
     def expire(self, host_ids: Iterable[str]) -> None:
         """Read these hosts again with the next view."""
@@ -57,8 +61,10 @@ class HostCache:
         the share that is due since the last call is read, so that no page waits for long. The first call reads all
         pages, and so does one after a pause of MAX_AGE_S."""
         began_s = self._clock.monotonic_s()
+        is_urgent = pages == 0 and self._read_pages_at_s > -inf
+        self._read_steady(connection, {slot_of(host_id) for host_id in self._expired} if is_urgent else None)
         self._read_expired(connection)
-        if pages == 0 and self._read_pages_at_s > -inf:
+        if is_urgent:
             return self._hosts
         share = (began_s - self._read_pages_at_s) / MAX_AGE_S
         due = share * (len(self._hosts) // PAGE + 1)
@@ -78,18 +84,31 @@ class HostCache:
         changed, self._changed = self._changed, set()
         return changed
 
+    def _read_steady(self, connection: Connection, slots: Collection[int] | None) -> None:
+        for newer in self._steady.read(connection, slots):
+            host = self._hosts.get(newer.host_id)
+            if host is not None and host.report_version == newer.version:
+                host.take_newer(newer)
+
     def _read_expired(self, connection: Connection) -> None:
         """Read expired hosts again, including those that joined since their page was read. Names that are no hosts are
         dropped: sensors send signals too."""
         again = sorted(self._expired & self._hosts.keys())
-        self._take(connection, self._hosts, again, again)
+        self._take_whole(connection, self._hosts, again)
         if self._read_pages_at_s > -inf:
             unknown = sorted(self._expired - self._hosts.keys())
             joined = {row.host_id: CachedHost(row.host_id) for row in _rows(connection, _MARKS, unknown)}
-            self._take(connection, joined, list(joined), list(joined))
+            self._take_whole(connection, joined, list(joined))
             self._joined |= joined
             self._hosts |= joined
         self._expired.clear()
+
+    def _take_whole(self, connection: Connection, known: Mapping[str, CachedHost], host_ids: Sequence[str]) -> None:
+        """As `_take`, in one statement."""
+        self._changed.update(host_ids)
+        for row in _rows(connection, _WHOLE, host_ids):
+            _take_facts(known[row.host_id], row)
+            _take_report(known[row.host_id], row, self._steady.of(row.host_id, row.report_version))
 
     def _take(
         self, connection: Connection, known: Mapping[str, CachedHost], facts: Sequence[str], reports: Sequence[str]
@@ -98,7 +117,7 @@ class HostCache:
         for row in _rows(connection, _FACTS, facts):
             _take_facts(known[row.host_id], row)
         for row in _rows(connection, _REPORTS, reports):
-            _take_report(known[row.host_id], row)
+            _take_report(known[row.host_id], row, self._steady.of(row.host_id, row.report_version))
 
     def _read_page(self, connection: Connection) -> bool:
         """Read the next page. Return whether it was the last. A page that fails half-way counts as not read."""
@@ -127,7 +146,7 @@ class HostCache:
 _MARKS = select(hosts.c.host_id, hosts.c.version, host_reports.c.version).join(
     host_reports, host_reports.c.host_id == hosts.c.host_id
 )
-_FACTS = select(
+_OF_HOSTS = (
     hosts.c.host_id,
     hosts.c.version,
     hosts.c.state,
@@ -143,20 +162,22 @@ _FACTS = select(
     hosts.c.fabric,
     hosts.c.memory_bytes,
 )
-_REPORTS = select(
-    host_reports.c.host_id,
-    host_reports.c.version,
+_OF_REPORTS = (
+    host_reports.c.version.label("report_version"),
     host_reports.c.sent_at,
     host_reports.c.received_at,
     host_reports.c.workers,
     host_reports.c.positions,
 )
+_FACTS = select(*_OF_HOSTS)
+_REPORTS = select(host_reports.c.host_id, *_OF_REPORTS)
+_WHOLE = select(*_OF_HOSTS, *_OF_REPORTS).join(host_reports, host_reports.c.host_id == hosts.c.host_id)
 
 
 def _rows(connection: Connection, query: Select[Any], host_ids: Sequence[str]) -> Iterator[Any]:
     column = query.selected_columns.host_id
-    for start in range(0, len(host_ids), PAGE):
-        yield from connection.execute(query.where(column.in_(host_ids[start : start + PAGE])))
+    for start in range(0, len(host_ids), AT_ONCE):
+        yield from connection.execute(query.where(column.in_(host_ids[start : start + AT_ONCE])))
 
 
 def _take_facts(host: CachedHost, row: Any) -> None:  # noqa: ANN401 - a row's columns have no static type
@@ -179,15 +200,17 @@ def _take_facts(host: CachedHost, row: Any) -> None:  # noqa: ANN401 - a row's c
     host.copies_of = frozenset(copy.job for copy in host.copies)
 
 
-def _take_report(host: CachedHost, row: Any) -> None:  # noqa: ANN401
-    host.report_version = row.version
+def _take_report(host: CachedHost, row: Any, newer: SteadyPositions | None) -> None:  # noqa: ANN401
+    host.report_version = row.report_version
     host.last_report_at = row.received_at
     host.sent_at = row.sent_at
     workers = readable("host_reports", row.host_id, load, row.workers, dict[str, int])
     positions = readable("host_reports", row.host_id, _ranks, host.host_id, row.positions)
     if workers is None or positions is None:
         host.report_version = _UNREAD
-    host.workers, host.ranks = workers or {}, positions or {}
+    host.workers, host.ranks, host.newer = workers or {}, positions or {}, None
+    if newer is not None:
+        host.take_newer(newer)
 
 
 def _ranks(host_id: str, document: str) -> Mapping[tuple[str, int], tuple[RankView, ...]]:

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import msgspec
-from sqlalchemy import Connection, and_, insert, or_, select, tuple_
+from sqlalchemy import Connection, and_, insert, or_, select
 
-from flyball.contracts.decisions import GenerationPlan
 from flyball.contracts.events import Event
 from flyball.contracts.reports.signals import Sender, Signal, WorkerExited
-from services.record.codec import dump, load, subject_of
+from services.record.codec import dump, subject_of
 from services.record.signal_events import (
     SignalKey,
     event_of,
 )
-from services.store.reports.status_store import raise_newest_step, read_watermarks
+from services.store.reports.host_rows import raise_newest_step
+from services.store.reports.status_store import read_watermarks
 from services.store.sql.rows import upsert
-from services.store.sql.set_aside import readable
-from services.store.sql.tables import generations, ranks, signals, watermarks
+from services.store.sql.shared_reads import GivenPlans
+from services.store.sql.tables import ranks, signals, watermarks
 
 MAX_GAP = 20_000  # seqs that may wait after a missing one; more than a daemon spools
 
@@ -70,12 +70,15 @@ def store(connection: Connection, fresh: Sequence[Signal], now: float) -> list[E
     return [event_of(signal, now) for signal in fresh]
 
 
-def store_exits(connection: Connection, fresh: Sequence[Signal]) -> None:
+def store_exits(connection: Connection, fresh: Sequence[Signal], plans: GivenPlans) -> None:
     """Record the exits of workers on their ranks, and raise the newest step of their jobs. Accepts only reports of a
     rank's own host; the first one about a worker stands."""
     received = [(signal, signal.body) for signal in fresh if isinstance(signal.body, WorkerExited)]
-    host_of = _hosts_of_ranks(connection, {(body.job, body.generation) for _, body in received}) if received else {}
-    exits = [(s, body) for s, body in received if host_of.get((body.job, body.generation, body.rank)) == s.source]
+    exits = [
+        (signal, body)
+        for signal, body in received
+        if body.rank in plans.read(connection, body.job, body.generation).get(signal.source, ())
+    ]
     if not exits:
         return
     names = sorted({body.job for _, body in exits})
@@ -111,24 +114,6 @@ def store_exits(connection: Connection, fresh: Sequence[Signal]) -> None:
         newest[body.job] = max(body.last_step, newest.get(body.job, -1))
     for job, step in sorted(newest.items()):
         raise_newest_step(connection, job, step)
-
-
-def _hosts_of_ranks(connection: Connection, wanted: set[tuple[str, int]]) -> dict[tuple[str, int, int], str]:
-    """Return (job, generation, rank) -> the host that was given the rank. Omits generations that were never granted."""
-    query = select(generations.c.job, generations.c.generation, generations.c.plan).where(
-        tuple_(generations.c.job, generations.c.generation).in_(sorted(wanted))
-    )
-    documents = connection.execute(query).all()
-    found = (readable("generations", f"{row.job} {row.generation}", _plan, row.plan) for row in documents)
-    plans = [plan for plan in found if plan is not None]
-    return {
-        (plan.job, plan.generation, rank): host.host_id for plan in plans for host in plan.hosts for rank in host.ranks
-    }
-
-
-def _plan(document: str) -> GenerationPlan:
-    plan: GenerationPlan = load(document, GenerationPlan)
-    return plan
 
 
 def raise_watermarks(connection: Connection, senders: Collection[Sender]) -> None:

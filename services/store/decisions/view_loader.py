@@ -90,6 +90,8 @@ class ViewLoader:
         self._checks = check_store.CheckCache()
         self._past = PastActions(clock)
         self._conditions = ConditionCache()
+        self._seen: list[tuple[Any, ...]] = []  # rows of jobs with which `_placement` was made
+        self._placement: tuple[Mapping[str, str], Newest] = ({}, {})
 
     def expire_hosts(self, host_ids: Iterable[str]) -> None:
         """Read these hosts again: they changed."""
@@ -199,6 +201,11 @@ class ViewLoader:
             asked=asked,
             epoch=lease.current_epoch(connection),
             orders=orders,
+            unstored={
+                name: at
+                for name in placed_hosts(job_views)
+                if name not in cached and (at := vouched.received_at(name)) > 0.0
+            },
         )
 
     def _action_rows(
@@ -216,6 +223,13 @@ class ViewLoader:
 
     def _placed(self, rows: Sequence[Row[Any]], running: Mapping[str, Any]) -> tuple[Mapping[str, str], Newest]:
         """Return host -> the job that has ranks on it, and job -> (newest generation, whether it ended)."""
+        plans = self._known.plans
+        seen = [
+            (row.job, row.generation, row.state, row.job in running, plans.get((row.job, row.generation)))
+            for row in rows
+        ]
+        if seen == self._seen:
+            return self._placement  # the same objects: whoever compares them is quick
         placed: dict[str, str] = {}
         newest: dict[str, tuple[int, bool]] = {}
         for row in rows:
@@ -223,7 +237,8 @@ class ViewLoader:
             newest[row.job] = (row.generation if row.job in running else -1, has_ended)
             if row.job in running and not has_ended and row.state != _SUBMITTED:
                 placed.update(dict.fromkeys(self._known.plans[row.job, row.generation].given, row.job))
-        return placed, newest
+        self._seen, self._placement = seen, (placed, newest)
+        return self._placement
 
     def _jobs(
         self,

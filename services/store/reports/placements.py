@@ -18,7 +18,7 @@ from services.store.reports.persistent_steps import NewestStored
 from services.store.sql.database import Database
 from services.store.sql.set_aside import readable
 from services.store.sql.shared_reads import RunningPlans
-from services.store.sql.tables import hosts, jobs, learned_jobs
+from services.store.sql.tables import hosts, incidents, jobs, learned_jobs
 
 Neighbours = Mapping[str, tuple[str, ...]]
 _Generation = tuple[str, int]
@@ -33,13 +33,15 @@ class _Part(msgspec.Struct, frozen=True):
 
 class Placements(msgspec.Struct, frozen=True):
     """`neighbours`: host -> hosts whose engines are linked with its engine, nearest first. `hang_timeouts`: job ->
-    seconds, for jobs that set one. `stored_points`: for jobs with a persistent tier."""
+    seconds, for jobs that set one. `stored_points`: for jobs with a persistent tier. `troubled`: hosts that an open
+    incident is about, or a job that waits to start."""
 
     neighbours: Neighbours
     placed: Placed
     hang_timeouts: Mapping[str, float] = {}
     learned: Mapping[str, LearnedJob] = {}  # by an earlier sensor, for jobs that are new here
     stored_points: StoredPoints = {}
+    troubled: frozenset[str] = frozenset()
 
 
 class SqlPlacements:
@@ -58,10 +60,11 @@ class SqlPlacements:
         """Return the placements of all running jobs: the same object as before if nothing changed."""
         with self._db.read() as connection:
             known = self._plans.read(connection)
+            troubled = _troubled(connection, known)
             if known is self._seen:
                 stored = self._stored_points(connection)
-                if stored != self._all.stored_points:
-                    self._all = msgspec.structs.replace(self._all, stored_points=stored)
+                if (stored, troubled) != (self._all.stored_points, self._all.troubled):
+                    self._all = msgspec.structs.replace(self._all, stored_points=stored, troubled=troubled)
                 return self._all
             specs = _specs(connection)
             self._persistent = frozenset(
@@ -74,7 +77,7 @@ class SqlPlacements:
         self._seen = known
         near = {host_id: names for key in sorted(known) for host_id, names in known[key].neighbours.items()}
         given = {key: part.given for key, part in known.items()}
-        self._all = Placements(near, Placed(self._before | given), timeouts, learned, stored)
+        self._all = Placements(near, Placed(self._before | given), timeouts, learned, stored, troubled)
         return self._all
 
     def _stored_points(self, connection: Connection) -> StoredPoints:
@@ -86,6 +89,19 @@ def engine_addresses(db: Database, sought: Collection[str]) -> dict[str, str]:
     with db.read() as connection:
         query = select(hosts.c.host_id, hosts.c.engine_address).where(hosts.c.host_id.in_(sorted(sought)))
         return {row.host_id: row.engine_address for row in connection.execute(query) if row.engine_address}
+
+
+def _troubled(connection: Connection, known: Mapping[_Generation, _Part]) -> frozenset[str]:
+    """Return the hosts that an open incident is about, those of its job, and those that a submitted job names."""
+    found: set[str] = set()
+    given = {job: part.given for (job, _), part in known.items()}
+    for job, host_id in connection.execute(select(incidents.c.job, incidents.c.host_id).where(~incidents.c.closed)):
+        found.update((host_id,) if host_id else (), given.get(job, ()))
+    waiting = select(jobs.c.job, jobs.c.spec).where(jobs.c.state == JobState.SUBMITTED.value)
+    for job, document in connection.execute(waiting):
+        spec = readable("jobs", job, load, document, JobSpec, job=job)
+        found.update(spec.hosts if spec is not None else ())
+    return frozenset(found)
 
 
 def _specs(connection: Connection) -> dict[str, JobSpec]:

@@ -12,7 +12,9 @@ from flyball.contracts.cluster import Phase
 from flyball.contracts.reports.rank_stands import RankStand
 from flyball.contracts.reports.signals import RankMarks, WorkerExited
 from services.record.codec import load
-from services.record.positions import JobPositions, read_positions
+from services.record.positions import JobPositions, moved_parts, read_positions
+from services.sensor.rules.slots import slot_of
+from services.store.reports.steady_documents import SteadyDocuments
 from services.store.sql.set_aside import readable
 from services.store.sql.tables import host_reports, jobs, ranks
 
@@ -87,12 +89,16 @@ def newest_step(connection: Connection, job: str, generation: int, given: Mappin
 
 def _reported(connection: Connection, hosts: Sequence[str]) -> Iterator[tuple[str, JobPositions]]:
     """Yield (host, positions of its ranks in a generation) from the newest reports of these hosts."""
+    steady = SteadyDocuments()
+    steady.read(connection, {slot_of(host_id) for host_id in hosts})
     for first in range(0, len(hosts), _CHUNK):
-        query = select(host_reports.c.host_id, host_reports.c.positions).where(
+        query = select(host_reports.c.host_id, host_reports.c.version, host_reports.c.positions).where(
             host_reports.c.host_id.in_(hosts[first : first + _CHUNK])
         )
-        for host_id, document in connection.execute(query).all():
-            for part in readable("host_reports", host_id, read_positions, document) or ():
+        for host_id, version, document in connection.execute(query).all():
+            parts = readable("host_reports", host_id, read_positions, document) or []
+            newer = steady.of(host_id, version)
+            for part in parts if newer is None else moved_parts(parts, newer):
                 yield host_id, part
 
 

@@ -31,6 +31,7 @@ from flyball.contracts.errors import (
 )
 from services.store.sql.broken_text import MYSQL_ENCODING, text_of
 from services.store.sql.failures import is_deadlock, is_not_primary, is_without_tables, translate
+from services.store.sql.kept_reads import mark_written, note_writes
 from services.store.sql.left_state import read_only_uri
 
 T = TypeVar("T")
@@ -69,6 +70,7 @@ class Database:
         else:
             self._reader = _mysql_engine(self.url, self._busy_timeout_s, isolation_level="REPEATABLE READ")
             self._writer = _mysql_engine(self.url, self._busy_timeout_s, isolation_level="READ COMMITTED")
+        note_writes(self._writer)
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -88,6 +90,7 @@ class Database:
         try:
             with self._write(durable=durable) as connection:
                 yield connection
+                mark_written(connection)
         except (StorageFull, ConfigurationError) as error:
             self._refused = error, time.monotonic()
             raise
@@ -133,9 +136,10 @@ class Database:
 
     @contextmanager
     def migration(self) -> Iterator[Connection]:
-        """Like `write`, for long statements: a timeout would not end them in the server."""
+        """Like `write`, for long statements: a timeout would not end them in the server. Leaves the marks of tables
+        (`kept_reads`) alone, which may not be there yet."""
         if self.is_sqlite:
-            with self.write() as connection:
+            with self._write(durable=True) as connection:
                 yield connection
             return
         engine = _mysql_engine(

@@ -38,7 +38,13 @@ def append(connection: Connection, fresh: Sequence[Event]) -> None:
 
 def revision(connection: Connection) -> int:
     """Return a number that grows with every transaction that called `append`."""
-    return int(connection.execute(select(log_head.c.revision)).scalar_one())
+    return head(connection)[0]
+
+
+def head(connection: Connection) -> tuple[int, int]:
+    """Return the revision, and the one of the last change of conditions."""
+    revision, conditions = connection.execute(select(log_head.c.revision, log_head.c.conditions_revision)).one()
+    return int(revision), int(conditions)
 
 
 # The numbers of each job's events are read from an index alone.

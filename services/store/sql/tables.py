@@ -165,6 +165,13 @@ host_reports = _table(
     Column("version", BigInteger, nullable=False),
 )
 
+steady_positions = _table(
+    "steady_positions",  # newer positions than `host_reports` has, of hosts that report nothing else: some hundred each
+    Column("slot", Integer, primary_key=True, autoincrement=False),
+    Column("version", BigInteger, nullable=False),
+    Column("document", Document, nullable=False),
+)
+
 vouches = _table(
     "vouches",  # which hosts a sensor received reports of, and how long before `at`
     Column("sensor", String(128), primary_key=True),
@@ -451,6 +458,12 @@ log_head = _table(
     Column("last_event", BigInteger, nullable=False),
     Column("revision", BigInteger, nullable=False),  # grows with every change that a view may show
     Column("conditions_revision", BigInteger, nullable=False, server_default="0"),  # at their last change
+)
+
+table_marks = _table(
+    "table_marks",  # new with every transaction that wrote the table, see `kept_reads`
+    Column("name", Word, primary_key=True),
+    Column("mark", BigInteger, nullable=False),
 )
 
 events = _table(

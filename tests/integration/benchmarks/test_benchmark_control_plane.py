@@ -17,7 +17,11 @@ FIGURES = {
     "dropped",
     "ingest_p99_ms",
     "decision_idle_p99_ms",
+    "decision_loaded_p50_ms",
     "decision_loaded_p99_ms",
+    "start_max_ms",
+    "false_incidents",
+    "other_cores",
     "command_p99_ms",
     "mib_per_1000_hosts",
     "detail",
@@ -43,4 +47,8 @@ def test_a_tiny_run_measures_everything(tmp_path: Path) -> None:
     assert result["floor_reports_per_s"] > 0
     assert result["floor_ratio"] > 0
     assert result["floor_cpu_ratio"] > 0
-    assert result["decision_idle_p99_ms"] > 0
+    assert result["false_incidents"] == 0
+    assert result["start_max_ms"] > 0
+    idle = result["detail"]["decision_idle_ms"]
+    assert (idle["samples"], idle["p50"], idle["p99"]) == (1, None, None), "one sample is no quantile"
+    assert idle["max"] > 0

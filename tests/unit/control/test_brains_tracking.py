@@ -96,6 +96,18 @@ def test_ranks_that_no_report_could_contain_yet_are_not_missing() -> None:
     assert decide(view(job=job), [], SETTINGS, NOW).incidents[0].cause == "start_overdue"
 
 
+def test_a_host_that_a_sensor_vouches_for_and_that_is_not_stored_is_unknown_not_absent() -> None:
+    """Ten thousand hosts that join at once are stored over seconds."""
+    generation = msgspec.structs.replace(GENERATION, ranks=(), started_at=NOW - 600)
+    joining = view(job=msgspec.structs.replace(JOB, generation=generation), hosts=())
+    for heard_ago_s, is_missed in ((0.2, False), (9.9, False), (10.1, True)):
+        vouched = msgspec.structs.replace(joining, unstored={"a": NOW - heard_ago_s})
+        outcome = decide(vouched, [], SETTINGS, NOW)
+        assert bool(outcome.incidents) is is_missed
+        assert is_missed or outcome.wake_at == NOW + 1
+    assert decide(joining, [], SETTINGS, NOW).incidents[0].cause == "start_overdue", "nobody ever heard of them"
+
+
 def test_a_script_that_never_attaches_is_resolved_by_living() -> None:
     ranks = (rank(0, "a", step=-1, phase=Phase.STARTING), rank(1, "b", step=-1, phase=Phase.STARTING))
     generation = msgspec.structs.replace(GENERATION, ranks=ranks, restore_step=None)

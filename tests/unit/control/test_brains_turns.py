@@ -138,3 +138,13 @@ def test_jobs_that_have_become_few_are_looked_at_together(many) -> None:
     assert many.look() is None
     many.sizes = MANY
     assert many.turn() == A
+
+
+def test_a_round_for_no_signal_may_be_broken_off_for_a_second() -> None:
+    for sizes in (FEW, MANY):
+        rounds = Rounds(sizes)
+        rounds.look()
+        focus = rounds.turns.focus(sizes, (), 2, rounds.now_s, is_news=False)
+        assert rounds.turns.may_yield(focus, rounds.now_s)
+        assert not rounds.turns.may_yield(focus, rounds.now_s + 2 * DECIDE_AT_LEAST_EVERY_S)
+    assert not rounds.turns.may_yield(Focus(), rounds.now_s), "an urgent one"

@@ -17,8 +17,9 @@ from services.rules.stream import Cursor, Delivered
 from services.runtime.telemetry import Metrics
 from services.runtime.wakeup import LocalWakeup
 from services.sensor.reports import report_writer
-from services.sensor.reports.report_queue import Received, ReportQueue
+from services.sensor.reports.report_queue import ReportQueue
 from services.sensor.reports.report_writer import ReportWriter
+from services.sensor.reports.state_lanes import Received
 from services.sensor.rules.step_log import StepSummary
 
 
@@ -85,6 +86,9 @@ class Status:
             raise ValueError("indigestible")
         self.steps.extend(summary.job for summary in steps)
         self.hosts.extend(r.facts.host_id for r, _ in reports)
+
+    def record_steady(self, reports: Sequence[tuple[Report, float]]) -> None:
+        self.record_reports(reports)
 
     def committed(self, senders: Sequence[Sender]) -> dict[Sender, int]:
         return {}
