@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -18,11 +17,13 @@ from flyball.contracts.errors import NotFound, UsageError
 from flyball.contracts.events import Event, EventKind, per_rank
 from goodput.history.facts import Break, History, LoggedDecision, LoggedGeneration, LoggedIncident, Wait
 from goodput.history.generation_log import GenerationLog, full_size, generations, larger
+from goodput.history.step_log import SettledStep
 from goodput.history.values import CLOCK_SET_S, LATEST_S, moment, text, whole
 
 # Events of these kinds without a job concern every job.
 _HISTORY_OF_EVERY_JOB = frozenset({EventKind.FAULT_INJECTED, EventKind.CONTROLLER_ELECTED, EventKind.SIGNAL})
 _RANK_MARKS = (EventKind.RANK_MARKS, EventKind.RESTORED)  # may cover several ranks
+SIGNALS_KEPT = 1000  # of those that no election followed, when a job's account is settled
 
 
 class SeveralJobs(UsageError):
@@ -40,13 +41,12 @@ def build(events: Iterable[Event], *, job: str | None = None, now: float | None 
     return builder.history(now)
 
 
-class HistoryBuilder:
+class HistoryBuilder(msgspec.Struct):
     """Collects events with `add`; `history` returns the history so far, any number of times."""
 
-    def __init__(self, job: str | None = None) -> None:
-        self._job = job
-        self._by_job: dict[str, _JobEvents] = {}
-        self._of_every_job = _JobEvents()
+    _job: str | None = None
+    _by_job: dict[str, JobEvents] = {}
+    _of_every_job: JobEvents = msgspec.field(default_factory=lambda: JobEvents())
 
     def add(self, events: Iterable[Event]) -> None:
         """Add events; none is kept."""
@@ -58,9 +58,22 @@ class HistoryBuilder:
                 continue
             log = by_job.get(name)
             if log is None:
-                log = by_job[name] = _JobEvents()
+                log = by_job[name] = JobEvents()
             if job is None or name == job:
                 log.add(event)
+
+    def settle(self, settled: Mapping[int, Sequence[SettledStep]]) -> None:
+        """Keep these steps of the chosen job's generations instead of all before them."""
+        self._by_job[choose_job(self._by_job, self._job)].settle(settled, self._of_every_job)
+
+    def can_settle(self) -> set[int]:
+        """The chosen job's generations of which only sensors' summaries are logged; none before its first event."""
+        return set().union(*(log.can_settle() for name, log in self._by_job.items() if name == self._job))
+
+    @property
+    def n_values(self) -> int:
+        """How many steps, phases and signals are kept."""
+        return sum(log.n_values for log in (*self._by_job.values(), self._of_every_job))
 
     def history(self, now: float | None = None) -> History:
         """The history so far. Raises the same errors as `build`."""
@@ -83,13 +96,13 @@ def choose_job(names: Iterable[str], job: str | None) -> str:
     return named[0]
 
 
-class _JobEvents:
+class JobEvents(msgspec.Struct):
     """The events of one job. Those of an unset clock are kept apart: they are useless beside others, while a log
     with only such events counts from its own zero."""
 
-    def __init__(self) -> None:
-        self._log, self._unset = _JobLog(), _JobLog()
-        self._absurd_times = False
+    _log: JobLog = msgspec.field(default_factory=lambda: JobLog())
+    _unset: JobLog = msgspec.field(default_factory=lambda: JobLog())
+    _absurd_times: bool = False
 
     def add(self, event: Event) -> None:
         for one in per_rank(event) if event.kind in _RANK_MARKS else (event,):
@@ -98,7 +111,30 @@ class _JobEvents:
             else:
                 self._absurd_times = True
 
-    def history(self, name: str, of_every_job: _JobEvents, now: float | None) -> History:
+    def settle(self, settled: Mapping[int, Sequence[SettledStep]], of_every_job: JobEvents) -> None:
+        """Keep these steps of each generation instead of all before them, and forget what no longer counts."""
+        elections = self._log.elections | of_every_job._log.elections
+        of_every_job._log.forget_signals(elections)
+        self._log.forget_signals(elections)
+        if self._log.is_empty:
+            self._unset.settle(settled)
+            return
+        self._log.settle(settled)
+        for events in (self, of_every_job):
+            if not events._unset.is_empty:
+                events._unset = JobLog(first_at=events._unset.first_at)
+
+    def can_settle(self) -> set[int]:
+        """The generations of which only sensors' summaries are logged."""
+        log = self._unset if self._log.is_empty else self._log
+        return {number for number, of in log.generations.items() if of.steps.can_settle}
+
+    @property
+    def n_values(self) -> int:
+        """How many steps, phases and signals are kept: a measure of the memory it needs."""
+        return self._log.n_values + self._unset.n_values
+
+    def history(self, name: str, of_every_job: JobEvents, now: float | None) -> History:
         """The history, including events that concern every job."""
         if self._log.is_empty:
             found, unset_clocks = self._unset.history(name, of_every_job._unset, now), False
@@ -109,42 +145,24 @@ class _JobEvents:
         return msgspec.structs.replace(found, absurd_times=absurd_times, unset_clocks=unset_clocks)
 
 
-class _JobLog:
+class JobLog(msgspec.Struct):
     """The accumulated events of one job."""
 
-    def __init__(self) -> None:
-        self.first_at, self.last_at = math.inf, -math.inf
-        self.submitted: set[float] = set()
-        self.afresh = (-math.inf, -1)  # the newest run from scratch: since when, its first generation
-        self.ended: set[tuple[float, str]] = set()
-        self.world_size: int | None = None
-        self.save_every_steps: int | None = None
-        self.logs_some_steps = False
-        self.generations: defaultdict[int, GenerationLog] = defaultdict(GenerationLog)
-        self.incidents = IncidentLog()
-        self.decisions: set[LoggedDecision] = set()
-        self.faults: set[float] = set()
-        self.stops: set[float] = set()
-        self.elections: set[float] = set()
-        self.signals: set[tuple[float, float]] = set()  # received at, observed at
-        self._handlers: Mapping[EventKind, Callable[[Event], None]] = {
-            EventKind.JOB_SUBMITTED: self._submitted,
-            EventKind.JOB_ENDED: self._ended,
-            EventKind.GENERATION_GRANTED: lambda e: self.generations[e.generation].add_granted(e),
-            EventKind.GENERATION_STARTED: lambda e: self.generations[e.generation].add_started(e),
-            EventKind.RANK_MARKS: lambda e: self.generations[e.generation].add_marks(e),
-            EventKind.RESTORED: self._restored,
-            EventKind.CHECKPOINT_SAVED: self._saved,
-            EventKind.PHASE: self._phase,
-            EventKind.STEPS: self._steps,
-            EventKind.WORKERS_STOPPED: lambda e: self.stops.add(e.at),
-            EventKind.FAULT_INJECTED: lambda e: self.faults.add(e.at),
-            EventKind.CONTROLLER_ELECTED: lambda e: self.elections.add(e.at),
-            EventKind.SIGNAL: self._signal,
-            EventKind.DECISION: self._decision,
-            EventKind.INCIDENT_OPENED: self.incidents.opened,
-            EventKind.INCIDENT_CLOSED: self.incidents.closed,
-        }
+    first_at: float = math.inf
+    last_at: float = -math.inf
+    submitted: set[float] = set()
+    afresh: tuple[float, int] = (-math.inf, -1)  # the newest run from scratch: since when, its first generation
+    ended: set[tuple[float, str]] = set()
+    world_size: int | None = None
+    save_every_steps: int | None = None
+    logs_some_steps: bool = False
+    generations: dict[int, GenerationLog] = {}
+    incidents: IncidentLog = msgspec.field(default_factory=lambda: IncidentLog())
+    decisions: set[LoggedDecision] = set()
+    faults: set[float] = set()
+    stops: set[float] = set()
+    elections: set[float] = set()
+    signals: set[tuple[float, float]] = set()  # received at, observed at
 
     @property
     def is_empty(self) -> bool:
@@ -154,9 +172,36 @@ class _JobLog:
         at = event.at
         self.first_at = min(self.first_at, at)
         self.last_at = max(self.last_at, at)
-        handler = self._handlers.get(event.kind)
+        handler = _HANDLERS.get(event.kind)
         if handler is not None:
-            handler(event)
+            handler(self, event)
+
+    def generation(self, event: Event) -> GenerationLog:
+        """The log of the event's generation."""
+        found = self.generations.get(event.generation)
+        if found is None:
+            found = self.generations[event.generation] = GenerationLog()
+        return found
+
+    @property
+    def n_values(self) -> int:
+        logs = self.generations.values()
+        return len(self.signals) + sum(len(log.steps) + len(log.phases) for log in logs)
+
+    def settle(self, settled: Mapping[int, Sequence[SettledStep]]) -> None:
+        """Keep these steps of each generation instead of all before them, and forget those of former runs."""
+        for number in [number for number in self.generations if number < self.afresh[1]]:
+            del self.generations[number]
+        for number, steps in settled.items():
+            self.generations[number].settle(steps)
+
+    def forget_signals(self, elections: Collection[float]) -> None:
+        """Keep the newest signals, and those that waited for one of these elections."""
+        elected = sorted(elections)
+        newest = sorted(self.signals)
+        older, newest = newest[:-SIGNALS_KEPT], newest[-SIGNALS_KEPT:]
+        waited = (one for one in older if bisect_right(elected, one[0]) > bisect_right(elected, one[1]))
+        self.signals = {*newest, *waited}
 
     def _submitted(self, event: Event) -> None:
         self.submitted.add(event.at)
@@ -173,20 +218,20 @@ class _JobLog:
     def _restored(self, event: Event) -> None:
         step = whole(event.data, "step", least=-1)
         if step is not None:
-            self.generations[event.generation].restored_steps.add(step)
+            self.generation(event).restored_steps.add(step)
 
     def _phase(self, event: Event) -> None:
-        generation = self.generations[event.generation]
+        generation = self.generation(event)
         generation.is_known = True
         generation.phases.add(event)
 
     def _saved(self, event: Event) -> None:
         step = whole(event.data, "step")
         if step is not None:
-            self.generations[event.generation].saved_steps.add(step)
+            self.generation(event).saved_steps.add(step)
 
     def _steps(self, event: Event) -> None:
-        generation = self.generations[event.generation]
+        generation = self.generation(event)
         generation.is_known = True
         generation.steps.add(event)
         generation.add_waits(event)
@@ -201,7 +246,7 @@ class _JobLog:
         self.decisions.add(LoggedDecision(event.at, kind, event.incident_id, rule))
         self.incidents.named(event)
 
-    def history(self, name: str, of_every_job: _JobLog, now: float | None) -> History:
+    def history(self, name: str, of_every_job: JobLog, now: float | None) -> History:
         """The history of the newest run from scratch, including events that concern every job."""
         since, first = self.afresh
         incidents = tuple(incident for incident in self.incidents.all() if incident.opened_at >= since)
@@ -237,7 +282,7 @@ class _JobLog:
     def _bounds(
         self,
         generations: Iterable[LoggedGeneration],
-        also: _JobLog,
+        also: JobLog,
         ended: tuple[float, str] | None,
         now: float | None,
         submissions: Sequence[float],
@@ -251,6 +296,26 @@ class _JobLog:
         start = submissions[0] if submissions else min(moments)
         end = ended[0] if ended else max(moments) if now is None else now
         return start, max(start, end)
+
+
+_HANDLERS: Mapping[EventKind, Callable[[JobLog, Event], None]] = {
+    EventKind.JOB_SUBMITTED: JobLog._submitted,
+    EventKind.JOB_ENDED: JobLog._ended,
+    EventKind.GENERATION_GRANTED: lambda log, e: log.generation(e).add_granted(e),
+    EventKind.GENERATION_STARTED: lambda log, e: log.generation(e).add_started(e),
+    EventKind.RANK_MARKS: lambda log, e: log.generation(e).add_marks(e),
+    EventKind.RESTORED: JobLog._restored,
+    EventKind.CHECKPOINT_SAVED: JobLog._saved,
+    EventKind.PHASE: JobLog._phase,
+    EventKind.STEPS: JobLog._steps,
+    EventKind.WORKERS_STOPPED: lambda log, e: log.stops.add(e.at),
+    EventKind.FAULT_INJECTED: lambda log, e: log.faults.add(e.at),
+    EventKind.CONTROLLER_ELECTED: lambda log, e: log.elections.add(e.at),
+    EventKind.SIGNAL: JobLog._signal,
+    EventKind.DECISION: JobLog._decision,
+    EventKind.INCIDENT_OPENED: lambda log, e: log.incidents.opened(e),
+    EventKind.INCIDENT_CLOSED: lambda log, e: log.incidents.closed(e),
+}
 
 
 def _next_after(moments: Sequence[float], at: float) -> float | None:
@@ -284,14 +349,13 @@ def _waits(elections: Iterable[float], signals: Iterable[tuple[float, float]], a
 # --- incidents -------------------------------------------------------------------------------------------------------
 
 
-class IncidentLog:
+class IncidentLog(msgspec.Struct):
     """All incidents that any event names. Without an opening event an incident opens at the first event that names
     it."""
 
-    def __init__(self) -> None:
-        self._first_named: dict[str, float] = {}
-        self._opened: dict[str, Event] = {}
-        self._closed: dict[str, Event] = {}
+    _first_named: dict[str, float] = {}
+    _opened: dict[str, Event] = {}
+    _closed: dict[str, Event] = {}
 
     def named(self, event: Event) -> None:
         """Record that an event names an incident."""
