@@ -25,25 +25,31 @@ class Sizes(msgspec.Struct, frozen=True):
     stretches: int = 1000  # of the steps before those
 
 
+USUAL = Sizes()
+
+
 class JobAccount(msgspec.Struct):
     """`position`: the number of the last event in it."""
 
     job: str
-    position: int
-    sizes: Sizes = Sizes()
+    position: int = 0
+    sizes: Sizes = USUAL
     _builder: HistoryBuilder = msgspec.field(default_factory=HistoryBuilder)
     _values: int = 0
     _settled_at: int = 0  # so many values were left when it was last settled
 
     @classmethod
-    def of(cls, job: str, position: int, sizes: Sizes = Sizes()) -> JobAccount:
-        """An account of the events after a position."""
-        return cls(job, position, sizes, HistoryBuilder(job))
+    def of(cls, job: str, sizes: Sizes = USUAL) -> JobAccount:
+        """An account without any event."""
+        return cls(job, 0, sizes, HistoryBuilder(job))
 
     @classmethod
-    def decoded(cls, document: bytes) -> JobAccount:
-        """Raises msgspec.MsgspecError if it is another version's."""
-        account: JobAccount = msgspec.msgpack.decode(document, type=cls)
+    def decoded(cls, document: bytes) -> JobAccount | None:
+        """None if it cannot be read: it is calculated again."""
+        try:
+            account: JobAccount = msgspec.msgpack.decode(document, type=cls)
+        except msgspec.MsgspecError:
+            return None
         return account
 
     def encoded(self) -> bytes:
@@ -66,9 +72,7 @@ class JobAccount(msgspec.Struct):
         if can_settle := self._builder.can_settle():
             history = self._builder.history()
             sizes = self.sizes
-            self._builder.settle(
-                settle(history, keep=sizes.keep, stretches=sizes.stretches, can_settle=can_settle)
-            )
+            self._builder.settle(settle(history, keep=sizes.keep, stretches=sizes.stretches, can_settle=can_settle))
         self._values = self._settled_at = self._builder.n_values
 
 

@@ -78,9 +78,7 @@ class _Spent:
             yield interval, min(completed, interval.end) - max(began, interval.start)
 
 
-def _settled(
-    step: Executed, generation: LoggedGeneration, spent: _Spent, window: tuple[float, float]
-) -> SettledStep:
+def _settled(step: Executed, generation: LoggedGeneration, spent: _Spent, window: tuple[float, float]) -> SettledStep:
     number = step.step - generation.numbered_from
     in_full = SettledStep(number, step.completed)
     if step.settled is not None:
@@ -132,8 +130,8 @@ def _stretch(steps: Sequence[SettledStep], middle: Callable[[Sequence[float]], f
     """Several steps as one. `middle`: of their durations."""
     seconds: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for step in steps:
-        for lost in step.lost or ():
-            seconds[lost.category, lost.host_id].append(lost.seconds)
+        for category, host_id, part_s in step.lost or ():
+            seconds[category, host_id].append(part_s)
     step_s = [step.step_s for step in steps if step.step_s is not None]
     lost = tuple(LostSeconds(category, host_id, fsum(of)) for (category, host_id), of in sorted(seconds.items()))
     return SettledStep(steps[-1].step, steps[-1].at, middle(step_s) if step_s else None, lost)

@@ -123,7 +123,9 @@ def median_step_s(executed: Iterable[Executed]) -> float | None:
         return median_low(durations) if durations else None
     settled = sorted([*settled, *((duration, 1) for duration in durations)])
     middle = (sum(count for _, count in settled) - 1) // 2
-    return next(s for (s, _), until in zip(settled, accumulate(count for _, count in settled), strict=True) if until > middle)
+    return next(
+        s for (s, _), until in zip(settled, accumulate(count for _, count in settled), strict=True) if until > middle
+    )
 
 
 def steady_step_s(executed: Iterable[Executed], step_s: float | None) -> dict[int, float | None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -51,7 +51,7 @@ class LostSeconds(NamedTuple):
 
 
 class SettledStep(NamedTuple):
-    """A step of a long generation, and those before it back to the previous one: they are accounted for, and forgotten."""
+    """A step of a long generation, and those before it back to the previous one: accounted for, and forgotten."""
 
     step: int
     at: float

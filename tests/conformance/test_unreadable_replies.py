@@ -34,6 +34,7 @@ from services.runtime.wakeup import LocalWakeup
 from services.store.actions.departures import SqlDepartures
 from services.store.decisions.audit_store import SqlAuditLog
 from services.store.read.read_models import SqlReadModels
+from services.store.reports.goodput_accounts import SqlGoodputAccounts
 from services.store.sql import tables
 from services.store.sql.database import Database
 from services.store.sql.events import SqlEventLog
@@ -100,8 +101,9 @@ class ApiHere:
         db, clock, metrics = stores.db, stores.clock, Metrics()
         made, events = replace(stores_of(db), reads=_Fresh(db)), SqlEventLog(db)
         self._clock = clock
-        goodput = GoodputReports(events=events, reads=made.reads, clock=clock)
-        cluster = ClusterMetrics(reads=made.reads, goodput=goodput, clock=clock, registry=metrics.registry)
+        accounts = SqlGoodputAccounts(made.db)
+        goodput = GoodputReports(events=events, reads=made.reads, accounts=accounts, clock=clock)
+        cluster = ClusterMetrics(reads=made.reads, goodput=accounts, clock=clock, registry=metrics.registry)
         part = ApiPart(
             stores=made,
             rehearsals=Rehearsals(db, PolicySettings(), clock, SEALS),

@@ -1,4 +1,4 @@
-"""A running account: portions make no difference, a small job's is exact, and a long job's is bounded and close to it."""
+"""A running account: portions make no difference, a small job's is exact, a long job's is bounded and close."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.jobs.goodput_runs import interrupted_run
+from test_goodput_any_log import events as any_events
 
 from flyball.contracts.events import Event, EventKind
 from goodput.account.job_account import JobAccount, Sizes
 from goodput.calculator import GoodputReport, analysis_of, calculate
 from goodput.history.job_history import build
 from services.record.retention_rules import merge_steps
-from test_goodput_any_log import events as any_events
 
 SMALL = Sizes(keep=60, room=120, stretches=40)
 
@@ -74,13 +74,15 @@ def in_epochs(log: Iterable[Event], length: int) -> Iterable[Event]:
 
 def account_of(log: Iterable[Event], sizes: Sizes, cuts: Iterable[int] = (), job: str = "llama") -> JobAccount:
     """Stored and read again after each of these numbers."""
-    account, stored_after = JobAccount.of(job, 0, sizes), set(cuts)
+    account, stored_after = JobAccount.of(job, sizes), set(cuts)
     portion: list[tuple[int, Event]] = []
     for number, event in enumerate(log, 1):
         portion.append((number, event))
         if number in stored_after:
             account.add(portion)
-            account, portion = JobAccount.decoded(account.encoded()), []
+            read = JobAccount.decoded(account.encoded())
+            assert read is not None
+            account, portion = read, []
     account.add(portion)
     return account
 
@@ -117,9 +119,13 @@ def test_the_account_of_a_long_job_is_close(log: list[Event]) -> None:
     assert found.step_s == pytest.approx(exact.step_s, rel=0.01)
     for one, other in zip(found.incidents, exact.incidents, strict=True):
         assert one.began_at == other.began_at
-        assert (one.lost_steps, one.decisions, one.interrupted) == (other.lost_steps, other.decisions, other.interrupted)
+        assert (one.lost_steps, one.decisions, one.interrupted) == (
+            other.lost_steps,
+            other.decisions,
+            other.interrupted,
+        )
         assert [one.detected_s, one.decided_s, one.resumed_s] == [other.detected_s, other.decided_s, other.resumed_s]
-        assert one.badput_s == pytest.approx(other.badput_s, abs=exact.step_s)  # which of its steps waited is forgotten
+        assert one.badput_s == pytest.approx(other.badput_s, abs=exact.step_s)  # which steps waited is forgotten
     assert found.ettr_window is not None and exact.ettr_window is not None
     assert found.ettr_window.median == pytest.approx(exact.ettr_window.median, abs=0.02)
 
@@ -145,7 +151,7 @@ def test_events_that_retention_merges_after_they_were_added_stay_as_they_are() -
     numbered = list(enumerate(log, 1))
     merged = {one.number: one for one in merge_steps(numbered)}
     gone = {number for one in merged.values() for number in one.gone}
-    account = JobAccount.of("llama", 0, SMALL)
+    account = JobAccount.of("llama", SMALL)
     half = len(log) // 2
     account.add(numbered[:half])
     account.add((n, merged[n].event if n in merged else e) for n, e in numbered[half:] if n not in gone)
@@ -179,7 +185,7 @@ def test_a_step_to_which_a_later_generation_went_back_divides_what_is_settled() 
 
 
 def test_signals_that_no_election_followed_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("goodput.history.job_history.SIGNALS_KEPT", 10)
+    monkeypatch.setattr("goodput.history.job_log.SIGNALS_KEPT", 10)
     log = list(RUNS[0])
     start = log[0].at
     signals = [

@@ -18,6 +18,8 @@ from services.store.sql.tables import (
     decisions,
     events,
     generations,
+    goodput_accounts,
+    goodput_ratios,
     host_reports,
     hosts,
     idempotency_keys,
@@ -39,7 +41,10 @@ ROWS_AT_ONCE = 500  # in one transaction
 
 # In this order: rows before those that they refer to. What a job needs that goes on goes with the job itself.
 _HISTORY = (actions, decisions, incidents, signals, events)
-_STATE = (ranks, persistent_copies, persistent_steps, job_failures, generations, learned_jobs, jobs)
+_STATE = (
+    *(ranks, persistent_copies, persistent_steps, job_failures, generations, learned_jobs),
+    *(goodput_accounts, goodput_ratios, jobs),
+)
 
 
 # --- details of decisions --------------------------------------------------------------------------------------------
