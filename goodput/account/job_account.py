@@ -20,9 +20,9 @@ VERSION = 1  # of the stored form and of its meaning: a different one is calcula
 class Sizes(msgspec.Struct, frozen=True):
     """How much of a job is kept as it was logged."""
 
-    keep: int = 2000  # steps: late reports still change them
-    room: int = 8000  # values more, until the older ones are settled
-    stretches: int = 1000  # of the steps before those
+    keep: int = 1000  # steps: late reports still change them
+    room: int = 3000  # values more, until the older ones are settled
+    stretches: int = 600  # of the steps before those
 
 
 USUAL = Sizes()

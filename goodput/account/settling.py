@@ -14,12 +14,14 @@ from itertools import groupby
 from math import fsum
 from statistics import fmean, median_low
 
+import msgspec
+
 from goodput.account.categories import Category
 from goodput.account.intervals import all_spans
 from goodput.account.steps import Executed, executed_steps, median_step_s, windows
 from goodput.account.sweep import Interval, sweep
 from goodput.history.facts import History, LoggedGeneration
-from goodput.history.step_log import LostSeconds, SettledStep
+from goodput.history.step_log import CompletedStep, LostSeconds, SettledStep
 
 SINGLE_STEPS = 12  # before and after a mark: more than any rule about marks looks at
 STRETCH_STEPS = 50  # at first; stretches are joined as their number grows
@@ -35,25 +37,31 @@ def settle(history: History, *, keep: int, stretches: int, can_settle: Collectio
     if len(logged) <= keep:
         return {}
     until = logged[-keep - 1]
-    executed = executed_steps(history.generations)
     window = windows(history.generations)
-    settled_until = {g.generation: g.settled_until for g in history.generations}
-    by_generation: defaultdict[int, list[Executed]] = defaultdict(list)
-    since = until
-    for step in executed:
-        if step.completed <= until:
-            by_generation[step.generation].append(step)
-            if step.began is not None and step.completed > settled_until[step.generation]:
-                since = min(since, step.began)
-    spans = all_spans(history, executed, median_step_s(executed))
-    spent = _Spent(list(sweep(spans, since, until)))
-    each: dict[int, list[SettledStep]] = {}
-    for generation in history.generations:
-        steps = by_generation[generation.generation]
-        if generation.generation in can_settle and steps:
-            of = window[generation.generation]
-            each[generation.generation] = [_settled(step, generation, spent, of) for step in steps]
-    return _fewer(each, stretches, _marks(history))
+    each = {g.generation: list(g.settled.values()) for g in history.generations if g.generation in can_settle}
+    of_generation = {g.generation: g for g in history.generations}
+    history = msgspec.structs.replace(history, generations=tuple(map(_without_stretches, history.generations)))
+    executed = executed_steps(history.generations)
+    fresh = [e for e in executed if of_generation[e.generation].settled_until < e.completed <= until]
+    since = min((e.began for e in fresh if e.began is not None), default=until)
+    spent = _Spent(list(sweep(all_spans(history, executed, median_step_s(executed)), since, until)))
+    for step in fresh:
+        if step.generation in each:
+            each[step.generation].append(_settled(step, of_generation[step.generation], spent, window[step.generation]))
+    return _fewer({number: steps for number, steps in each.items() if steps}, stretches, _marks(history))
+
+
+def _without_stretches(generation: LoggedGeneration) -> LoggedGeneration:
+    """Without what is settled already, but for single steps: to settle more, nobody needs it."""
+    if not generation.settled:
+        return generation
+    before = (CompletedStep(-1, 0.0), *generation.steps)
+    single = (
+        step
+        for one, step in zip(before, generation.steps, strict=False)
+        if step.step - one.step == 1 or step.at >= generation.settled_until
+    )
+    return msgspec.structs.replace(generation, steps=tuple(single), settled={})
 
 
 def _marks(history: History) -> Sequence[float]:
@@ -81,9 +89,7 @@ class _Spent:
 def _settled(step: Executed, generation: LoggedGeneration, spent: _Spent, window: tuple[float, float]) -> SettledStep:
     number = step.step - generation.numbered_from
     in_full = SettledStep(number, step.completed)
-    if step.settled is not None:
-        return step.settled._replace(step=number, at=step.completed)
-    if step.completed <= generation.settled_until or step.began is None:
+    if step.began is None:
         return in_full
     began, completed = max(step.began, window[0]), min(step.completed, window[1])
     step_s = (step.completed - step.began) / step.n_steps

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # the calculator is imported at the first request: a supervis
 
 FRESH_S = 2.0  # a report is reused for this long, at least
 FRESH_SHARE = 3.0  # and for this multiple of the time that it took
-PAGE = 500  # events, each of up to 10 minutes of steps
+PAGE = 50  # events, each of up to 10 minutes of steps
 PATIENCE_S = 10.0  # within which a request reads on; then the client is told to come back
 MAX_AT_ONCE = 4  # requests, one of which calculates; each holds a thread of the pool that all routes share
 RETRY_AFTER_S = 2.0
@@ -115,7 +115,12 @@ class GoodputReports:
                 outage.ended()
             except OUTAGES as error:
                 wait_s = outage.pause_s(error)
-        with self._calculating, contextlib.suppress(*OUTAGES):
+        with contextlib.suppress(*OUTAGES):
+            self.store()
+
+    def store(self) -> None:
+        """Store the accounts that are kept, as far as they are."""
+        with self._calculating:
             for kept in self._accounts.values():
                 self._save(kept)
 

@@ -6,7 +6,20 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from sqlalchemy import Column, ColumnElement, Connection, ScalarSelect, Select, Table, delete, exists, func, select
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Connection,
+    ScalarSelect,
+    Select,
+    Table,
+    and_,
+    delete,
+    exists,
+    false,
+    func,
+    select,
+)
 
 from services.store.sql.database import Database
 from services.store.sql.shared_reads import HAS_ENDED, last_before
@@ -56,13 +69,16 @@ def remove_details(db: Database, before: float, max_signals: int) -> Iterator[in
     Yields the number of rows that each transaction removed.
     """
     yield from _until_none(db, partial(_remove_signals, before=before, max_signals=max_signals))
-    has_ended = (actions.c.ended, actions.c.ended_at > 0.0, actions.c.ended_at < before)
     # A host names the last command that it obeyed, however old. A database without it would seem to be an older copy.
-    newest = select(func.max(commands.c.number)).where(commands.c.progress > 0).group_by(commands.c.host_id)
-    for table in (commands, action_changes):
-        query = select(table.c.number).join(actions, actions.c.number == table.c.action).where(*has_ended)
-        if table is commands:
-            query = query.where(commands.c.number.not_in(newest))
+    newer = commands.alias()
+    is_newest = ~exists().where(
+        newer.c.host_id == commands.c.host_id, newer.c.progress > 0, newer.c.number > commands.c.number
+    )
+    is_last = and_(commands.c.progress > 0, is_newest)
+    for table, at, kept in ((commands, commands.c.created_at, is_last), (action_changes, action_changes.c.at, false())):
+        of_it = (actions.c.number == table.c.action, actions.c.ended, actions.c.ended_at > 0.0)
+        has_ended = exists().where(*of_it, actions.c.ended_at < before)
+        query = select(table.c.number).where(_until(db, table, at, before), has_ended, ~kept)
         query = query.order_by(table.c.number).limit(ROWS_AT_ONCE)
         yield from _until_none(db, partial(_remove_found, table=table, query=query))
     yield db.transact(_remove_watermarks, durable=False)
