@@ -32,7 +32,7 @@ from year_bench.runs import measure_starts  # noqa: E402
 from year_bench.world import World  # noqa: E402
 
 WEEK = 7.0 / 365.0  # of which each list has a page already
-STEPS = 10_000_000
+STEPS = 10_000_000  # of the long job; a process of its own
 RUNS = 1000
 LISTS_FACTOR, ROUND_FACTOR, STATUS_FACTOR, KILL_FACTOR = 2.0, 1.5, 1.2, 2.0
 LEAST_MS = 5.0  # a difference below this is no one's
@@ -61,25 +61,26 @@ def measure(wanted: argparse.Namespace) -> dict[str, Any]:
     return parts
 
 
-def exceeded(parts: dict[str, Any]) -> list[str]:
+def exceeded(parts: dict[str, Any], *, is_server: bool) -> list[str]:
     """Return what is slower than the project wants, in words."""
     week, year, job = parts["week"], parts["year"], parts["long_job"]
+    of_processor = int(not is_server)  # without a server, all work is in this process
     found = [
-        f"{what} took {late:.1f} ms, {early:.1f} ms after a week"
+        f"{what} took {late[of_processor]:.1f} ms, {early[of_processor]:.1f} ms after a week"
         for what, early, late, factor in (
-            *((path, week["paths_ms"][path], ms, LISTS_FACTOR) for path, ms in year["paths_ms"].items()),
-            ("a round", week["round_ms"], year["round_ms"], ROUND_FACTOR),
-            ("status", week["status_ms"], year["status_ms"], STATUS_FACTOR),
+            *((path, week["paths"][path], times, LISTS_FACTOR) for path, times in year["paths"].items()),
+            ("a round", week["round"], year["round"], ROUND_FACTOR),
+            ("status", week["status"], year["status"], STATUS_FACTOR),
         )
-        if late > max(early * factor, early + LEAST_MS)
+        if late[of_processor] > max(early[of_processor] * factor, early[of_processor] + LEAST_MS)
     ]
     quiet, swept = year["kill_ms"], year["kill_in_sweep_ms"]
     if swept["p99"] > max(KILL_FACTOR * quiet["p99"], quiet["p99"] + LEAST_MS):
         found.append(f"a kill was decided in {swept['p99']:.0f} ms within a sweep, {quiet['p99']:.0f} ms without")
     if swept["longest"] > DECIDED_MS:
         found.append(f"a decision took {swept['longest']:.0f} ms within a sweep")
-    if year["first_cost_ms"] > COST_MS:
-        found.append(f"the first cost of an incident took {year['first_cost_ms']:.0f} ms")
+    if year["first_report"][of_processor] > COST_MS:
+        found.append(f"the first report of goodput took {year['first_report'][of_processor]:.0f} ms")
     if job["added_mb"] > MEMORY_MB:
         found.append(f"goodput of {job['steps']} steps took {job['added_mb']:.0f} MB")
     return found
@@ -90,7 +91,7 @@ def main() -> int:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # stdout is for figures
     load_before = os.getloadavg()[0]
     parts = measure(wanted)
-    slow = exceeded(parts)
+    slow = exceeded(parts, is_server=bool(wanted.database))
     result = {
         **{"database": "mysql" if wanted.database else "sqlite", "quick": wanted.quick},
         **{"requests_each": wanted.requests, "kills_each": wanted.kills},
@@ -99,10 +100,10 @@ def main() -> int:
     if wanted.json:
         print(json.dumps(result, indent=1))
     else:
-        for name in ("round_ms", "status_ms", "first_cost_ms", "kill_ms", "kill_in_sweep_ms", "sweep"):
+        for name in ("round", "status", "first_report", "kill_ms", "kill_in_sweep_ms", "sweep"):
             print(f"{name}: {parts['week'][name]} after a week, {parts['year'][name]} after a year")
-        for path, ms in parts["year"]["paths_ms"].items():
-            print(f"{path}: {parts['week']['paths_ms'][path]:.1f} ms after a week, {ms:.1f} ms after a year")
+        for path, times in parts["year"]["paths"].items():
+            print(f"{path}: {parts['week']['paths'][path]} after a week, {times} after a year")
         print(f"long job: {parts['long_job']}", f"starts: {parts['starts_ms']}", sep="\n")
         print(*slow or ["Nothing exceeds its limit."], sep="\n")
     return 1 if slow else 0

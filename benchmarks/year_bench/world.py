@@ -8,9 +8,9 @@ import re
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from api_bench.database import drop, fill
@@ -55,6 +55,11 @@ OTHERS = re.compile(r"stream|logs|commands|departure|simulations|static|docs|ses
 SWEPT_AFTER_DAYS = 0.01  # all but what is needed
 
 
+class Times(NamedTuple):
+    ms: float
+    cpu_ms: float  # of the processor, in this process
+
+
 class World:
     """Fills an empty database; drops its tables at the end. `years`: how much history there is."""
 
@@ -85,7 +90,7 @@ class World:
 
     def measure(self, requests: int, kills: int) -> dict[str, Any]:
         self._bring_accounts_up_to_date()
-        found = asyncio.run(self._requests(requests)) | {"round_ms": self._rounds(requests)}
+        found = asyncio.run(self._requests(requests)) | {"round": self._rounds(requests)}
         found["kill_ms"] = _spread([self._kill_ms() for _ in range(kills)])
         return found | self._sweep(kills) | {"load_1m": os.getloadavg()[0]}
 
@@ -105,13 +110,13 @@ class World:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://here", headers=headers) as client:
 
-            async def ms(paths: Sequence[str]) -> float:
-                began_s = time.perf_counter()
+            async def ms(paths: Sequence[str]) -> Times:
+                began = _Began()
                 for path in paths:
                     (await client.get(path, timeout=600.0)).raise_for_status()
-                return (time.perf_counter() - began_s) * 1000.0
+                return began.times()
 
-            first_ms = await ms([f"/v1/goodput?job={job(0)}"])  # that the cost of an incident is a part of
+            first = await ms([f"/v1/goodput?job={job(0)}"])  # that the cost of an incident is a part of
             paths = {path: await _median(lambda p=path: ms([p]), requests) for path in addresses()}
             return {
                 "first_cost_ms": first_ms,
@@ -119,15 +124,15 @@ class World:
                 "status_ms": await _median(lambda: ms(STATUS), requests),
             }
 
-    def _rounds(self, count: int) -> float:
-        times_ms = []
+    def _rounds(self, count: int) -> Times:
+        times = []
         for _ in range(count):
             with self._db.write() as connection:
                 events.append(connection, [])
-            began_s = time.perf_counter()
+            began = _Began()
             self._loop.run_once()
-            times_ms.append((time.perf_counter() - began_s) * 1000.0)
-        return round(statistics.median(times_ms), 2)
+            times.append(began.times())
+        return _median_of(times)
 
     def _kill_ms(self) -> float:
         """Kill the rank of the next job, and wait for the decision about it."""
@@ -186,8 +191,21 @@ def addresses() -> list[str]:
     ]
 
 
-async def _median(measure: Callable[[], Any], count: int) -> float:
-    return round(statistics.median([await measure() for _ in range(count + 1)][1:]), 2)
+class _Began:
+    def __init__(self) -> None:
+        self._began = time.perf_counter(), time.process_time()
+
+    def times(self) -> Times:
+        now = time.perf_counter(), time.process_time()
+        return Times(*(round((end - start) * 1000.0, 2) for start, end in zip(self._began, now, strict=True)))
+
+
+async def _median(measure: Callable[[], Awaitable[Times]], count: int) -> Times:
+    return _median_of([await measure() for _ in range(count + 1)][1:])
+
+
+def _median_of(times: Sequence[Times]) -> Times:
+    return Times(*(round(statistics.median(each), 2) for each in zip(*times, strict=True)))
 
 
 def _spread(times_ms: Sequence[float]) -> dict[str, float]:
