@@ -42,8 +42,9 @@ COST_MS, DECIDED_MS, MEMORY_MB = 100.0, 200.0, 150.0
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--quick", action="store_true", help="a tenth of a year, of the steps, and of the runs")
+    parser.add_argument("--quick", action="store_true", help="a tenth of a year, and of the runs")
     parser.add_argument("--database", default="", help="URL of an empty database (SQLite in a temporary folder)")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of the long job ({STEPS})")
     parser.add_argument("--requests", type=int, default=30, help="of each list and page, and rounds (30)")
     parser.add_argument("--kills", type=int, default=40, help="without, and within a sweep, at most 45 (40)")
     return parser.parse_args()
@@ -56,7 +57,7 @@ def measure(wanted: argparse.Namespace) -> dict[str, Any]:
         print(f"{name}: {years:g} years", file=sys.stderr)
         with tempfile.TemporaryDirectory() as folder, World(Path(folder), wanted.database, years) as world:
             parts[name] = world.measure(wanted.requests, wanted.kills)
-    parts["long_job"] = measure_long_job(int(STEPS * scale))
+    parts["long_job"] = measure_long_job(wanted.steps)
     parts["starts_ms"] = measure_starts(int(RUNS * scale))
     return parts
 

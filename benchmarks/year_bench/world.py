@@ -118,11 +118,8 @@ class World:
 
             first = await ms([f"/v1/goodput?job={job(0)}"])  # that the cost of an incident is a part of
             paths = {path: await _median(lambda p=path: ms([p]), requests) for path in addresses()}
-            return {
-                "first_cost_ms": first_ms,
-                "paths_ms": paths,
-                "status_ms": await _median(lambda: ms(STATUS), requests),
-            }
+            status = await _median(lambda: ms(STATUS), requests)
+            return {"first_report": first, "paths": paths, "status": status}
 
     def _rounds(self, count: int) -> Times:
         times = []

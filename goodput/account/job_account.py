@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import msgspec
 
 from flyball.contracts.events import Event
+from flyball.contracts.wire import unpack
 from goodput.account.settling import settle
 from goodput.history.facts import History
 from goodput.history.job_history import HistoryBuilder
@@ -47,10 +48,9 @@ class JobAccount(msgspec.Struct):
     def decoded(cls, document: bytes) -> JobAccount | None:
         """None if it cannot be read: it is calculated again."""
         try:
-            account: JobAccount = msgspec.msgpack.decode(document, type=cls)
+            return unpack(document, cls)
         except msgspec.MsgspecError:
             return None
-        return account
 
     def encoded(self) -> bytes:
         return msgspec.msgpack.encode(self)

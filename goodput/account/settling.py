@@ -44,7 +44,7 @@ def settle(history: History, *, keep: int, stretches: int, can_settle: Collectio
     executed = executed_steps(history.generations)
     fresh = [e for e in executed if of_generation[e.generation].settled_until < e.completed <= until]
     since = min((e.began for e in fresh if e.began is not None), default=until)
-    spent = _Spent(list(sweep(all_spans(history, executed, median_step_s(executed)), since, until)))
+    spent = _StepTime(list(sweep(all_spans(history, executed, median_step_s(executed)), since, until)))
     for step in fresh:
         if step.generation in each:
             each[step.generation].append(_settled(step, of_generation[step.generation], spent, window[step.generation]))
@@ -70,7 +70,7 @@ def _marks(history: History) -> Sequence[float]:
     return sorted({*opened, *(decision.at for decision in history.decisions), *history.faults})
 
 
-class _Spent:
+class _StepTime:
     """Finds how the time between two moments was spent."""
 
     def __init__(self, intervals: Sequence[Interval]) -> None:
@@ -86,7 +86,9 @@ class _Spent:
             yield interval, min(completed, interval.end) - max(began, interval.start)
 
 
-def _settled(step: Executed, generation: LoggedGeneration, spent: _Spent, window: tuple[float, float]) -> SettledStep:
+def _settled(
+    step: Executed, generation: LoggedGeneration, spent: _StepTime, window: tuple[float, float]
+) -> SettledStep:
     number = step.step - generation.numbered_from
     in_full = SettledStep(number, step.completed)
     if step.began is None:
