@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -90,9 +91,18 @@ class World:
 
     def measure(self, requests: int, kills: int) -> dict[str, Any]:
         self._bring_accounts_up_to_date()
-        found = asyncio.run(self._requests(requests)) | {"round": self._rounds(requests)}
-        found["kill_ms"] = _spread([self._kill_ms() for _ in range(kills)])
-        return found | self._sweep(kills) | {"load_1m": os.getloadavg()[0]}
+        parts: tuple[Callable[[], dict[str, Any]], ...] = (
+            lambda: asyncio.run(self._requests(requests)),
+            lambda: {"round": self._rounds(requests)},
+            lambda: {"kill_ms": _spread([self._kill_ms() for _ in range(kills)])},
+            lambda: self._sweep(kills) | {"load_1m": os.getloadavg()[0]},
+        )
+        found: dict[str, Any] = {}
+        for part in parts:
+            measured = part()
+            print(measured, file=sys.stderr)
+            found |= measured
+        return found
 
     def _bring_accounts_up_to_date(self) -> None:
         """As the supervisor does all the time."""
