@@ -55,6 +55,7 @@ from host_daemon.store.outbox import SignalOutbox
 from host_daemon.store.state_dir import HostStateDir
 from host_daemon.store.worker_records import WorkerRecords
 from host_daemon.workers.beacons import Beacons
+from host_daemon.workers.stand_watch import StandWatch
 from host_daemon.workers.terminals import Terminals
 from host_daemon.workers.worker_errors import WorkerEnding, read_ending
 from host_daemon.workers.workers import Worker, WorkerTable
@@ -428,11 +429,11 @@ class Agent:
 
     async def _watch_activity(self) -> None:
         """Check what workers do while their beacons stand still, and whether the kernel kills for lack of memory."""
-        watch = ActivityWatch(GpuUse().busy)
+        watch, stands = ActivityWatch(GpuUse().busy), StandWatch(self._control.stack_sources)
         while True:
-            standing = self._beacons.standing()
-            seen = await watch.watch(standing, self._clock.monotonic_s()) if standing else {}
-            if self._beacons.see(seen):
+            standing, now_s = self._beacons.standing(), self._clock.monotonic_s()
+            seen = await watch.watch(standing, now_s) if standing else {}
+            if self._beacons.see(seen, await stands.watch(self._beacons.standing_for_long(), now_s)):
                 self._reporter.wake()
             await self._oom_kills.look()
             await self._reporter.look_at_saves(self._control.specs())

@@ -24,6 +24,7 @@ from flyball.contracts.identity import (
     SeenStep,
     WorldSize,
 )
+from flyball.contracts.reports.rank_stands import RankStand
 
 Whole = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 PolicyValue: TypeAlias = bool | int | float | str | tuple[str, ...]
@@ -243,3 +244,4 @@ class RankStatus(msgspec.Struct, frozen=True, gc=False):
     activity: Activity = Activity.UNKNOWN
     activity_s: Duration = 0.0  # how long the activity has lasted
     place: Place = ""  # the system call that an idle main thread is in; '' if unknown
+    stand: RankStand | None = None  # where it stands, once it has stood still for long; without a stack

@@ -37,6 +37,7 @@ _NUMBERS = {
         74: "fsync",
         75: "fdatasync",
         128: "rt_sigtimedwait",
+        130: "rt_sigsuspend",
         202: "futex",
         230: "clock_nanosleep",
         232: "epoll_wait",
@@ -68,6 +69,7 @@ _NUMBERS = {
         98: "futex",
         101: "nanosleep",
         115: "clock_nanosleep",
+        133: "rt_sigsuspend",
         137: "rt_sigtimedwait",
         202: "accept",
         203: "connect",
@@ -85,14 +87,14 @@ _NAMES = _NUMBERS.get(platform.machine(), {})
 
 def in_call(pid: int) -> str:
     """The system call in which the main thread waits, '' if unknown."""
-    return _name_of(_call(pid)[0])
+    return named_call(_call(pid)[0])
 
 
 def sleeps_for_s(pid: int) -> float:
     """At most how long the main thread sleeps on; inf if it is in another call, or cannot be read. Reads the process's
     memory, which a script can have hang."""
     number, arguments = _call(pid)
-    name = _name_of(number)
+    name = named_call(number)
     if name not in SLEEPS:
         return inf
     is_plain = name == "nanosleep"
@@ -114,7 +116,7 @@ def seen_call(pid: int) -> tuple[str, str]:
     """The system call in which the main thread waits, and the file that it is about: a path, "pipe:[7]", "socket:[7]".
     Each is '' if it is unknown."""
     number, arguments = _call(pid)
-    name = _name_of(number)
+    name = named_call(number)
     if number < 0 or name in _WITHOUT_FILE:
         return name, ""
     place = _PATH_ARGUMENT.get(name)
@@ -154,7 +156,8 @@ def is_reading_input(pid: int) -> bool:
     return name in ("select", "pselect6") and arguments[0] == 1
 
 
-def _name_of(number: int) -> str:
+def named_call(number: int) -> str:
+    """The name of a system call, '' for none."""
     return "" if number < 0 else _NAMES.get(number, f"call {number}")
 
 

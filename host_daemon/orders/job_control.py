@@ -38,6 +38,7 @@ from flyball.sealed_values import unseal
 from host_daemon.checks.host_check import HostChecker
 from host_daemon.engine.engine_client import EngineClient, EngineRefused
 from host_daemon.engine.engine_process import EngineKeeper
+from host_daemon.kernel.activity import Key
 from host_daemon.kernel.free_ports import FreePorts
 from host_daemon.kernel.worker_reads import WorkerReads
 from host_daemon.orders.commands import CommandFailed, CommandProgress
@@ -252,12 +253,19 @@ class JobControl:
             ) from error
 
     async def _take_stacks(self, body: TakeStacks) -> CommandResult:
-        sources = [
-            StackSource(r.rank, r.pid, r.start_ticks, self._beacons.path_of(r.job, r.generation, r.rank))
-            for r in (worker.record for worker in self._workers.live())
-            if (r.job, r.generation) == (body.job, body.generation)
-        ]
+        of = body.job, body.generation
+        sources = [source for key, source in self.stack_sources().items() if key[:2] == of]
         return CommandResult(stands=await take_stands(sources, body.timeout_s, self._stack_reads))
+
+    def stack_sources(self) -> dict[Key, StackSource]:
+        """The live workers, as their stacks are read."""
+        records = [worker.record for worker in self._workers.live()]
+        return {
+            (r.job, r.generation, r.rank): StackSource(
+                r.rank, r.pid, r.start_ticks, self._beacons.path_of(r.job, r.generation, r.rank)
+            )
+            for r in records
+        }
 
     def _positions(self, job: str, generation: int) -> tuple[RankPosition, ...]:
         return self._beacons.positions(job, upto_generation=generation)

@@ -17,6 +17,7 @@ from flyball.contracts.decisions import RankPosition
 from flyball.contracts.errors import StateVersionMismatch
 from flyball.contracts.on_host.segments import STACKS_SUFFIX, beacon_path
 from flyball.contracts.reports.rank_columns import RankSteps
+from flyball.contracts.reports.rank_stands import RankStand
 from flyball.contracts.reports.signals import RankMarks
 from flyball.contracts.reports.training_health import RankCompute, RankLoss, loss_value
 from flyball.sdk.beacon import BEFORE_THE_FIRST, BeaconReader, BeaconSnapshot, create_beacon
@@ -31,11 +32,14 @@ EAGER_STEPS = 3  # the first steps of a generation are reported at once: they re
 WAITS_EVERY_S = 5.0
 STANDS_AFTER_S = 0.5  # or twice the usual step, if that is longer
 STANDS_UNATTACHED_AFTER_S = 5.0
+# After which its stack is read: a second, or so many usual steps; longer where it need not make steps.
+STACK_AFTER_S, STACK_AFTER_STEPS, STACK_APART_AFTER_S = 1.0, 20.0, 10.0
 REOPEN_S = 1.0  # until a beacon that cannot be opened is tried again
 COMPUTED_STEPS = 10  # in a report of how long a rank computed, at least
 _AHEAD_NS = 5_000_000_000  # of this process's clock: it was read before the beacon was
 USUAL_STEPS = 15  # newest steps, whose median is the usual one
 _BESIDE = (SEEN_SUFFIX, STACKS_SUFFIX)  # files of a beacon
+NO_STANDS: Mapping[Key, RankStand] = {}
 
 _log = structlog.get_logger(__name__)
 
@@ -93,6 +97,7 @@ class Beacons:
         self._clock = clock
         self._watched: dict[tuple[str, int, int], _WatchedBeacon] = {}
         self._seen: Mapping[Key, Seen] = {}
+        self._stands: Mapping[Key, RankStand] = {}
 
     def create(self, job: str, generation: int, rank: int) -> None:
         """Create a fresh beacon for a worker that is about to start. Raises MemoryTooSmall."""
@@ -161,11 +166,23 @@ class Beacons:
             if w.live and _age_s(w, now_ns, wall_s) > _usual_s(w.snapshot)
         ]
 
-    def see(self, seen: Mapping[Key, Seen]) -> bool:
-        """Take what stalled workers were seen doing, all of them. Returns whether to report it at once."""
+    def standing_for_long(self) -> list[StalledWorker]:
+        """Live workers that made no step for so long that it is worth reading their stacks. Pass those to `see`."""
+        now_ns, wall_s = self._now()
+        return [
+            StalledWorker(key, w.pid)
+            for key, w in self._watched.items()
+            if w.live and _age_s(w, now_ns, wall_s) > _stack_after_s(w.snapshot)
+        ]
+
+    def see(self, seen: Mapping[Key, Seen], stands: Mapping[Key, RankStand] = NO_STANDS) -> bool:
+        """Take what stalled workers were seen doing, and where those stand that have for long: all of them. Returns
+        whether to report it at once."""
         before, self._seen = self._seen, seen
+        stands_before, self._stands = self._stands, stands
         stopped = {key for key, found in seen.items() if found.activity is Activity.STOPPED}
-        return any(key not in before or before[key].activity is not Activity.STOPPED for key in stopped)
+        is_new = any(stands_before.get(key) != stand for key, stand in stands.items())
+        return is_new or any(key not in before or before[key].activity is not Activity.STOPPED for key in stopped)
 
     def trained(self) -> tuple[TrainedRank, ...]:
         """Live workers that have completed steps."""
@@ -198,6 +215,7 @@ class Beacons:
                 activity=seen.activity if seen else Activity.UNKNOWN,
                 activity_s=max(0.0, now_ns / 1e9 - seen.since_s) if seen else 0.0,
                 place=seen.place if seen else "",
+                stand=self._stands.get(key),
             )
             for key, w in self._watched.items()
             if w.live
@@ -333,10 +351,19 @@ def _age_s(watched: _WatchedBeacon, now_ns: int, wall_s: float) -> float:
 
 def _usual_s(snapshot: BeaconSnapshot) -> float:
     """Age in seconds beyond which a beacon counts as stalled."""
-    if not snapshot.moved_ns:
-        return STANDS_UNATTACHED_AFTER_S
+    return max(STANDS_AFTER_S, 2.0 * _step_s(snapshot)) if snapshot.moved_ns else STANDS_UNATTACHED_AFTER_S
+
+
+def _stack_after_s(snapshot: BeaconSnapshot) -> float:
+    step_s = _step_s(snapshot)
+    makes_steps = step_s > 0.0 and snapshot.phase in (Phase.STEP, Phase.DATA)
+    return max(STACK_AFTER_S, STACK_AFTER_STEPS * step_s) if makes_steps else STACK_APART_AFTER_S
+
+
+def _step_s(snapshot: BeaconSnapshot) -> float:
+    """The usual time between two steps in seconds; 0.0: not known."""
     gaps = sorted(later - earlier for (_, earlier), (_, later) in pairwise(snapshot.recent[-USUAL_STEPS - 1 :]))
-    return max(STANDS_AFTER_S, 2.0 * gaps[len(gaps) // 2] / 1e9 if gaps else 0.0)
+    return gaps[len(gaps) // 2] / 1e9 if gaps else 0.0
 
 
 def _marks(watched: _WatchedBeacon, wall: Callable[[int], float]) -> RankMarks:

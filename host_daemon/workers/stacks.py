@@ -24,6 +24,7 @@ from flyball.sdk.stack_file import DUMP_SIGNAL
 from flyball.worker_files import open_worker_fifo, read_worker_file_from
 from host_daemon.kernel.processes import open_pidfd_of, read_stat, signal_pidfd, user_of
 from host_daemon.kernel.system_calls import seen_call
+from host_daemon.kernel.thread_waits import stands_a_signal
 from host_daemon.kernel.worker_reads import NotReadable, WorkerReads
 from host_daemon.workers.stack_reading import SeenProcess, main_thread, stand_of
 
@@ -58,7 +59,8 @@ class StackSource(NamedTuple):
 class _ReadProcess:
     """A rank's process as it is read: in threads, since it may wait for that process, or for its file system."""
 
-    def __init__(self, source: StackSource, reads: WorkerReads, until_s: float) -> None:
+    def __init__(self, source: StackSource, reads: WorkerReads, until_s: float, *, gently: bool) -> None:
+        self.gently = gently
         self.source = source
         self.until_s = until_s
         self._reads = reads
@@ -69,15 +71,17 @@ class _ReadProcess:
         return await self._reads.read(self.source.pid, work, timeout_s=max(min(left_s, READ_WITHIN_S), 0.0))
 
 
-async def take_stands(sources: Sequence[StackSource], timeout_s: float, reads: WorkerReads) -> tuple[RankStand, ...]:
+async def take_stands(
+    sources: Sequence[StackSource], timeout_s: float, reads: WorkerReads, *, gently: bool = False
+) -> tuple[RankStand, ...]:
     """Find where these ranks stand, within `timeout_s`. A rank whose stack cannot be had in time is returned without
-    one, and with what the kernel shows."""
+    one, and with what the kernel shows. `gently`: no wait of a rank may end by it."""
     until_s = asyncio.get_running_loop().time() + timeout_s
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def one(source: StackSource) -> RankStand | None:
         async with slots:
-            return await _stand(_ReadProcess(source, reads, until_s))
+            return await _stand(_ReadProcess(source, reads, until_s, gently=gently))
 
     found = await asyncio.gather(*map(one, sources))
     return tuple(stand for stand in found if stand is not None)
@@ -129,6 +133,8 @@ async def _dump(of: _ReadProcess, process: SeenProcess) -> tuple[str, str]:
             return dump, ""
     if process.state in "TtD":
         return "", "no stack: the process cannot answer"
+    if of.gently and not await of.read(partial(_stands_a_signal, source.pid)):
+        return "", "no stack: a signal might end its system call"
     path = Path(source.beacon + STACKS_SUFFIX)
     if not await of.read(partial(answers_requests, source.pid, path)):
         return "", "no stack: the process answers no request for it"
@@ -188,6 +194,13 @@ async def _by_signal(source: StackSource, path: Path, until_s: float) -> tuple[s
     finally:
         os.close(descriptor)
     return dump, "" if dump else "no stack: the process did not answer in time"
+
+
+def _stands_a_signal(pid: int) -> bool:
+    try:
+        return stands_a_signal(pid)
+    except (OSError, ValueError):
+        return False
 
 
 def _is_it(source: StackSource) -> bool:

@@ -18,6 +18,7 @@ from flyball.contracts.cluster import JobState
 from flyball.contracts.errors import NotFound
 from services.api.goodput import MAX_JOBS
 from services.api.ports import GoodputAccounts, Json, ReadModels
+from services.rules.job_doing import Doing
 from services.runtime.list_filters import JobFilter
 from services.runtime.outages import OUTAGES
 from services.runtime.paging import Page
@@ -27,6 +28,8 @@ FRESH_SHARE = 10.0  # nor may a reading that takes long: it is reused for this m
 _JOB = "training_job"  # `job` is the scrape's own label
 _JOB_GAUGES = {
     "running": "1 while the job runs; 0 while it waits for hosts, or is stopping",
+    "training": "1 while the job makes steps; 0 while it stands, restores, recovers, or is held",
+    "steps_per_second": "Steps per second; 0 unless it trains",
     "newest_step": "Newest step that a rank completed; -1 before the first",
     "step_seconds": "Recent median duration of a step",
     "last_step_timestamp_seconds": "When the last step was completed; before the first, when the job was started",
@@ -118,6 +121,8 @@ def _values(job: Json) -> dict[str, float | None]:
     return {
         "running": float(job["state"] == JobState.RUNNING),
         "newest_step": -1 if job["newest_step"] is None else job["newest_step"],
+        "training": float(job["doing"]["kind"] == Doing.TRAINING),
+        "steps_per_second": job["doing"]["steps_per_s"],
         "step_seconds": job["step_s"],
         "last_step_timestamp_seconds": job["last_step_at"] or job["started_at"] or job["submitted_at"],
         "world_size": job["world_size"],

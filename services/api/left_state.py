@@ -20,6 +20,8 @@ from services.api.acts import Acts, ApiStores
 from services.api.goodput import GoodputReports
 from services.api.routes import audit, history, jobs, observations, runs
 from services.api.runs import Runs
+from services.record.codec import plain
+from services.rules.job_doing import Doing, JobDoing
 from services.runtime.list_filters import JobFilter
 from services.runtime.paging import Page
 from services.store.decisions.audit_store import SqlAuditLog
@@ -32,7 +34,7 @@ from services.store.sql.left_state import LAST_SIGN_SQL
 from services.store.sql.schema_upgrade import check
 
 Json = dict[str, Any]
-INTERRUPTED = "interrupted"
+INTERRUPTED = Doing.INTERRUPTED.value
 _FIRST, _ALL_JOBS = Page(), JobFilter()
 
 
@@ -64,10 +66,12 @@ class LeftReads(SqlReadModels):
             return job
         at = datetime.fromtimestamp(self._ended_at, UTC)
         was = "waiting for hosts" if job["state"] == JobState.SUBMITTED else job["state"]
+        message = f"was {was} when its supervisor ended at {at:%H:%M:%S} UTC"
         return job | {
             "state": INTERRUPTED,
+            "doing": plain(JobDoing(Doing.INTERRUPTED, self._ended_at, 0.0, message)),
             "recorded_state": job["state"],
-            "message": f"was {was} when its supervisor ended at {at:%H:%M:%S} UTC",
+            "message": message,
             "since": self._ended_at,
             "supervisor_ended_at": self._ended_at,
         }

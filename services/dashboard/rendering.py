@@ -23,17 +23,20 @@ NAVIGATION = (
 # A state has a word, a colour and a shape: "good", "warn" or "bad"; others are neutral.
 LOOKS: Mapping[str, frozenset[str]] = {
     "good": frozenset(
-        ("running", "succeeded", "healthy", "spare", "resolved", "step", "checkpoint", "eval", "data", "done")
+        (
+            *("training", "evaluating", "succeeded", "healthy", "spare", "resolved"),
+            *("step", "checkpoint", "eval", "data", "done"),
+        )
     ),
     "warn": frozenset(
         (
-            *("stopping", "failing", "completing"),
+            *("stopping", "failing", "completing", "ending", "running", "recovering", "held"),
             *("submitted", "suspect", "degraded", "cordoned", "in_repair", "stopped", "starting", "restoring"),
             *("waiting", "parked", "open", "deciding", "acting", "verifying", "queued", "dispatched", "acknowledged"),
             "superseded",
         )
     ),
-    "bad": frozenset(("failed", "silent", "escalated", "exited", "timed_out")),
+    "bad": frozenset(("failed", "silent", "escalated", "exited", "timed_out", "standing", "unheard")),
 }
 MARKS = {"good": "●", "warn": "▲", "bad": "■", "": "○"}
 NOTHING = "\N{EN DASH}"

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from flyball.contracts.reports.rank_stands import RankStand
 from services.record.codec import dump, load
 from services.record.report_events import RankKey, RankRow
 
@@ -19,6 +20,8 @@ class ReportedPosition(msgspec.Struct, frozen=True, array_like=True, gc=False):
     phase: int
     reported_at: float
     is_gone: bool = False
+    moved_at: float = 0.0
+    stand: RankStand | None = None
 
 
 class JobPositions(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -44,6 +47,8 @@ def rows_of(positions: Iterable[JobPositions], host_id: str) -> dict[RankKey, Ra
             phase=rank.phase,
             reported_at=rank.reported_at,
             is_gone=rank.is_gone,
+            moved_at=rank.moved_at,
+            stand=rank.stand,
         )
         for part in positions
         for rank in part.ranks
@@ -55,6 +60,8 @@ def document_of(rows: Mapping[RankKey, RankRow], newest: Mapping[str, int]) -> s
     parts: dict[tuple[str, int], list[ReportedPosition]] = {}
     for (job, generation, rank), row in rows.items():
         if newest.get(job) == generation and (row.reported_at or row.step >= 0):
-            position = ReportedPosition(rank, row.pid, row.step, row.phase, row.reported_at, row.is_gone)
+            position = ReportedPosition(
+                rank, row.pid, row.step, row.phase, row.reported_at, row.is_gone, row.moved_at, row.stand
+            )
             parts.setdefault((job, generation), []).append(position)
     return dump([JobPositions(job, generation, tuple(ranks)) for (job, generation), ranks in parts.items()])

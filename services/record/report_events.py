@@ -12,6 +12,7 @@ from flyball.contracts.checkpoints import RestoreReport, ShardCopy
 from flyball.contracts.cluster import Phase, RankStatus
 from flyball.contracts.events import Event, EventKind, summed_up
 from flyball.contracts.reports.rank_columns import CompletedSteps, Workers, statuses_in
+from flyball.contracts.reports.rank_stands import RankStand
 from flyball.contracts.reports.signals import RankMarks, Report
 from flyball.contracts.reports.succession import is_given_up, speaks_for_host
 from services.record.codec import dump, load
@@ -46,6 +47,8 @@ class RankRow(msgspec.Struct):
     phase: int = Phase.STARTING
     reported_at: float = 0.0
     is_gone: bool = False  # a newer incarnation of its host's daemon does not know it
+    moved_at: float = 0.0  # when its beacon last moved; 0.0: not known
+    stand: RankStand | None = None  # where it stands, if it has stood still for long
     marks: str | None = None
     restored_at: float = 0.0
     restored: str | None = None
@@ -180,6 +183,8 @@ def _status(row: RankRow, status: RankStatus, report: Report, received_at: float
     row.step = max(row.step, status.step)
     row.reported_at = received_at
     row.is_gone = False
+    row.moved_at = received_at - status.beacon_age_s
+    row.stand = status.stand
 
 
 def _marks(row: RankRow, marks: RankMarks, report: Report) -> Iterator[Event]:

@@ -29,6 +29,7 @@ OPENS = {  # who may open files in another way: what a worker cannot make
     "host_daemon/kernel/oom_kills.py": "/dev/kmsg and cgroups",
     "host_daemon/kernel/processes.py": "/proc",
     "host_daemon/kernel/system_calls.py": "/proc",
+    "host_daemon/kernel/thread_waits.py": "/proc",
     "host_daemon/probes/condition_files.py": "what open_operators_file has opened",
     "host_daemon/probes/gpus.py": "an operator's file, for tests",
     "host_daemon/probes/kernel_log.py": "/dev/kmsg and /sys",

@@ -8,10 +8,12 @@ import msgspec
 import pytest
 
 from flyball.contracts.checkpoints import RestoreReport, Tier
+from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostState, JobState, Phase, RankStatus
 from flyball.contracts.errors import InvalidMessage
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.reports.rank_columns import RankSteps
+from flyball.contracts.reports.rank_stands import RankStand, Stand
 from flyball.contracts.reports.signals import EngineStatus, RankMarks
 from services.controller.round.view import HostChange, JobChange
 from services.sensor.detector.job_pace import Alarm, LearnedPace
@@ -383,6 +385,38 @@ def test_the_controller_believes_a_host_only_about_its_own_ranks(sql_stores, mak
     assert ranks_of(sql_stores) == {0: ("host-a", 5, Phase.STEP), 2: ("host-b", 6, Phase.STEP)}
     shown = SqlReadModels(sql_stores.db).job("job")["ranks"]
     assert [rank["step"] for rank in shown] == [5, -1, 6, -1]
+
+
+def test_a_job_that_makes_no_step_is_shown_standing_with_who_waits_for_whom(sql_stores, make) -> None:
+    sql_stores.run_job()
+    reads = SqlReadModels(sql_stores.db)
+    assert reads.job("job")["doing"]["kind"] == "waiting", "no rank was reported yet"
+    now, lock = (
+        SystemClock().wall_s(),
+        RankStand(0, Stand.LOCK, place="wait (train.py:7)", proof="nobody can release it"),
+    )
+    stands = {0: lock, 1: RankStand(1, Stand.COLLECTIVE, "all_reduce")}
+
+    def report(at: float, age_s: float) -> None:
+        ranks = tuple(
+            msgspec.structs.replace(status(rank, 60), beacon_age_s=age_s, stand=stands[rank] if age_s > 1.0 else None)
+            for rank in (0, 1)
+        )
+        sql_stores.status.record_reports([(make.report("host-a", sent_at=at, ranks=ranks), at)])
+
+    report(now - 5.0, 0.1)
+    assert reads.job("job")["doing"]["kind"] == "training"
+    report(now, 5.0)
+    (listed,) = reads.jobs()
+    shown = reads.job("job")
+    assert listed["doing"]["kind"] == shown["doing"]["kind"] == "standing" and listed["doing"]["steps_per_s"] == 0.0
+    assert "Nothing can end that: nobody can release it." in shown["doing"]["text"]
+    assert [rank["stands"].partition(" (")[0] for rank in shown["ranks"][:2]] == [
+        "Rank 0 waits for a lock",
+        "Rank 1 waits in all_reduce",
+    ]
+    report(now + 0.5, 0.1)
+    assert reads.job("job")["doing"]["kind"] == "training" and reads.job("job")["ranks"][0]["stands"] == ""
 
 
 def test_the_fabric_and_the_memory_of_a_host_reach_the_view(stores, make) -> None:

@@ -9,6 +9,19 @@ from flyball.cli.show.times import ago, clock, lasted, rough, short
 MANY_HOSTS = 8  # more are counted in words
 
 JOB_COLUMNS = ("job", "state", "for", "started", "step", "loss", "last step", "a step", "restarts")
+CALM = frozenset({"training", "ended"})  # what a job does that needs no sentence
+
+
+def doing_word(job: dict[str, Any]) -> str:
+    """The one word for how a job stands: what it does, or how it ended."""
+    doing = job.get("doing") or {}
+    return str(job["state"] if doing.get("kind") in (None, "ended") else doing["kind"])
+
+
+def doing_note(job: dict[str, Any]) -> str:
+    """The sentence about what a job does, if it does not simply train."""
+    doing = job.get("doing") or {}
+    return "" if doing.get("kind") in (None, *CALM) else str(doing["text"])
 
 
 def _loss(job: dict[str, Any]) -> str | None:
@@ -33,13 +46,13 @@ def job_row(job: dict[str, Any], now: float) -> list[object]:
     since = job.get("since")
     return [
         job["job"],
-        job["state"],
+        doing_word(job),
         rough(now - since if since else None),
         clock(job.get("started_at") or job["submitted_at"], now),
         known(job.get("newest_step")),
         _loss(job),
         ago(job.get("last_step_at"), now),
-        short(job.get("step_s")),
+        short(job.get("step_s")) if not doing_note(job) else None,
         _restarts(job),
     ]
 
@@ -51,6 +64,7 @@ def outcome(job: dict[str, Any], now: float) -> str:
     if ended_at := job.get("ended_at"):
         took = lasted(ended_at - job["submitted_at"])
         return f"ended at {clock(ended_at, now)} UTC, after {took}" + (f": {message}" if message else "")
+    message = doing_note(job) or message
     return f"{job.get('world_size', '?')} ranks on {hosts} hosts; {message}" if hosts > MANY_HOSTS else message
 
 

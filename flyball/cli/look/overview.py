@@ -10,7 +10,16 @@ from typing import Any
 import msgspec
 
 from flyball.cli.look.hosts_table import HEALTHY, host_row
-from flyball.cli.look.jobs_table import JOB_COLUMNS, hosts_note, job_row, known, outcome, save_note
+from flyball.cli.look.jobs_table import (
+    JOB_COLUMNS,
+    doing_note,
+    doing_word,
+    hosts_note,
+    job_row,
+    known,
+    outcome,
+    save_note,
+)
 from flyball.cli.show.compact import cut, table
 from flyball.cli.show.output import cell
 from flyball.cli.show.times import clock
@@ -116,7 +125,7 @@ def _jobs(found: Overview, now: float, width: int) -> Iterator[str]:
 
 def job_notes(job: Json, now: float) -> list[str]:
     """What is out of the ordinary with a job, a sentence each."""
-    message = "" if job["state"] == JobState.RUNNING else outcome(job, now)
+    message = doing_note(job) if job["state"] == JobState.RUNNING else outcome(job, now)
     return [note for note in (message, hosts_note(job, wide=False), save_note(job)) if note]
 
 
@@ -205,6 +214,8 @@ def _steps(found: Overview) -> Iterator[str]:
         name, state = job["job"], job["state"]
         if state == JobState.SUBMITTED:
             yield f"flyball describe job {name}: what it waits for"
+        elif doing_word(job) in ("standing", "unheard"):
+            yield f"flyball describe job {name}: it makes no step"
         elif state not in list(JobState):  # interrupted: its supervisor is gone
             yield f"flyball run --resume {name}: goes on where it was"
     for host in found.hosts:

@@ -26,6 +26,7 @@ from flyball.contracts.identity import (
     RepeatedJobName,
     SeenStep,
 )
+from flyball.contracts.reports.rank_stands import RankStand
 
 Ranks = Annotated[tuple[Rank, ...], msgspec.Meta(min_length=1)]
 
@@ -50,6 +51,7 @@ class RankProgress(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     activities: tuple[Activity, ...] = ()  # (): unknown or active, as nearly always
     activities_s: tuple[Duration, ...] = ()  # how long each activity has lasted; as long as `activities`
     places: tuple[Place, ...] = ()  # as long as `activities`, or () if none is known
+    stands: tuple[RankStand, ...] = ()  # of ranks that have stood still for long, by rank
 
 
 class RankSteps(msgspec.Struct, frozen=True, gc=False):
@@ -85,11 +87,17 @@ def statuses_in(workers: Sequence[Workers], progress: Sequence[RankProgress]) ->
     """Yield every rank on its own. The columns must have been checked."""
     for group, beacons in zip(workers, progress, strict=True):
         columns = (group.ranks, group.pids, phases_of(beacons), beacons.steps, beacons.beacon_ages_s)
-        if not beacons.activities:
+        if not beacons.activities and not beacons.stands:
             for rank, pid, phase, step, beacon_age_s in zip(*columns, strict=True):
                 yield RankStatus(group.job, group.generation, rank, pid, phase, step, beacon_age_s)
             continue
-        seen = (beacons.activities, beacons.activities_s, beacons.places or ("",) * len(group.ranks))
+        count, stands = len(group.ranks), {stand.rank: stand for stand in beacons.stands}
+        seen = (
+            beacons.activities or (Activity.UNKNOWN,) * count,
+            beacons.activities_s or (0.0,) * count,
+            beacons.places or ("",) * count,
+            map(stands.get, group.ranks),
+        )
         for row in zip(*columns, *seen, strict=True):
             yield RankStatus(group.job, group.generation, *row)
 
@@ -112,6 +120,7 @@ def in_columns(statuses: Iterable[RankStatus]) -> tuple[tuple[Workers, ...], tup
                 activities=tuple(status.activity for status in group) if is_seen else (),
                 activities_s=tuple(status.activity_s for status in group) if is_seen else (),
                 places=tuple(status.place for status in group) if any(s.place for s in group) and is_seen else (),
+                stands=tuple(status.stand for status in group if status.stand is not None),
             )
         )
     return tuple(workers), tuple(progress)
@@ -164,6 +173,8 @@ def check_progress(workers: Sequence[Workers], progress: Sequence[RankProgress])
             for name in ("activities", "activities_s", "places"):
                 if len(column := getattr(beacons, name)) != count and (name != "places" or column):
                     raise _unequal(f"progress of {group.job!r}", name, len(column), count)
+        if beacons.stands and len({stand.rank for stand in beacons.stands} & {*group.ranks}) != len(beacons.stands):
+            raise _invalid(f"says where ranks of {group.job!r} stand that it does not list", "list each rank once")
 
 
 def check_completed(completed: Sequence[CompletedSteps], workers: Sequence[Workers]) -> None:

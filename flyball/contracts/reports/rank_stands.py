@@ -43,3 +43,5 @@ class RankStand(msgspec.Struct, frozen=True, gc=False):
     process: _Frame = ""  # what the kernel shows: "running", "in read of /data/a.tar"
     stack: Annotated[str, msgspec.Meta(max_length=MAX_STACK_CHARS)] = ""  # of the main thread, innermost frame first
     note: _Frame = ""  # why there is no stack; where a flight recorder wrote its dump
+    awaits: _Name = ""  # what another of its threads waits for, if the main thread waits for a lock: "network"
+    proof: _Frame = ""  # why nothing in the world can end its wait; '' if that is not proved

@@ -23,6 +23,7 @@ from services.api.replies.fields import (
     WallClock,
     WallClockOrNull,
 )
+from services.rules.job_doing import Doing
 from services.rules.recoverability import Lost
 
 RankPhase = Annotated[
@@ -39,6 +40,7 @@ class RankReply(msgspec.Struct, frozen=True):
     pid: Annotated[int | None, msgspec.Meta(description="Process id; null: not known.", examples=[4711])]
     step: Step
     phase: RankPhase
+    stands: Annotated[str, msgspec.Meta(description='Where it stands, if it makes no step for long; "": it does.')]
     reported_at: WallClockOrNull
     exit_code: Annotated[int | None, msgspec.Meta(description="null: it has not exited, or by a signal.")]
     signal_number: Annotated[int | None, msgspec.Meta(description="The signal that ended it; null: none.")]
@@ -60,6 +62,15 @@ class SaveIntervalReply(msgspec.Struct, frozen=True):
     step_s: Annotated[float, msgspec.Meta(description="Seconds of a step without save waits; 0.0: not measured.")]
 
 
+class DoingReply(msgspec.Struct, frozen=True):
+    """What a job does now, from what its hosts saw last."""
+
+    kind: Annotated[Doing, msgspec.Meta(description="The one word.", examples=["training"])]
+    since: WallClock
+    steps_per_s: Annotated[float, msgspec.Meta(description="0.0 unless it trains.", examples=[18.2])]
+    text: Annotated[str, msgspec.Meta(description="The sentence.", examples=["training at 18.2 steps/s"])]
+
+
 class ListedJob(msgspec.Struct, frozen=True):
     """A job, without its ranks. Values of environment variables are hidden."""
 
@@ -67,6 +78,7 @@ class ListedJob(msgspec.Struct, frozen=True):
     spec: JobSpec
     state: JobState
     message: Message
+    doing: DoingReply
     world_size: Annotated[int, msgspec.Meta(description="Number of ranks; fewer after a shrink.", examples=[2])]
     asked_world_size: Annotated[int, msgspec.Meta(description="Number of ranks that was asked for.", examples=[2])]
     generation: Generation

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from flyball.contracts.cluster import HostState
 from services.controller.round.round import Round
 from services.controller.round.view import Fleet, HostView, PolicySettings
-from services.controller.round.wording import listed
+from services.rules.wording import listed
 
 WINDOW_S = 3600.0
 

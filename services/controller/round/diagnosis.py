@@ -17,7 +17,7 @@ from flyball.contracts.error_classes import MEANINGS, SECONDARY, ErrorClass, cla
 from flyball.contracts.errors import RestoreFailed
 from flyball.contracts.reports.signals import RankStalled, WorkerExited, WorkerStartFailed
 from services.controller.round.view import ActionView, GenerationView, HostView, PastFailure, RankView
-from services.controller.round.wording import explained, kept, listed, ranks_by_host, ranks_kept, ranks_of, shortened
+from services.rules.wording import explained, kept, listed, ranks_by_host, ranks_kept, ranks_of, shortened
 
 HOST_SILENT = "host_silent"
 HOST_RESTARTED = "host_restarted"

@@ -28,7 +28,7 @@ from services.controller.round.diagnosis import (
 from services.controller.round.round import Case
 from services.controller.round.verdict import Verdict
 from services.controller.round.view import GenerationView, HostView
-from services.controller.round.wording import counted, listed
+from services.rules.wording import counted, listed
 
 _NEXT_LOOK_S = 1.5  # a hold that is looked at again this soon has no end of its own
 

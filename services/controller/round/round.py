@@ -44,8 +44,8 @@ from services.controller.round.view import (
     View,
     WordChange,
 )
-from services.controller.round.wording import listed
 from services.rules.incident_states import HOST, INCIDENT, HostEvent, IncidentEvent
+from services.rules.wording import listed
 
 _BACK_TO_WORK = {HostState.CORDONED: HostEvent.RELEASED, HostState.IN_REPAIR: HostEvent.CLEANED}
 

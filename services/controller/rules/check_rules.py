@@ -8,13 +8,14 @@ from typing import Any
 from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import ActionState, DecisionKind, Incident
 from flyball.contracts.reports.host_checks import CheckState
-from services.controller.round import check_plans, hang_findings
+from services.controller.round import check_plans
 from services.controller.round.diagnosis import RANK_STALLED
 from services.controller.round.round import Case, Round
 from services.controller.round.verdict import Verdict
 from services.controller.round.view import ActionView, HostView, JobView
-from services.controller.round.wording import kept, listed
+from services.rules import hang_findings
 from services.rules.incident_states import IncidentEvent
+from services.rules.wording import kept, listed
 
 _FRESH_S = 600.0  # a check that is older proves nothing for a job that starts now
 _AGAIN_S = 300.0  # after a check that did not prove a host fit

@@ -12,10 +12,10 @@ from services.controller.round.diagnosis import CHECKPOINT_REQUESTED, newest_com
 from services.controller.round.round import Case, Round
 from services.controller.round.verdict import Verdict
 from services.controller.round.view import JobView
-from services.controller.round.wording import in_words
 from services.controller.rules import preemption_rules
 from services.controller.rules.step_ahead import is_stepping
 from services.rules.incident_states import IncidentEvent
+from services.rules.wording import in_words
 
 _ASK_AGAIN_S = 1.0
 

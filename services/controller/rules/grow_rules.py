@@ -16,9 +16,9 @@ from services.controller.round.diagnosis import ROOM_TO_GROW, STRAGGLER, SUPERSE
 from services.controller.round.round import Case, Round
 from services.controller.round.verdict import Verdict
 from services.controller.round.view import GenerationView, HostView, JobView, PastFailure
-from services.controller.round.wording import kept, listed
 from services.controller.rules import preemption_rules, recovery_rules
 from services.rules.incident_states import IncidentEvent
+from services.rules.wording import kept, listed
 
 MAX_COOLDOWN_S = 86_400.0
 

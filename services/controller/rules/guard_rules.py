@@ -12,8 +12,8 @@ from services.controller.round.diagnosis import CHECKPOINT_REQUESTED, DEPARTURES
 from services.controller.round.round import Case
 from services.controller.round.verdict import Verdict
 from services.controller.round.view import HostView
-from services.controller.round.wording import counted, in_words, kept, listed
 from services.controller.rules import preemption_rules
+from services.rules.wording import counted, in_words, kept, listed
 
 _HOUR_S = 3600.0
 _LOOK_AGAIN_S = 60.0

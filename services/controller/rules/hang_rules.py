@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from flyball.contracts.decisions import DecisionKind, Incident
-from services.controller.round import hang_findings, plans
+from services.controller.round import plans
 from services.controller.round.diagnosis import RANK_STALLED
 from services.controller.round.round import Case, Round
 from services.controller.round.verdict import Verdict
 from services.controller.round.view import ActionView, JobView
+from services.rules import hang_findings
 from services.rules.incident_states import IncidentEvent
 
 # What the ranks do together (services.sensor.detector.stances). A stopped process needs no look, and a signal of an
 # older sensor does not say.
-_LOOKED_AT = frozenset({"stands", "together", "blocked", "working"})
+_LOOKED_AT = frozenset({"dead", "stands", "stuck", "together", "world", "blocked", "working"})
 
 
 def see_where_ranks_stand(case: Case) -> Verdict | None:

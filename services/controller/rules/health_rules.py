@@ -28,10 +28,10 @@ from services.controller.round.diagnosis import (
 from services.controller.round.round import Case, Round
 from services.controller.round.verdict import Evidence, Verdict
 from services.controller.round.view import GenerationView, JobView, PastFailure
-from services.controller.round.wording import counted, listed, ranks_kept, ranks_of
 from services.controller.rules import recovery_rules
 from services.rules import recovery_point
 from services.rules.incident_states import IncidentEvent
+from services.rules.wording import counted, listed, ranks_kept, ranks_of
 
 _LOOK_AGAIN_S = 60.0
 _MAX_HARMS = 3  # in as many generations, close together: each got further, but something is wrong

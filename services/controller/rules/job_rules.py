@@ -10,9 +10,9 @@ from services.controller.round.diagnosis import crash_after_done, is_done
 from services.controller.round.round import Case, Round
 from services.controller.round.verdict import Verdict
 from services.controller.round.view import JobView
-from services.controller.round.wording import counted, kept, listed
 from services.controller.rules import check_rules
 from services.controller.rules.step_ahead import is_stepping, step_ahead
+from services.rules.wording import counted, kept, listed
 
 _ASK_AGAIN_S = 1.0
 _WELL = (HostState.HEALTHY, HostState.SPARE, HostState.SUSPECT)

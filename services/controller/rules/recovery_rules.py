@@ -11,13 +11,14 @@ from flyball.contracts.checkpoints import Lineage
 from flyball.contracts.cluster import HostState, JobState
 from flyball.contracts.decisions import ActionState, DecisionKind
 from flyball.contracts.error_classes import gpu_memory_in_use
-from services.controller.round import diagnosis, fewer_hosts, guardrails, hang_findings, plans
+from services.controller.round import diagnosis, fewer_hosts, guardrails, plans
 from services.controller.round.choices import spare_choice
 from services.controller.round.diagnosis import DRAIN_REQUESTED, RESTORE_FAILED, WORKER_EXCEPTION
 from services.controller.round.round import Case
 from services.controller.round.verdict import Evidence, Verdict
 from services.controller.round.view import ActionView, GenerationView, HostView, PastFailure
-from services.controller.round.wording import explained, in_words, kept, listed, sentence
+from services.rules import hang_findings
+from services.rules.wording import explained, in_words, kept, listed, sentence
 
 COPIES_STAY = "All copies stay where they are: the same command tries them again; with --fresh it starts over."
 _ASK_AGAIN_S = 1.0

@@ -20,9 +20,9 @@ from services.controller.round.diagnosis import RESTORE_FAILED
 from services.controller.round.round import Case
 from services.controller.round.verdict import Verdict
 from services.controller.round.view import JobView
-from services.controller.round.wording import kept, listed, shortened
 from services.controller.rules import health_rules, recovery_rules
 from services.rules import recovery_point
+from services.rules.wording import kept, listed, shortened
 
 _ASK_AGAIN_S = 1.0
 _TIERS = (Tier.MEMORY, Tier.DISK, Tier.PERSISTENT)

@@ -10,8 +10,8 @@ from services.controller.round.diagnosis import SAVES_FAILING
 from services.controller.round.round import Case, Round
 from services.controller.round.verdict import Verdict
 from services.controller.round.view import JobView
-from services.controller.round.wording import explained, kept, listed, ranks_of
 from services.rules.incident_states import IncidentEvent
+from services.rules.wording import explained, kept, listed, ranks_of
 
 _LOOK_AGAIN_S = 60.0
 

@@ -14,9 +14,9 @@ from flyball.contracts.decisions import DecisionKind
 from services.controller.round import expected_cost, fewer_hosts, plans
 from services.controller.round.round import Case
 from services.controller.round.verdict import Verdict
-from services.controller.round.wording import counted, kept, listed
 from services.controller.rules import preemption_rules, recovery_rules
 from services.controller.rules.step_ahead import is_stepping
+from services.rules.wording import counted, kept, listed
 
 _ASK_AGAIN_S = 1.0
 

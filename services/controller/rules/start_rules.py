@@ -18,9 +18,9 @@ from services.controller.round.diagnosis import WORKER_START_FAILED
 from services.controller.round.round import Case, Round
 from services.controller.round.verdict import Verdict
 from services.controller.round.view import GenerationView
-from services.controller.round.wording import listed
 from services.controller.rules import recovery_rules
 from services.rules.incident_states import HostEvent
+from services.rules.wording import listed
 
 # Flyball's own failures, also of a daemon: a dead spawner, an exception, a late answer.
 _OURS = frozenset(

@@ -8,8 +8,8 @@ from services.controller.round.diagnosis import CONNECTION_LOST, HOST_SILENT, ha
 from services.controller.round.round import Case
 from services.controller.round.verdict import Verdict
 from services.controller.round.view import GenerationView, HostView
-from services.controller.round.wording import kept, listed
 from services.controller.rules.recovery_rules import is_retry
+from services.rules.wording import kept, listed
 
 _SILENT_WINDOWS = 5  # how many root-cause windows to wait for a report of a host
 

@@ -14,7 +14,6 @@ from flyball.contracts.decisions import DecisionKind, GenerationPlan, Incident
 from flyball.contracts.reports.standings import decision_number
 from services.controller.round.round import Round
 from services.controller.round.view import AdoptedJob, Adoption, ReportedStanding, WordChange
-from services.controller.round.wording import listed
 from services.controller.updates import ended_jobs, held_jobs
 from services.controller.updates.standing_words import (
     GATHER_S,
@@ -30,6 +29,7 @@ from services.controller.updates.standing_words import (
     own_running,
 )
 from services.rules.incident_states import IncidentEvent
+from services.rules.wording import listed
 
 DATABASE_OLDER = "database_older"  # hosts obeyed newer commands: a backup, or a replica that lost its last seconds
 DATABASE_NEW = "database_new"  # hosts obeyed commands of another database

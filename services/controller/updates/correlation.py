@@ -14,8 +14,8 @@ from flyball.contracts.decisions import DecisionKind, Incident
 from services.controller.round.diagnosis import DOMAIN_SILENT, HOST_SILENT
 from services.controller.round.round import Round
 from services.controller.round.view import HostView
-from services.controller.round.wording import counted, kept, listed
 from services.rules.incident_states import IncidentEvent
+from services.rules.wording import counted, kept, listed
 
 _WINDOW_S = 10.0  # sensors find the hosts of one fall moments apart, and the controller waits for those of a job
 

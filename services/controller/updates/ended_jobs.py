@@ -10,9 +10,9 @@ from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import DecisionKind
 from services.controller.round.round import Round
 from services.controller.round.view import JobView, ReportedStanding
-from services.controller.round.wording import listed
 from services.controller.updates.standing_words import GATHER_S, WORD_WITHIN_S, JobClaim, Placing, is_ordered
 from services.rules.incident_states import IncidentEvent
+from services.rules.wording import listed
 
 
 def ends_of(reported: Iterable[ReportedStanding]) -> dict[str, dict[str, Placing]]:

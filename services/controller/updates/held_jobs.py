@@ -11,9 +11,9 @@ from flyball.contracts.orders import OrderKind, OrderState
 from flyball.contracts.reports.standings import HeldJob
 from services.controller.round.round import Round
 from services.controller.round.view import ReportedStanding
-from services.controller.round.wording import listed, shortened
 from services.controller.updates.standing_words import GATHER_S, JobClaim, Standing, is_implausible, own_running
 from services.rules.incident_states import IncidentEvent
+from services.rules.wording import listed, shortened
 
 NOT_ADOPTED = "job_not_adopted"
 IMPLAUSIBLE = "standing_implausible"  # a host says that it obeyed what no supervisor of this cluster can have said

@@ -9,9 +9,9 @@ from flyball.contracts.reports.host_checks import CheckState, HostCheck
 from services.controller.round import blast_radius, check_plans
 from services.controller.round.round import Round
 from services.controller.round.view import HostView
-from services.controller.round.wording import kept, listed
 from services.controller.updates import intake
 from services.rules.incident_states import HOST, HostEvent
+from services.rules.wording import kept, listed
 
 _SILENT = (HostState.SILENT, HostState.SUSPECT)
 

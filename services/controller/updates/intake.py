@@ -24,10 +24,10 @@ from flyball.contracts.reports.signals import (
 from services.controller.round import blast_radius, diagnosis
 from services.controller.round.round import Round
 from services.controller.round.view import GenerationView, HostView, PastFailure, RankView
-from services.controller.round.wording import listed, ranks_of
 from services.controller.rules import health_rules, save_rules, straggler_rules
 from services.controller.updates import host_conditions
 from services.rules.incident_states import HOST, HostEvent
+from services.rules.wording import listed, ranks_of
 
 RELEASED = "an operator released it"  # begins the reason
 

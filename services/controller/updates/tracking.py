@@ -26,7 +26,6 @@ from services.controller.round.diagnosis import (
 from services.controller.round.guardrails import failures_within, is_another_fault, is_early, progress_of
 from services.controller.round.round import Case, Round
 from services.controller.round.view import ActionView, GenerationView, HostView, JobView, PastFailure, RankView
-from services.controller.round.wording import explained
 from services.controller.rules import (
     check_rules,
     checkpoint_rules,
@@ -41,6 +40,7 @@ from services.controller.rules import (
 from services.controller.updates import host_conditions, unreported
 from services.controller.updates.unreported import ASK_AGAIN_S, REPORTED_WITHIN_S, is_known_since, pending_failure
 from services.rules.incident_states import IncidentEvent
+from services.rules.wording import explained
 
 _STALE_AFTER_S = 2.0  # older workers in a report this long after the start are strays
 _CLEAN_WITHIN_S = 15.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flyball.contracts.decisions import DecisionKind
 from services.controller.round.round import Round
-from services.controller.round.wording import NAMED, counted
 from services.rules.incident_states import IncidentEvent
+from services.rules.wording import NAMED, counted
 
 ROW_UNREADABLE = "row_unreadable"
 

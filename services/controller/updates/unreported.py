@@ -7,8 +7,8 @@ from flyball.contracts.decisions import Incident, IncidentState
 from services.controller.round.diagnosis import RANKS_PARKED, RANKS_STOPPED, START_OVERDUE, Failure
 from services.controller.round.round import Round
 from services.controller.round.view import GenerationView, JobView
-from services.controller.round.wording import ranks_kept, ranks_of
 from services.controller.rules import health_rules
+from services.rules.wording import ranks_kept, ranks_of
 
 REPORTED_WITHIN_S = 10.0  # after a successful start; a host that reports no worker by then has none
 ASK_AGAIN_S = 1.0

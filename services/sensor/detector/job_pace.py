@@ -36,7 +36,13 @@ _MAX_DOUBLINGS = 6  # of a job's patience
 _STAYS = 16  # remembered per phase
 _STEPS_LEARNED = 64  # durations stored for the next sensor: enough to know the usual one
 _PARTS_OF_A_STEP = (Phase.CHECKPOINT, Phase.DATA)  # the time between two steps bounds them
-_ORDER = (Stance.STANDS, Stance.TOGETHER, Stance.BLOCKED, Stance.WORKING)  # a pause of one counts for the later ones
+# A pause of one counts for the later ones.
+_ORDER = (Stance.STANDS, Stance.STUCK, Stance.TOGETHER, Stance.WORLD, Stance.BLOCKED, Stance.WORKING)
+_PROVED = (Stance.FROZEN, Stance.DEAD)  # no alarm about these is false
+# From the last step until ranks are acted on that nothing can wake: until they are looked at, and then some.
+_DEAD = PhasePatience(unknown_s=14.0, floor_s=5.0, factor=20.0)
+_MAX_PLACES = 256  # of alarms
+_MOST_AT_A_PLACE = 2  # alarms that count
 
 
 class Alarm(NamedTuple):
@@ -47,6 +53,7 @@ class Alarm(NamedTuple):
     step: int
     silent_s: float
     stance: Stance
+    place: str = ""  # where in the script; '': not known
 
 
 class FalseAlarmPause(NamedTuple):
@@ -69,6 +76,7 @@ class LearnedPace(msgspec.Struct, frozen=True, gc=False):
     alarm: Alarm | None = None
     repeats: int = 0
     false_alarms: int = 0
+    places: Mapping[str, int] = {}  # where in the script ranks stood at alarms, and how often
 
     @property
     def lasting(self) -> LearnedPace:
@@ -99,7 +107,8 @@ class JobPace:
         self._first_step_s = 0.0  # the longest of any generation
         self._started_s = 0.0  # the slowest rank's first step in this generation
         self._alarm: Alarm | None = None  # in an earlier generation, until the job is past its step
-        self._deadlines: dict[tuple[Stance, Phase, bool], float] = {}  # until more is learned
+        self._places: dict[str, int] = {}  # where ranks stood at alarms, and how often
+        self._deadlines: dict[tuple[Stance, Phase, bool, str], float] = {}  # until more is learned
 
     # --- across restarts of the sensor --------------------------------------------------------------------------------
 
@@ -116,6 +125,7 @@ class JobPace:
             self._alarm,
             self.repeats,
             self.false_alarms,
+            dict(self._places),
         )
 
     def recall(self, learned: LearnedPace) -> bool:
@@ -130,6 +140,7 @@ class JobPace:
         self._stays = {phase: deque(stays, maxlen=_STAYS) for phase, stays in learned.stays.items()}
         self._survived = dict(learned.survived)
         self._alarm, self.repeats, self.false_alarms = learned.alarm, learned.repeats, learned.false_alarms
+        self._places = dict(learned.places)
         self._usual_step_s = None
         self._deadlines.clear()
         return True
@@ -142,6 +153,10 @@ class JobPace:
             before = self._alarm
             self.repeats = self.repeats + 1 if before is not None and alarm.step <= before.step + 1 else 1
             self._alarm = alarm
+            if alarm.place and alarm.stance not in _PROVED:
+                self._places = dict(
+                    [*self._places.items(), (alarm.place, self._places.get(alarm.place, 0) + 1)][-_MAX_PLACES:]
+                )
             self._deadlines.clear()
         self._timed, self._started_s = 0, 0.0
         self._usual_step_s = None
@@ -225,7 +240,7 @@ class JobPace:
     def _compare(self, alarm: Alarm, paused_s: float) -> None:
         """See whether a pause at the step of an alarm shows that the alarm was false. One about stopped processes
         never is."""
-        if alarm.stance is Stance.FROZEN or paused_s < _COMPARABLE * alarm.silent_s:
+        if alarm.stance in _PROVED or paused_s < _COMPARABLE * alarm.silent_s:
             return
         self.false_alarms += 1
         self.disproved = FalseAlarmPause(alarm, paused_s)
@@ -254,27 +269,31 @@ class JobPace:
         factor, floor_s = self._settings.phases[Phase.STEP].factor, FROZEN.floor_s
         return now_s - self.advanced_s <= max(floor_s, factor * self.usual_step_s())
 
-    def deadline_s(self, stance: Stance, phase: Phase, *, has_stepped: bool) -> float:
-        """How long a rank may stay as it is; inf: forever."""
-        key = (stance, phase, has_stepped)
+    def deadline_s(self, stance: Stance, phase: Phase, *, has_stepped: bool, place: str = "") -> float:
+        """How long a rank may stay as it is, at this place of the script; inf: forever."""
+        key = (stance, phase, has_stepped, place if place in self._places else "")
         try:
             return self._deadlines[key]
         except KeyError:
-            found = self._deadlines[key] = max(self.bounds(stance, phase, has_stepped=has_stepped))[0]
+            found = self._deadlines[key] = max(self.bounds(stance, phase, has_stepped=has_stepped, place=place))[0]
             return found
 
-    def bounds(self, stance: Stance, phase: Phase, *, has_stepped: bool) -> list[tuple[float, str]]:
+    def bounds(self, stance: Stance, phase: Phase, *, has_stepped: bool, place: str = "") -> list[tuple[float, str]]:
         """Lower bounds of the deadline, each with its reason: the longest counts."""
         settings, timeout_s = self._settings, self.hang_timeout_s
         if phase not in settings.phases or stance is Stance.ATTENDED:
             return [(inf, "")]
+        usual_s = self.usual_step_s() if has_stepped else 0.0
+        if stance is Stance.DEAD:
+            return [(min(limit_s(_DEAD, usual_s), timeout_s or inf), "the deadline of a rank that nothing can wake")]
         if phase is Phase.STARTING and not self.has_attached:
             return [self._unattached(stance)]
-        usual_s = self.usual_step_s()
         if stance is Stance.FROZEN:
-            return [self._frozen(usual_s if has_stepped else 0.0)]
-        if timeout_s:
-            return [(timeout_s, "--hang-timeout")]
+            return [self._frozen(usual_s)]
+        return [(timeout_s, "--hang-timeout")] if timeout_s else self._adaptive(stance, phase, has_stepped, place)
+
+    def _adaptive(self, stance: Stance, phase: Phase, has_stepped: bool, place: str) -> list[tuple[float, str]]:
+        settings = self._settings
         longest_s = max((self._survived.get(kind, 0.0) for kind in _upto(stance)), default=0.0)
         found = [
             (settings.stances.get(stance, inf), "the shortest deadline for ranks that do this"),
@@ -284,12 +303,16 @@ class JobPace:
             ),
             (self._phase_s(phase, has_stepped), self._phase_why(phase, has_stepped)),
         ]
-        if self._steps_seen < _SETTLED_STEPS or self._stepping_s < _SETTLED_AFTER_S:
+        is_new = self._steps_seen < _SETTLED_STEPS or self._stepping_s < _SETTLED_AFTER_S
+        if is_new and stance is not Stance.STUCK:  # of which all is known
             found.append((settings.unsettled_s, "the shortest deadline of a job that is new"))
-        factor = self.patience * _REPEAT_FACTOR**self.repeats
+        stood_here = min(self._places.get(place, 0), _MOST_AT_A_PLACE)
+        factor = self.patience * _REPEAT_FACTOR ** max(self.repeats, stood_here)
         if factor == 1.0:
             return found
-        again = "after false alarms" if not self.repeats else "after an alarm at this step"
+        again = "after false alarms" if factor == self.patience else "after an alarm at this step"
+        if stood_here > self.repeats:
+            again = "after an alarm at this place"
         return [(factor * bound_s, f"{factor:g} x ({why}) {again}") for bound_s, why in found]
 
     def _frozen(self, usual_s: float) -> tuple[float, str]:
@@ -302,7 +325,7 @@ class JobPace:
         """Of a script that reports no steps, only idle or stopped processes show a hang."""
         if stance is Stance.FROZEN:
             return FROZEN_MAX_S, "the deadline of a stopped process in a script that does not attach"
-        if stance not in (Stance.STANDS, Stance.TOGETHER, Stance.BLOCKED):
+        if stance not in (Stance.STANDS, Stance.STUCK, Stance.TOGETHER, Stance.WORLD, Stance.BLOCKED):
             return inf, ""
         if self.hang_timeout_s:
             return self.hang_timeout_s, "--hang-timeout"

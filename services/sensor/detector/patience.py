@@ -33,7 +33,9 @@ _PATIENCE = {
 # an ordinary script may do gets as long as torch's own timeouts give it (NCCL 600 s, gloo 1800 s).
 _STANCES = {
     Stance.STANDS: 30.0,
+    Stance.STUCK: 30.0,
     Stance.TOGETHER: 300.0,
+    Stance.WORLD: 300.0,
     Stance.BLOCKED: 600.0,
     Stance.WORKING: 1800.0,
     Stance.SUSPENDED: 60.0,  # nobody's Ctrl-Z: workers have sessions of their own

@@ -10,6 +10,7 @@ import msgspec
 
 from flyball.contracts.cluster import Activity, Phase
 from flyball.contracts.reports.rank_columns import CompletedSteps, RankProgress, phases_of
+from flyball.contracts.reports.rank_stands import RankStand
 from flyball.contracts.reports.signals import FalseAlarm, RankStalled, SignalBody
 from services.sensor.detector.job_pace import Alarm, JobPace, LearnedPace
 from services.sensor.detector.patience import StallSettings
@@ -20,6 +21,7 @@ from services.sensor.detector.watched_ranks import APART_FROM_STEPS, RankEntries
 K = TypeVar("K")
 
 _UNSEEN = (Activity.UNKNOWN, "")
+MAX_PLACE_CHARS = 400
 _BEHIND_STEPS = 2  # a lone rank that far behind the others waits for nobody
 
 
@@ -55,6 +57,8 @@ class WatchedJob:
         self._overdue: set[int] = set()
         self._doing: dict[Activity, set[int]] = {}  # of the waiting ranks, without those of which nothing is known
         self._places: dict[str, set[int]] = {}  # the idle ranks by system call
+        self._stands: dict[int, RankStand] = {}  # of the waiting ranks, as far as it is known
+        self._place = ""  # where in the script they stand, all of them; '': not known
         self._stance = Stance.WORKING
         self._standing: Set[int] = frozenset()  # the ranks that can be overdue in this stance
         self._stance_since_s = 0.0
@@ -91,6 +95,7 @@ class WatchedJob:
         self._told.clear()
         for known in (self.hosts, self.homes, self._waiting, self._overdue, self._doing, self._places, self._paused):
             known.clear()
+        self._stands.clear()
         self._stance, self._standing = Stance.WORKING, frozenset()
         self._hold(None)
 
@@ -122,7 +127,12 @@ class WatchedJob:
         if changes_phases:
             self._time_phases(ranks, progress, now_s)
         ranks.progress, self.seen_s = progress, now_s
-        if changes_phases or progress.activities != before.activities or progress.places != before.places:
+        if (
+            changes_phases
+            or progress.activities != before.activities
+            or progress.places != before.places
+            or progress.stands != before.stands
+        ):
             self._count(ranks)
         if lagged_s or ranks.are_apart:
             self.pace.pauses += 1
@@ -246,6 +256,7 @@ class WatchedJob:
     def _forget(self, number: int, doing: tuple[Activity, str]) -> None:
         self._uncount(number, doing)
         del self.homes[number]
+        self._stands.pop(number, None)
         self._waiting.discard(number)
         self._overdue.discard(number)
         self.pace.forget(number)
@@ -307,6 +318,7 @@ class WatchedJob:
         progress, numbers = ranks.progress, ranks.numbers
         activities = progress.activities or (Activity.UNKNOWN,) * len(numbers)
         places = progress.places or ("",) * len(numbers)
+        stands = {stand.rank: stand for stand in progress.stands}
         for at, (number, phase) in enumerate(zip(numbers, phases_of(progress), strict=True)):
             activity, place = activities[at], places[at]
             if phase in self._settings.phases:
@@ -315,6 +327,10 @@ class WatchedJob:
                 activity = Activity.UNKNOWN
                 self._waiting.discard(number)
                 self._overdue.discard(number)
+            if number in stands:
+                self._stands[number] = stands[number]
+            else:
+                self._stands.pop(number, None)
             if (activity, place) != ranks.doing[at]:
                 self._uncount(number, ranks.doing[at])
                 ranks.doing[at] = (activity, place)
@@ -343,7 +359,9 @@ class WatchedJob:
     def _look(self, now_s: float) -> None:
         self._is_stance_old = False
         sees_all = self._unseen <= self._covered
-        stance, self._standing = stance_of(self._waiting, self._doing, self._places, sees_all=sees_all)
+        stance, self._standing = stance_of(self._waiting, self._doing, self._places, self._stands, sees_all=sees_all)
+        places = {stand.caller or stand.place for stand in self._stands.values()}
+        self._place = "; ".join(sorted(places))[:MAX_PLACE_CHARS]
         if stance is not self._stance:
             self._stance, self._stance_since_s = stance, now_s
             self._overdue.clear()
@@ -362,7 +380,9 @@ class WatchedJob:
         stance, pace, activities_s = self._stance, self.pace, ranks.progress.activities_s
         activity_s = activities_s[place] if activities_s else 0.0
         stance_s = now_s - self._stance_since_s
-        if stance is Stance.WORKING or (pace.has_attached and pace.hang_timeout_s and stance is not Stance.FROZEN):
+        if stance in (Stance.WORKING, Stance.DEAD) or (
+            pace.has_attached and pace.hang_timeout_s and stance is not Stance.FROZEN
+        ):
             stood_s = age_s  # whatever it did, it completed no step
         elif stance is Stance.FROZEN:
             # Daemons look at what a rank does from a quarter of the time on, and some report it later than others.
@@ -376,7 +396,7 @@ class WatchedJob:
                 paused_s = min(paused_s, stance_s)
             if paused_s > self._paused.get(stance, 0.0):
                 self._paused[stance] = paused_s
-        return stood_s > pace.deadline_s(stance, phase, has_stepped=has_stepped)
+        return stood_s > pace.deadline_s(stance, phase, has_stepped=has_stepped, place=self._place)
 
     def _take_false_alarm(self) -> Sequence[SignalBody]:
         """Return the false alarm of an earlier generation that this pause revealed. Each is returned once."""
@@ -399,8 +419,9 @@ class WatchedJob:
         if not numbers or self.homes[numbers[0]].host_id in self._told:  # their own sensor says it
             return ()
         stance, first = self._stance, self.homes[numbers[0]].rows()[numbers[0]]
-        deadline_s, limit = max(self.pace.bounds(stance, first.phase, has_stepped=first.has_stepped))
-        self._hold(Alarm(self.generation, numbers, first.step, first.age_s, stance))
+        bounds = self.pace.bounds(stance, first.phase, has_stepped=first.has_stepped, place=self._place)
+        deadline_s, limit = max(bounds)
+        self._hold(Alarm(self.generation, numbers, first.step, first.age_s, stance, self._place))
         found = RankStalled(
             job=self.name,
             generation=self.generation,
@@ -410,7 +431,7 @@ class WatchedJob:
             silent_s=first.age_s,
             deadline_s=deadline_s,
             stance=stance.value,
-            seen=seen_in(stance, first.doing[1], self._places),
+            seen=seen_in(stance, first.doing[1], self._places, self._stands.get(numbers[0])),
             limit=limit,
         )
         return (found,)
@@ -421,10 +442,10 @@ class WatchedJob:
     def _stalled_ranks(self) -> tuple[int, ...]:
         """The ranks to blame: those that the others wait for, or all where that cannot be known; (): none yet."""
         overdue, standing = self._overdue, self._standing
-        if self._stance is Stance.FROZEN or (self._stance is Stance.STANDS and standing <= overdue):
+        if self._stance in (Stance.FROZEN, Stance.DEAD):
             return tuple(sorted(standing))
-        if self._stance is Stance.STANDS:
-            return ()
+        if self._stance in (Stance.STANDS, Stance.WORLD):
+            return tuple(sorted(standing)) if standing <= overdue else ()
         if len(overdue) == len(self._waiting):
             return self._furthest_behind()
         steps = {number: self.homes[number].step(number) for number in overdue}

@@ -16,8 +16,10 @@ from flyball.contracts.events import Event, EventKind
 from flyball.contracts.reports.signals import EngineStatus
 from flyball.contracts.reports.training_health import loss_value
 from services.record.codec import load, plain, shown
+from services.rules import hang_findings
 from services.runtime.list_filters import JobFilter
 from services.runtime.paging import Page
+from services.store.read.job_doings import FoundJob, doings
 from services.store.read.readable_pages import readable_page
 from services.store.reports.rank_rows import KnownRank, known_ranks
 from services.store.sql import tables
@@ -53,10 +55,14 @@ def jobs(
         outlines = {row.job: kept.read(connection, row.job, row.generation) for row in rows}
         times = progress(connection, [row.job for row in rows])
         apart = _save_intervals(connection, rows, outlines)
+        given = ((row, outlines[row.job], times.get(row.job, JobProgress())) for row in rows)
+        found = (readable("jobs", one[0].job, _found, *one, job=one[0].job) for one in given)
+        doing = doings(connection, [job for job in found if job is not None])
 
         def whole(row: Row[Any]) -> Json:
             shown = _job(row, outlines[row.job], times.get(row.job, JobProgress()))
-            return shown | {"save_interval": apart.get(row.job)} | (_ranks(connection, row) if with_ranks else {})
+            shown |= {"doing": doing[row.job], "save_interval": apart.get(row.job)}
+            return shown | (_ranks(connection, row) if with_ranks else {})
 
         return [readable("jobs", row.job, whole, row, job=row.job) for row in rows]
 
@@ -85,6 +91,9 @@ def _rows(
     return connection.execute(query).all()[::-1]
 
 
+LOOKED_AT = 8  # hosts of a job, to see that it trains: all its ranks make steps together
+
+
 class PlanOutline(msgspec.Struct, frozen=True):
     """What a list shows of a generation's plan."""
 
@@ -92,6 +101,7 @@ class PlanOutline(msgspec.Struct, frozen=True):
     used_restarts: int = 0
     hosts: int = 0
     leader: str = ""  # the host of rank 0
+    some: Mapping[str, tuple[int, ...]] = {}  # some of its hosts, with their ranks
 
 
 def job_plans() -> KeptPlans[PlanOutline]:
@@ -101,7 +111,24 @@ def job_plans() -> KeptPlans[PlanOutline]:
 
 def _outline(plan: GenerationPlan) -> PlanOutline:
     leader = next((host.host_id for host in plan.hosts if 0 in host.ranks), "")
-    return PlanOutline(plan.restart_count, plan.used_restarts, len(plan.hosts), leader)
+    some = {host.host_id: host.ranks for host in plan.hosts[:LOOKED_AT]}
+    return PlanOutline(plan.restart_count, plan.used_restarts, len(plan.hosts), leader, some)
+
+
+def _found(row: Row[Any], outline: PlanOutline, times: JobProgress) -> FoundJob:
+    return FoundJob(
+        row.job,
+        row.generation,
+        JobState(row.state),
+        row.message,
+        row.newest_step,
+        row.ended_at or times.started_at or row.submitted_at,
+        times.last_step_at,
+        times.step_s,
+        times.steps_per_s,
+        outline.some,
+        outline.hosts,
+    )
 
 
 def _ranks(connection: Connection, job: Row[Any]) -> Json:
@@ -172,13 +199,19 @@ def _rank(rank: int, host_id: str, known: KnownRank | None) -> Json:
         "pid": known.pid or None,
         "step": known.step,
         "phase": "exited" if exited else known.phase.name.lower(),
+        "stands": _stands(known),
         "reported_at": moment(known.reported_at),
         "exit_code": exited.exit_code if exited else None,
         "signal_number": exited.signal_number if exited else None,
     }
 
 
-_NOTHING: Json = {"reported_at": None, "exit_code": None, "signal_number": None}
+_NOTHING: Json = {"stands": "", "reported_at": None, "exit_code": None, "signal_number": None}
+
+
+def _stands(known: KnownRank) -> str:
+    found = hang_findings.find([known.stand]) if known.stand is not None and known.exited is None else None
+    return found.sentence if found is not None else ""
 
 
 def job_counts(connection: Connection) -> dict[str, int]:
@@ -191,7 +224,7 @@ def job_counts(connection: Connection) -> dict[str, int]:
 # --- progress --------------------------------------------------------------------------------------------------------
 
 MAX_JOBS = 50  # of a page: for each of them the end of its event log is read
-NEWEST_EVENTS = 4  # a sensor summarizes steps about once a second
+NEWEST_EVENTS = 10  # a sensor summarizes steps about once a second
 
 
 class JobProgress(msgspec.Struct, frozen=True):
@@ -201,6 +234,7 @@ class JobProgress(msgspec.Struct, frozen=True):
     generation_started_at: float | None = None  # of the newest one that was started
     last_step_at: float | None = None
     step_s: float | None = None  # recent median
+    steps_per_s: float = 0.0  # over the last seconds in which steps were made
 
 
 def progress(connection: Connection, jobs: Sequence[str]) -> dict[str, JobProgress]:
@@ -217,17 +251,24 @@ def progress(connection: Connection, jobs: Sequence[str]) -> dict[str, JobProgre
     for event in newest_of_jobs(connection, shown, EventKind.STEPS, NEWEST_EVENTS):
         newest[event.job].append(event)
     for job in shown:
-        last_step_at, step_s = _steps(newest[job])
-        found[job] = msgspec.structs.replace(found[job], last_step_at=last_step_at, step_s=step_s)
+        last_step_at, step_s, steps_per_s = _steps(newest[job])
+        found[job] = msgspec.structs.replace(
+            found[job], last_step_at=last_step_at, step_s=step_s, steps_per_s=steps_per_s
+        )
     return found
 
 
-def _steps(newest: Sequence[Event]) -> tuple[float | None, float | None]:
+def _steps(newest: Sequence[Event]) -> tuple[float | None, float | None, float]:
+    """The last step, the usual time of one, and the steps per second of the newest generation."""
     times: defaultdict[tuple[int, int], dict[int, float]] = defaultdict(dict)  # (generation, rank) -> step -> when
     for event in newest:
         times[event.generation, event.rank] |= _completed(event)
     gaps = [at - found[step - 1] for found in times.values() for step, at in found.items() if step - 1 in found]
-    return max((at for found in times.values() for at in found.values()), default=None), median(gaps) if gaps else None
+    last_step_at = max((at for found in times.values() for at in found.values()), default=None)
+    steps = times[max(times)] if times else {}
+    spans_s = max(steps.values()) - min(steps.values()) if len(steps) > 1 else 0.0
+    steps_per_s = (max(steps) - min(steps)) / spans_s if spans_s > 0.0 else 0.0
+    return last_step_at, median(gaps) if gaps else None, steps_per_s
 
 
 def _completed(event: Event) -> dict[int, float]:

@@ -9,6 +9,7 @@ import msgspec
 from sqlalchemy import Connection, select
 
 from flyball.contracts.cluster import Phase
+from flyball.contracts.reports.rank_stands import RankStand
 from flyball.contracts.reports.signals import RankMarks, WorkerExited
 from services.record.codec import load
 from services.record.positions import JobPositions, read_positions
@@ -28,6 +29,8 @@ class KnownRank(msgspec.Struct, gc=False):
     reported_at: float = 0.0
     exited: WorkerExited | None = None
     exited_at: float = 0.0
+    moved_at: float = 0.0
+    stand: RankStand | None = None
 
 
 class RecordedRank(msgspec.Struct, frozen=True):
@@ -55,7 +58,11 @@ def known_ranks(
         mine, of_job = given.get(part.job, {}).get(host_id, ()), found[part.job]
         for rank in part.ranks:
             if rank.rank in mine:
-                of_job[rank.rank] = KnownRank(host_id, rank.pid, rank.step, Phase(rank.phase), rank.reported_at)
+                of_job[rank.rank] = KnownRank(
+                    *(host_id, rank.pid, rank.step, Phase(rank.phase), rank.reported_at),
+                    moved_at=rank.moved_at,
+                    stand=rank.stand,
+                )
     for recorded in recorded_ranks(connection, newest):
         known = found[recorded.job].setdefault(recorded.rank, KnownRank(recorded.host_id))
         if recorded.exited is not None:

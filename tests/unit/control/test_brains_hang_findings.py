@@ -23,8 +23,8 @@ from flyball.contracts.identity import Fence
 from flyball.contracts.reports.rank_stands import RankStand
 from flyball.contracts.reports.signals import RankStalled
 from services.actuator.ports import ActionProgress, OutboxCommand
-from services.controller.round import hang_findings
 from services.record.answers import sum_up
+from services.rules import hang_findings
 
 REDUCES = RankStand(
     0,

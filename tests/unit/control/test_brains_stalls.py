@@ -9,6 +9,7 @@ from support.policy.checked import well_typed
 
 from flyball.contracts.cluster import Activity, Phase, RankStatus
 from flyball.contracts.reports.rank_columns import RankSteps
+from flyball.contracts.reports.rank_stands import RankStand, Stand
 from flyball.contracts.reports.signals import FalseAlarm, RankStalled
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
 from services.sensor.detector.patience import PhasePatience
@@ -16,7 +17,7 @@ from services.sensor.detector.stances import Stance
 from services.sensor.detector.watched_job import LearnedJob
 
 ALL = (0, 1, 2, 3)
-WAITS, SLEEPS = "futex", "clock_nanosleep"
+WAITS, DRIVER = "futex", "ioctl"
 
 
 class Job:
@@ -32,6 +33,7 @@ class Job:
         self.phase = [Phase.STARTING] * 4
         self.moved = [self.now] * 4
         self.doing = [(Activity.UNKNOWN, self.now, "")] * 4
+        self.stands: dict[int, RankStand] = {}
         self.done: list[list[tuple[int, float]]] = [[] for _ in range(4)]
         self.stalls: list[RankStalled] = []
         self.false_alarms: list[FalseAlarm] = []
@@ -70,7 +72,7 @@ class Job:
             self.now = round(self.now + every_s, 6)
             self.report()
 
-    def pause(self, seconds: float, activity: Activity = Activity.IDLE, place: str = SLEEPS, *ranks: int) -> None:
+    def pause(self, seconds: float, activity: Activity = Activity.IDLE, place: str = DRIVER, *ranks: int) -> None:
         """All, or these ranks, do so for a while; the others wait for them."""
         self.do(Activity.IDLE)
         self.do(activity, *ranks, place=place)
@@ -97,7 +99,8 @@ class Job:
         age_s = self.now - self.moved[rank]
         activity, since, place = self.doing[rank] if age_s > 0.5 else (Activity.UNKNOWN, self.now, "")
         phase, step = self.phase[rank], self.step[rank]
-        return RankStatus("j", self.generation, rank, 10 + rank, phase, step, age_s, activity, self.now - since, place)
+        seen = (activity, self.now - since, place, self.stands.get(rank) if age_s > 1.0 else None)
+        return RankStatus("j", self.generation, rank, 10 + rank, phase, step, age_s, *seen)
 
 
 @pytest.fixture
@@ -127,7 +130,7 @@ def test_an_evaluation_of_eight_seconds_every_three_hundred_steps_is_no_stall(ac
 def test_rank_0_may_evaluate_alone_while_the_others_wait(job: Job, activity: Activity, seconds: float) -> None:
     for _ in range(3):
         job.train(200, every=10)
-        job.pause(seconds, activity, SLEEPS, 0)
+        job.pause(seconds, activity, DRIVER, 0)
     assert job.stalls == []
 
 
@@ -135,7 +138,7 @@ def test_a_pause_of_all_is_longer_than_that_of_one(job: Job) -> None:
     job.pause(290.0)
     assert job.stalls == []
     job.train(10)
-    job.pause(60.0, Activity.IDLE, SLEEPS, 0)
+    job.pause(60.0, Activity.IDLE, DRIVER, 0)
     assert [stall.ranks for stall in job.stalls] == [(0,)]
 
 
@@ -155,7 +158,7 @@ def test_rare_pauses_are_learnt_for_the_whole_life_of_a_job(job: Job) -> None:
 def test_a_pause_in_which_ranks_worked_says_nothing_of_ranks_that_stand(job: Job) -> None:
     job.pause(900.0, Activity.ACTIVE)
     job.train(10)
-    job.pause(40.0, Activity.IDLE, SLEEPS, 2)
+    job.pause(40.0, Activity.IDLE, DRIVER, 2)
     assert [stall.deadline_s for stall in job.stalls] == [30.0]
 
 
@@ -163,7 +166,7 @@ def test_little_is_said_before_enough_was_seen() -> None:
     job = Job()
     job.report()
     job.train(40)
-    job.pause(50.0, Activity.IDLE, SLEEPS, 1)
+    job.pause(50.0, Activity.IDLE, DRIVER, 1)
     assert job.stalls == []
     job.wait(20.0)
     assert [stall.deadline_s for stall in job.stalls] == [60.0]
@@ -260,10 +263,10 @@ def test_a_process_that_is_stopped_for_a_moment_in_a_long_evaluation_is_not_froz
 
 
 def test_one_rank_that_stands_while_others_wait_is_found_in_half_a_minute(job: Job) -> None:
-    job.pause(60.0, Activity.IDLE, SLEEPS, 1)
+    job.pause(60.0, Activity.IDLE, DRIVER, 1)
     (stall,) = job.stalls
     assert stall.ranks == (1,) and 30.0 < stall.silent_s < 32.0 and stall.stance == "stands"
-    assert stall.seen == f"idle in {SLEEPS}, while the others wait in {WAITS}"
+    assert stall.seen == f"idle in {DRIVER}, while the others wait in {WAITS}"
 
 
 def test_of_two_halves_that_both_wait_neither_is_blamed(job: Job) -> None:
@@ -274,7 +277,7 @@ def test_of_two_halves_that_both_wait_neither_is_blamed(job: Job) -> None:
 
 
 def test_ranks_that_sleep_longer_than_one_that_waits_for_them_are_not_blamed_on_it(job: Job) -> None:
-    job.pause(100.0, Activity.IDLE, SLEEPS, 0, 1, 2)
+    job.pause(100.0, Activity.IDLE, DRIVER, 0, 1, 2)
     assert job.stalls == []
 
 
@@ -291,7 +294,7 @@ def test_slow_steps_get_a_longer_deadline() -> None:
     job = Job()
     job.report()
     job.train(130, step_s=10.0)
-    job.pause(75.0, Activity.IDLE, SLEEPS, 0)
+    job.pause(75.0, Activity.IDLE, DRIVER, 0)
     assert job.stalls == []
     job.wait(10.0)
     (stall,) = job.stalls
@@ -302,7 +305,7 @@ def test_one_slow_step_in_ten_changes_nothing(job: Job) -> None:
     for _ in range(10):
         job.train(19)
         job.train(1, step_s=20.0)
-    job.pause(40.0, Activity.IDLE, SLEEPS, 0)
+    job.pause(40.0, Activity.IDLE, DRIVER, 0)
     assert [stall.deadline_s for stall in job.stalls] == [30.0]
 
 
@@ -348,16 +351,16 @@ def test_how_long_a_start_took_says_nothing_of_a_rank_that_stands_later() -> Non
     """One rank downloads the model while the others wait for it, before their first step."""
     job = Job()
     job.report()
-    job.pause(100.0, Activity.IDLE, SLEEPS, 0)
+    job.pause(100.0, Activity.IDLE, DRIVER, 0)
     for rank in ALL:
         job.move(rank, phase=Phase.STEP)
-    job.pause(200.0, Activity.IDLE, SLEEPS, 0)
+    job.pause(200.0, Activity.IDLE, DRIVER, 0)
     job.train(1000, every=10)
     job.restart()
     job.pause(100.0, Activity.ACTIVE, "", 2)
     job.train(1000, every=10)
     assert job.stalls == []
-    job.pause(60.0, Activity.IDLE, SLEEPS, 1)
+    job.pause(60.0, Activity.IDLE, DRIVER, 1)
     assert [stall.deadline_s for stall in job.stalls] == [30.0]
 
 
@@ -476,9 +479,63 @@ def test_an_alarm_that_repeats_at_the_same_step_makes_patience_longer(job: Job) 
         if generation > 1:
             job.restart()
             job.train(1000, every=10)
-        job.pause(3500.0, Activity.IDLE, SLEEPS, 0)
+        job.pause(3500.0, Activity.IDLE, DRIVER, 0)
         assert [stall.generation for stall in job.stalls] == [*range(1, generation + 1)]
         assert job.stalls[-1].deadline_s == pytest.approx(deadline_s)
+
+
+# --- where they stand -------------------------------------------------------------------------------------------------
+
+
+def explained(job: Job, **of_rank_0: str) -> None:
+    """Rank 0 stands in its script, and the others wait for it."""
+    job.do(Activity.IDLE)
+    job.stands = {rank: RankStand(rank, Stand.COLLECTIVE, "all_reduce") for rank in (1, 2, 3)}
+    job.stands[0] = RankStand(0, of_rank_0.pop("kind", Stand.LOCK), caller="wait (train.py:7)", **of_rank_0)
+
+
+@pytest.mark.parametrize(("steps", "step_s", "deadline_s"), [(20, 0.1, 5.0), (1000, 0.1, 5.0), (100, 2.0, 40.0)])
+def test_a_rank_that_nothing_can_wake_is_acted_on_in_seconds(steps: int, step_s: float, deadline_s: float) -> None:
+    job = Job()
+    job.report()
+    job.train(steps, step_s=step_s)
+    explained(job, proof="nobody can release its lock")
+    job.wait(60.0)
+    (stall,) = job.stalls
+    assert (stall.ranks, stall.stance, stall.deadline_s) == ((0,), "dead", pytest.approx(deadline_s))
+    assert stall.silent_s <= deadline_s + 0.5 and "nobody can release its lock" in stall.seen
+
+
+def test_ranks_that_wait_for_nothing_outside_have_half_a_minute_also_in_a_new_job() -> None:
+    job = Job()
+    job.report()
+    job.train(20)
+    explained(job)
+    job.wait(60.0)
+    assert [(stall.ranks, stall.stance, stall.deadline_s) for stall in job.stalls] == [(ALL, "stuck", 30.0)]
+
+
+@pytest.mark.parametrize(("kind", "awaits"), [(Stand.NETWORK, ""), (Stand.SLEEP, ""), (Stand.LOCK, "recvfrom")])
+def test_a_rank_that_waits_for_something_outside_has_five_minutes(job: Job, kind: Stand, awaits: str) -> None:
+    explained(job, kind=kind, awaits=awaits)
+    job.wait(295.0)
+    assert job.stalls == []
+    job.wait(10.0)
+    assert [(stall.ranks, stall.stance) for stall in job.stalls] == [((0,), "world")]
+
+
+def test_an_alarm_at_a_place_makes_patience_there_longer_at_whatever_step(job: Job) -> None:
+    for steps, deadline_s in ((1500, 30.0), (1600, 300.0), (1700, 3000.0), (1800, 3000.0)):
+        explained(job)
+        job.wait(3500.0, every_s=5.0)
+        assert job.stalls[-1].deadline_s == pytest.approx(deadline_s)
+        job.stands = {}
+        job.restart()
+        job.train(steps, every=10)
+    explained(job)
+    job.stands[0] = RankStand(0, Stand.LOCK, caller="elsewhere (train.py:9)")
+    job.wait(40.0)
+    assert job.stalls[-1].deadline_s == pytest.approx(30.0), "it is another place"
 
 
 # --- episodes --------------------------------------------------------------------------------------------------------
@@ -548,7 +605,7 @@ def restarted(job: Job) -> None:
 
 
 def test_a_hang_in_progress_is_found_by_a_restarted_sensor_as_it_would_have_been(job: Job) -> None:
-    job.pause(10.0, Activity.IDLE, SLEEPS, 2)
+    job.pause(10.0, Activity.IDLE, DRIVER, 2)
     restarted(job)
     job.wait(40.0)
     assert [(stall.ranks, stall.deadline_s) for stall in job.stalls] == [((2,), 30.0)]
@@ -605,7 +662,7 @@ def test_a_job_that_restarts_with_its_sensor_warms_up_anew(job: Job) -> None:
     job.detector.recall(stored)
     job.restart()
     job.train(1, step_s=60.0)
-    job.pause(470.0, Activity.IDLE, SLEEPS, 0)
+    job.pause(470.0, Activity.IDLE, DRIVER, 0)
     assert job.stalls == [], "its second step may take eight times as long as the first"
     job.wait(20.0)
     assert [stall.deadline_s for stall in job.stalls] == [480.0]

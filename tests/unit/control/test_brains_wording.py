@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.controller.round.wording import explained, kept, listed, ranges, ranks_by_host, ranks_kept, ranks_of
+from services.rules.wording import explained, kept, listed, ranges, ranks_by_host, ranks_kept, ranks_of
 
 
 def names(count: int) -> list[str]:

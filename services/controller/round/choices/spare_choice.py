@@ -14,7 +14,7 @@ from flyball.contracts.decisions import ActionState, Incident
 from services.controller.round.choices import spare_ranking
 from services.controller.round.diagnosis import HOST_RESTARTED, HOST_SILENT
 from services.controller.round.view import ActionView, HostView
-from services.controller.round.wording import NAMED, ranks_of
+from services.rules.wording import NAMED, ranks_of
 
 
 class Chosen(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ import msgspec
 
 from flyball.contracts.cluster import HostRanks
 from services.controller.round.view import HostView
-from services.controller.round.wording import listed
+from services.rules.wording import listed
 
 
 class Surroundings(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from flyball.contracts.reports.rank_stands import RankStand, Stand
-from services.controller.round.wording import ranks_kept, ranks_of
+from services.rules.wording import ranks_kept, ranks_of
 
 _SHOWN = 3  # groups of ranks in a sentence
 
