@@ -126,6 +126,7 @@ class World:
                     (await client.get(path, timeout=600.0)).raise_for_status()
                 return began.times()
 
+            await ms(["/healthz"])  # makes the application ready
             first = await ms([f"/v1/goodput?job={job(0)}"])  # that the cost of an incident is a part of
             paths = {path: await _median(lambda p=path: ms([p]), requests) for path in addresses()}
             status = await _median(lambda: ms(STATUS), requests)

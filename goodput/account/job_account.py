@@ -22,8 +22,8 @@ class Sizes(msgspec.Struct, frozen=True):
     """How much of a job is kept as it was logged."""
 
     keep: int = 1000  # steps: late reports still change them
-    room: int = 3000  # values more, until the older ones are settled
-    stretches: int = 600  # of the steps before those
+    room: int = 2000  # values more, until the older ones are settled
+    stretches: int = 400  # of the steps before those
 
 
 USUAL = Sizes()
