@@ -250,7 +250,7 @@ def _notes(history: History, line: Timeline, executed: Sequence[Executed], optio
         notes.append("The log has no completed step: the job's running time is unknown.")
     elif line.step_s is None:
         notes.append("The log has no two consecutive steps: all of the first step counts as useful.")
-    gaps = sum(e.n_steps - 1 for e in executed)
+    gaps = sum(e.n_steps - 1 for e in executed if e.settled is None)
     if gaps and not history.logs_some_steps:
         notes.append(f"{gaps} steps are missing from the log: their time is that between the steps around them.")
     lost_logs = {lost for generation in history.generations for lost in generation.lost_logs}

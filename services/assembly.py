@@ -49,6 +49,7 @@ from services.store.decisions.decision_store import SqlDecisionStore
 from services.store.decisions.standing_store import SqlStandings
 from services.store.read.closed_incidents import SqlClosedIncidents
 from services.store.read.escalations import SqlEscalations
+from services.store.reports.goodput_accounts import SqlGoodputAccounts
 from services.store.reports.placements import SqlPlacements, engine_addresses
 from services.store.reports.stands import SqlStands
 from services.store.reports.status_store import SqlStatusStore
@@ -254,9 +255,11 @@ class Assembly:
         stores = stores_of(self.db)
         event_metrics = EventMetrics(self._events, self._metrics.registry, self._clock, CAUSES)
         self._background["event-metrics"] = lambda _: event_metrics.run()
-        goodput = GoodputReports(events=self._events, reads=stores.reads, clock=self._clock)
+        accounts = SqlGoodputAccounts(self.db)
+        goodput = GoodputReports(events=self._events, reads=stores.reads, accounts=accounts, clock=self._clock)
+        self._add_loop("goodput", goodput.run)
         self._cluster_metrics = ClusterMetrics(
-            reads=stores.reads, goodput=goodput, clock=self._clock, registry=self._metrics.registry
+            reads=stores.reads, goodput=accounts, clock=self._clock, registry=self._metrics.registry
         )
         return ApiPart(
             stores=stores,

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from sqlalchemy import Table, func, insert, inspect, select, text
 
-from api_bench.rows import all_rows
+from api_bench.rows import Rows, all_rows
 from flyball.contracts.errors import Conflict
 from services.store.sql import tables
 from services.store.sql.database import Database
@@ -30,7 +30,7 @@ def prepare(db: Database, hosts: int, signals: int, *, keeps: bool) -> None:
     if is_empty:
         try:
             migrate(db)
-            _fill(db, hosts, signals)
+            fill(db, all_rows(hosts, signals))
             with db.write() as connection:
                 connection.execute(insert(tables.cursors).values(name=MARK, stream=wanted, position=0))
         except BaseException:  # Ctrl-C, or a full disk: nobody would take a half filled one for ours
@@ -61,10 +61,11 @@ def _filled(db: Database) -> str | None:
         return connection.scalar(select(tables.cursors.c.stream).where(tables.cursors.c.name == MARK))
 
 
-def _fill(db: Database, hosts: int, signals: int) -> None:
+def fill(db: Database, of_tables: Sequence[tuple[Table, int, Rows]]) -> None:
+    """Fill the empty tables of a migrated database."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(file=sys.stderr)) as progress:
-        for table, count, rows in all_rows(hosts, signals):
+        for table, count, rows in of_tables:
             task = progress.add_task(table.name, total=count)
             is_large = count > ROWS_AT_ONCE and table in (tables.signals, tables.events)
             if is_large:  # sorting all entries of an index at the end is quicker than looking for the place of each

@@ -23,6 +23,7 @@ from goodput.account.steps import (
     Executed,
     executed_steps,
     median_step_s,
+    settled_spans,
     steady_step_s,
     step_spans,
     windows,
@@ -53,9 +54,9 @@ def timeline(history: History, *, from_at: float | None = None, to_at: float | N
     executed = executed_steps(history.generations)
     step_s = median_step_s(executed)
     window = windows(history.generations)
-    steps, pauses = step_spans(history.generations, executed, steady_step_s(executed, step_s))
-    spans = chain(_base_spans(history, pauses), *steps.values(), wait_spans(history, steps, step_s, window))
-    intervals = _at_capacity(sweep(spans, start, end), tuple(_shrunk(history.generations, window)))
+    intervals = _at_capacity(
+        sweep(all_spans(history, executed, step_s), start, end), tuple(_shrunk(history.generations, window))
+    )
     breaks = [Break(max(start, pause.since), min(end, pause.until)) for pause in history.breaks]
     breaks = [pause for pause in breaks if pause.since < pause.until]
     return Timeline(
@@ -66,6 +67,14 @@ def timeline(history: History, *, from_at: float | None = None, to_at: float | N
         start=start,
         end=end,
     )
+
+
+def all_spans(history: History, executed: Sequence[Executed], step_s: float | None) -> Iterator[Span]:
+    """Yield the spans of all layers."""
+    window = windows(history.generations)
+    steps, pauses = step_spans(history.generations, executed, steady_step_s(executed, step_s))
+    yield from _base_spans(history, pauses)
+    yield from chain(*steps.values(), wait_spans(history, steps, step_s, window), settled_spans(executed, window))
 
 
 def _without(intervals: Iterable[Interval], breaks: Sequence[Break]) -> Iterator[Interval]:

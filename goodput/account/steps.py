@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from operator import attrgetter
 from statistics import median_low
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from goodput.account.categories import Category
 from goodput.account.stages import TrainingPause
 from goodput.account.sweep import Layer, Span
 from goodput.history.facts import LoggedGeneration, WaitSample
+from goodput.history.step_log import SettledStep
 
 # A step that takes this many times a normal step's duration is a step and a pause, and the pause is not useful time.
 # With long steps a pause counts from PAUSE_S on, or from PAUSE_STEPS steps if that is longer. If the log has many steps
@@ -42,6 +44,7 @@ class Executed(NamedTuple):
     generation: int
     kept: bool
     incident_id: str  # because of which it was recomputed; '' if kept or unknown
+    settled: SettledStep | None = None  # how the time since `began` was spent, if that is accounted for already
 
 
 def executed_steps(generations: Sequence[LoggedGeneration]) -> list[Executed]:
@@ -58,7 +61,7 @@ def executed_steps(generations: Sequence[LoggedGeneration]) -> list[Executed]:
         # From scratch: a script may count its steps from 0 or from 1.
         previous = None if generation.restore_step == -1 else generation.restore_step
         previous_at = None
-        for step, at in generation.steps:
+        for step, at, settled in _each_step(generation, returned_to):
             undone_by = bisect_left(returned_to, step) - 1  # the first later generation that went back before the step
             of_generation.append(
                 Executed(
@@ -69,6 +72,7 @@ def executed_steps(generations: Sequence[LoggedGeneration]) -> list[Executed]:
                     generation=generation.generation,
                     kept=undone_by < 0,
                     incident_id=returns[undone_by].incident_id if undone_by >= 0 else "",
+                    settled=settled,
                 )
             )
             previous, previous_at = step, at
@@ -81,13 +85,47 @@ def executed_steps(generations: Sequence[LoggedGeneration]) -> list[Executed]:
     return [step for of_generation in reversed(by_generation) for step in of_generation]
 
 
+def _each_step(
+    generation: LoggedGeneration, returned_to: Sequence[int]
+) -> Iterator[tuple[int, float, SettledStep | None]]:
+    """Yield steps with their times. Settled ones are as regular as can be: they are divided where a later generation
+    went back to."""
+    before, before_at = -1, -math.inf
+    for step, at in generation.steps:
+        settled = generation.settled.get(step)
+        if settled is None or settled.lost is None:
+            yield step, at, None
+        else:
+            between = returned_to[bisect_right(returned_to, before) : bisect_left(returned_to, step)]
+            first, first_at = before, before_at
+            for end in (*between, step):
+                share = (end - before) / (step - first)
+                lost = tuple(one._replace(seconds=one.seconds * share) for one in settled.lost)
+                before_at = at if end == step else first_at + (at - first_at) * (end - first) / (step - first)
+                yield end, before_at, settled._replace(lost=lost)
+                before = end
+        before, before_at = step, at
+
+
 def median_step_s(executed: Iterable[Executed]) -> float | None:
     """A normal step's duration: the lower median over steps with a predecessor in their generation.
 
-    Steps of zero length are ignored: they come from clocks coarser than the steps.
+    Steps of zero length are ignored: they come from clocks coarser than the steps. Settled steps have their own median.
     """
-    durations = [(e.completed - e.began) / e.n_steps for e in executed if e.began is not None and e.completed > e.began]
-    return median_low(durations) if durations else None
+    durations: list[float] = []
+    settled: list[tuple[float, int]] = []  # with how many steps they are
+    for e in executed:
+        if e.settled is not None:
+            settled += [(e.settled.step_s, e.n_steps)] if e.settled.step_s is not None else []
+        elif e.began is not None and e.completed > e.began:
+            durations.append((e.completed - e.began) / e.n_steps)
+    if not settled:
+        return median_low(durations) if durations else None
+    settled = sorted([*settled, *((duration, 1) for duration in durations)])
+    middle = (sum(count for _, count in settled) - 1) // 2
+    return next(
+        s for (s, _), until in zip(settled, accumulate(count for _, count in settled), strict=True) if until > middle
+    )
 
 
 def steady_step_s(executed: Iterable[Executed], step_s: float | None) -> dict[int, float | None]:
@@ -97,9 +135,28 @@ def steady_step_s(executed: Iterable[Executed], step_s: float | None) -> dict[in
     for step in executed:
         by_generation[step.generation].append(step)
     return {
-        generation: (median_step_s(steps) if len(steps) > STEADY_STEPS else None) or step_s
+        generation: (median_step_s(steps) if _n_steps(steps) > STEADY_STEPS else None) or step_s
         for generation, steps in by_generation.items()
     }
+
+
+def _n_steps(steps: Iterable[Executed]) -> int:
+    """How many steps these are; those that are missing in the log do not count."""
+    return sum(1 if step.settled is None else step.n_steps for step in steps)
+
+
+def settled_spans(executed: Iterable[Executed], windows: Mapping[int, tuple[float, float]]) -> Iterator[Span]:
+    """What held up settled steps, one after the other from their beginning: when it was is forgotten."""
+    for step in executed:
+        if step.settled is not None and step.began is not None:
+            lower, upper = windows[step.generation]
+            start = step.began
+            for lost in step.settled.lost or ():
+                end = start + lost.seconds
+                if start < upper and end > lower:
+                    span = Span(Layer.SETTLED, max(start, lower), min(end, upper), Category(lost.category))
+                    yield span._replace(host_id=lost.host_id)
+                start = end
 
 
 def step_spans(
@@ -130,6 +187,8 @@ def step_spans(
             if expected is not None:
                 began = max(began, completed - expected)
             warming_up[step.generation] = WARM_UP_STEPS - 1
+        elif step.settled is not None:
+            warming_up[step.generation] = 0
         elif step_s is not None and expected is not None and completed - began > (most_s := _most_s(step_s, expected)):
             median_at = medians[step.generation].get(step.step, math.inf)
             if began < median_at <= began + most_s and median_at < completed - expected:

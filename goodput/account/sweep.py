@@ -31,6 +31,7 @@ class Layer(IntEnum):
     DATA = 3
     BLOCKED = 4
     EVALUATION = 5
+    SETTLED = 6
 
 
 class Span(NamedTuple):

@@ -35,6 +35,7 @@ def wait_spans(
     opened = [incident.opened_at for incident in history.incidents]
     for generation in history.generations:
         lower, upper = windows[generation.generation]
+        lower = max(lower, generation.settled_until)
         log = _Moments(generation, opened, history.faults, step_s)
         within = [*_evaluation_spans(log), *_longest_waits(log, Waiting.OTHER), *_straggler_spans(log)]
         for waiting in (Waiting.CHECKPOINT, Waiting.DATA):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import msgspec
 
 from goodput.history.phases import PhaseSpan, Waiting
 from goodput.history.rank_clocks import RankClock
-from goodput.history.step_log import CompletedStep, LastRank
+from goodput.history.step_log import CompletedStep, LastRank, SettledStep
 
 
 class WaitSample(NamedTuple):
@@ -41,6 +42,9 @@ class LoggedGeneration(msgspec.Struct, frozen=True):
     clocks: tuple[RankClock, ...] = ()  # of ranks whose clocks were corrected
     epochs: int = 1  # number of epochs in its step numbers
     logs_blocking: bool = False  # the log says how long saves blocked, even if that is zero
+    numbered_from: int = 0  # what the epochs before it add to its step numbers
+    settled: Mapping[int, SettledStep] = {}  # step -> what is kept of it: waits and phases up to there are forgotten
+    settled_until: float = -math.inf
 
 
 class LoggedIncident(msgspec.Struct, frozen=True):

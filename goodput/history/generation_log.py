@@ -10,10 +10,12 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from flyball.contracts.events import Event
 from goodput.history.facts import LoggedGeneration, LoggedIncident, WaitSample
 from goodput.history.phases import PhaseLog, StartUp, Waiting
-from goodput.history.step_log import WorldStepLog
+from goodput.history.step_log import SettledStep, WorldStepLog
 from goodput.history.values import moment, number, text, whole
 
 _TOTALS = {"save_blocked_s": Waiting.CHECKPOINT, "data_wait_s": Waiting.DATA}
@@ -22,50 +24,34 @@ _TOTALS = {"save_blocked_s": Waiting.CHECKPOINT, "data_wait_s": Waiting.DATA}
 _ATTACHED, _RESTORES, _RESTORED = 1, 2, 4  # bits: what a rank has reached
 _MARKS = {"attached_at": _ATTACHED, "restore_began_at": _RESTORES, "restored_at": _RESTORED}
 _MOST_RANKS = 1_000_000  # the most ranks for which this is kept
+MOST_SAVES = 1000  # the newest ones that are kept of a settled generation: enough for how often it saves
 
 
-class GenerationLog:
+class GenerationLog(msgspec.Struct):
     """The accumulated events of one generation."""
 
-    __slots__ = (
-        "attached_at",
-        "granted_at",
-        "hosts",
-        "incidents",
-        "is_known",
-        "logs_blocking",
-        "phases",
-        "reached",
-        "restore_began_at",
-        "restore_steps",
-        "restored_at",
-        "restored_steps",
-        "saved_steps",
-        "spawned_at",
-        "spawned_first_at",
-        "started_at",
-        "steps",
-        "waited",
-        "world_size",
-        "world_size_full",
+    is_known: bool = False  # has more than its grant
+    started_at: float = math.inf  # the earliest, as the next two
+    granted_at: float = math.inf
+    spawned_first_at: float = math.inf
+    spawned_at: float = -math.inf  # the latest, as the next three
+    restore_began_at: float = -math.inf
+    restored_at: float = -math.inf
+    attached_at: float = -math.inf
+    reached: bytearray = msgspec.field(default_factory=bytearray)  # per rank, the bits above
+    restore_steps: set[int] = set()  # named by the controller
+    restored_steps: set[int] = set()  # fetched by the engines
+    incidents: set[str] = set()
+    steps: WorldStepLog = msgspec.field(default_factory=WorldStepLog)
+    phases: PhaseLog = msgspec.field(default_factory=PhaseLog)
+    waited: dict[Waiting, dict[int | str, set[WaitSample]]] = msgspec.field(
+        default_factory=lambda: {waiting: {} for waiting in _TOTALS.values()}
     )
-
-    def __init__(self) -> None:
-        self.is_known = False  # has more than its grant
-        self.started_at = self.granted_at = self.spawned_first_at = math.inf  # the earliest
-        self.spawned_at = self.restore_began_at = self.restored_at = self.attached_at = -math.inf  # the latest
-        self.reached = bytearray()  # per rank, the bits above
-        self.restore_steps: set[int] = set()  # named by the controller
-        self.restored_steps: set[int] = set()  # fetched by the engines
-        self.incidents: set[str] = set()
-        self.steps = WorldStepLog()
-        self.phases = PhaseLog()
-        self.waited: dict[Waiting, dict[int | str, set[WaitSample]]] = {waiting: {} for waiting in _TOTALS.values()}
-        self.logs_blocking = False
-        self.saved_steps: set[int] = set()
-        self.hosts = 0
-        self.world_size: int | None = None
-        self.world_size_full: int | None = None
+    logs_blocking: bool = False
+    saved_steps: set[int] = set()
+    hosts: int = 0
+    world_size: int | None = None
+    world_size_full: int | None = None
 
     def add_marks(self, event: Event) -> None:
         """Add a RANK_MARKS event."""
@@ -119,6 +105,17 @@ class GenerationLog:
         self.hosts = max(self.hosts, count or 0)
         self.world_size = larger(self.world_size, whole(event.data, "world_size", least=1))
         self.world_size_full = larger(self.world_size_full, whole(event.data, "full_world_size", least=1))
+
+    def settle(self, steps: Sequence[SettledStep]) -> None:
+        """Keep these instead of all steps, waits and phases up to the last of them."""
+        until = steps[-1].at
+        self.steps.settle(steps)
+        self.phases.settle(until)
+        for by_rank in self.waited.values():
+            for who, samples in by_rank.items():
+                last = max((sample for sample in samples if sample.at <= until), default=None)
+                by_rank[who] = {sample for sample in samples if sample.at > until or sample == last}
+        self.saved_steps = set(sorted(self.saved_steps)[-MOST_SAVES:])
 
     def longest_waits(self) -> dict[Waiting, tuple[WaitSample, ...]]:
         """The waits of the rank that waited longest, or of a sensor's summary: the others' waits lie within them."""
@@ -212,6 +209,9 @@ def generations(
                 saved_steps=frozenset(log.saved_steps),
                 lost_logs=world.lost_logs,
                 logs_blocking=log.logs_blocking,
+                numbered_from=added[n],
+                settled={s.step + added[n]: s for s in log.steps.settled},
+                settled_until=log.steps.settled[-1].at if log.steps.settled else -math.inf,
             )
         )
         resumed_from = restore_step if restore_step is not None else resumed_from
@@ -234,8 +234,7 @@ def _added_by_epochs(logs: Sequence[tuple[int, GenerationLog]]) -> dict[int, int
             starts.pop()
         added[n] = starts[-1]
         epochs = log.steps.epochs()
-        if epochs is not None:
-            starts = [*starts[:-1], *(starts[-1] + start for start in epochs.starts)]
+        starts = [*starts[:-1], *(starts[-1] + start for start in log.steps.epoch_starts(epochs))]
         last = log.steps.last_number(epochs)
         newest = newest if last is None else last
     return added

@@ -7,22 +7,69 @@ one by one and not kept, so a log of a million events needs little memory.
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left, bisect_right
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from flyball.contracts.errors import NotFound, UsageError
 from flyball.contracts.events import Event, EventKind, per_rank
-from goodput.history.facts import Break, History, LoggedDecision, LoggedGeneration, LoggedIncident, Wait
-from goodput.history.generation_log import GenerationLog, full_size, generations, larger
-from goodput.history.values import CLOCK_SET_S, LATEST_S, moment, text, whole
+from goodput.history.facts import History
+from goodput.history.job_log import JobLog
+from goodput.history.step_log import SettledStep
+from goodput.history.values import CLOCK_SET_S, LATEST_S
 
 # Events of these kinds without a job concern every job.
-_HISTORY_OF_EVERY_JOB = frozenset({EventKind.FAULT_INJECTED, EventKind.CONTROLLER_ELECTED, EventKind.SIGNAL})
+OF_EVERY_JOB = frozenset({EventKind.FAULT_INJECTED, EventKind.CONTROLLER_ELECTED, EventKind.SIGNAL})
 _RANK_MARKS = (EventKind.RANK_MARKS, EventKind.RESTORED)  # may cover several ranks
+
+
+class JobEvents(msgspec.Struct):
+    """The events of one job. Those of an unset clock are kept apart: they are useless beside others, while a log
+    with only such events counts from its own zero."""
+
+    _log: JobLog = msgspec.field(default_factory=JobLog)
+    _unset: JobLog = msgspec.field(default_factory=JobLog)
+    _absurd_times: bool = False
+
+    def add(self, event: Event) -> None:
+        for one in per_rank(event) if event.kind in _RANK_MARKS else (event,):
+            if 0.0 <= one.at <= LATEST_S:
+                (self._log if one.at >= CLOCK_SET_S else self._unset).add(one)
+            else:
+                self._absurd_times = True
+
+    def settle(self, settled: Mapping[int, Sequence[SettledStep]], of_every_job: JobEvents) -> None:
+        """Keep these steps of each generation instead of all before them, and forget what no longer counts."""
+        elections = self._log.elections | of_every_job._log.elections
+        of_every_job._log.forget_signals(elections)
+        self._log.forget_signals(elections)
+        if self._log.is_empty:
+            self._unset.settle(settled)
+            return
+        self._log.settle(settled)
+        for events in (self, of_every_job):
+            if not events._unset.is_empty:
+                events._unset = JobLog(first_at=events._unset.first_at)
+
+    def can_settle(self) -> set[int]:
+        """The generations of which only sensors' summaries are logged."""
+        log = self._unset if self._log.is_empty else self._log
+        return {number for number, of in log.generations.items() if of.steps.can_settle}
+
+    @property
+    def n_values(self) -> int:
+        """How many steps, phases and signals are kept: a measure of the memory it needs."""
+        return self._log.n_values + self._unset.n_values
+
+    def history(self, name: str, of_every_job: JobEvents, now: float | None) -> History:
+        """The history, including events that concern every job."""
+        if self._log.is_empty:
+            found, unset_clocks = self._unset.history(name, of_every_job._unset, now), False
+        else:
+            found = self._log.history(name, of_every_job._log, now)
+            unset_clocks = not (self._unset.is_empty and of_every_job._unset.is_empty)
+        absurd_times = self._absurd_times or of_every_job._absurd_times
+        return msgspec.structs.replace(found, absurd_times=absurd_times, unset_clocks=unset_clocks)
 
 
 class SeveralJobs(UsageError):
@@ -40,27 +87,39 @@ def build(events: Iterable[Event], *, job: str | None = None, now: float | None 
     return builder.history(now)
 
 
-class HistoryBuilder:
+class HistoryBuilder(msgspec.Struct):
     """Collects events with `add`; `history` returns the history so far, any number of times."""
 
-    def __init__(self, job: str | None = None) -> None:
-        self._job = job
-        self._by_job: dict[str, _JobEvents] = {}
-        self._of_every_job = _JobEvents()
+    _job: str | None = None
+    _by_job: dict[str, JobEvents] = {}
+    _of_every_job: JobEvents = msgspec.field(default_factory=JobEvents)
 
     def add(self, events: Iterable[Event]) -> None:
         """Add events; none is kept."""
         by_job, job = self._by_job, self._job
         for event in events:
             name = event.job
-            if not name and event.kind in _HISTORY_OF_EVERY_JOB:
+            if not name and event.kind in OF_EVERY_JOB:
                 self._of_every_job.add(event)
                 continue
             log = by_job.get(name)
             if log is None:
-                log = by_job[name] = _JobEvents()
+                log = by_job[name] = JobEvents()
             if job is None or name == job:
                 log.add(event)
+
+    def settle(self, settled: Mapping[int, Sequence[SettledStep]]) -> None:
+        """Keep these steps of the chosen job's generations instead of all before them."""
+        self._by_job[choose_job(self._by_job, self._job)].settle(settled, self._of_every_job)
+
+    def can_settle(self) -> set[int]:
+        """The chosen job's generations of which only sensors' summaries are logged; none before its first event."""
+        return set().union(*(log.can_settle() for name, log in self._by_job.items() if name == self._job))
+
+    @property
+    def n_values(self) -> int:
+        """How many steps, phases and signals are kept."""
+        return sum(log.n_values for log in (*self._by_job.values(), self._of_every_job))
 
     def history(self, now: float | None = None) -> History:
         """The history so far. Raises the same errors as `build`."""
@@ -81,267 +140,3 @@ def choose_job(names: Iterable[str], job: str | None) -> str:
     if len(named) > 1:
         raise SeveralJobs(f"The log holds {len(named)} jobs.", hint=f"choose one of: {', '.join(named)}")
     return named[0]
-
-
-class _JobEvents:
-    """The events of one job. Those of an unset clock are kept apart: they are useless beside others, while a log
-    with only such events counts from its own zero."""
-
-    def __init__(self) -> None:
-        self._log, self._unset = _JobLog(), _JobLog()
-        self._absurd_times = False
-
-    def add(self, event: Event) -> None:
-        for one in per_rank(event) if event.kind in _RANK_MARKS else (event,):
-            if 0.0 <= one.at <= LATEST_S:
-                (self._log if one.at >= CLOCK_SET_S else self._unset).add(one)
-            else:
-                self._absurd_times = True
-
-    def history(self, name: str, of_every_job: _JobEvents, now: float | None) -> History:
-        """The history, including events that concern every job."""
-        if self._log.is_empty:
-            found, unset_clocks = self._unset.history(name, of_every_job._unset, now), False
-        else:
-            found = self._log.history(name, of_every_job._log, now)
-            unset_clocks = not (self._unset.is_empty and of_every_job._unset.is_empty)
-        absurd_times = self._absurd_times or of_every_job._absurd_times
-        return msgspec.structs.replace(found, absurd_times=absurd_times, unset_clocks=unset_clocks)
-
-
-class _JobLog:
-    """The accumulated events of one job."""
-
-    def __init__(self) -> None:
-        self.first_at, self.last_at = math.inf, -math.inf
-        self.submitted: set[float] = set()
-        self.afresh = (-math.inf, -1)  # the newest run from scratch: since when, its first generation
-        self.ended: set[tuple[float, str]] = set()
-        self.world_size: int | None = None
-        self.save_every_steps: int | None = None
-        self.logs_some_steps = False
-        self.generations: defaultdict[int, GenerationLog] = defaultdict(GenerationLog)
-        self.incidents = IncidentLog()
-        self.decisions: set[LoggedDecision] = set()
-        self.faults: set[float] = set()
-        self.stops: set[float] = set()
-        self.elections: set[float] = set()
-        self.signals: set[tuple[float, float]] = set()  # received at, observed at
-        self._handlers: Mapping[EventKind, Callable[[Event], None]] = {
-            EventKind.JOB_SUBMITTED: self._submitted,
-            EventKind.JOB_ENDED: self._ended,
-            EventKind.GENERATION_GRANTED: lambda e: self.generations[e.generation].add_granted(e),
-            EventKind.GENERATION_STARTED: lambda e: self.generations[e.generation].add_started(e),
-            EventKind.RANK_MARKS: lambda e: self.generations[e.generation].add_marks(e),
-            EventKind.RESTORED: self._restored,
-            EventKind.CHECKPOINT_SAVED: self._saved,
-            EventKind.PHASE: self._phase,
-            EventKind.STEPS: self._steps,
-            EventKind.WORKERS_STOPPED: lambda e: self.stops.add(e.at),
-            EventKind.FAULT_INJECTED: lambda e: self.faults.add(e.at),
-            EventKind.CONTROLLER_ELECTED: lambda e: self.elections.add(e.at),
-            EventKind.SIGNAL: self._signal,
-            EventKind.DECISION: self._decision,
-            EventKind.INCIDENT_OPENED: self.incidents.opened,
-            EventKind.INCIDENT_CLOSED: self.incidents.closed,
-        }
-
-    @property
-    def is_empty(self) -> bool:
-        return self.first_at == math.inf
-
-    def add(self, event: Event) -> None:
-        at = event.at
-        self.first_at = min(self.first_at, at)
-        self.last_at = max(self.last_at, at)
-        handler = self._handlers.get(event.kind)
-        if handler is not None:
-            handler(event)
-
-    def _submitted(self, event: Event) -> None:
-        self.submitted.add(event.at)
-        first = whole(event.data, "first_generation", least=0)
-        if first is not None:
-            self.afresh = max(self.afresh, (event.at, first))
-        self.world_size = larger(self.world_size, whole(event.data, "world_size", least=1))
-        self.save_every_steps = larger(self.save_every_steps, whole(event.data, "save_every_steps", least=1))
-        self.logs_some_steps = self.logs_some_steps or event.data.get("logs_some_steps") is True
-
-    def _ended(self, event: Event) -> None:
-        self.ended.add((event.at, text(event.data, "outcome")))
-
-    def _restored(self, event: Event) -> None:
-        step = whole(event.data, "step", least=-1)
-        if step is not None:
-            self.generations[event.generation].restored_steps.add(step)
-
-    def _phase(self, event: Event) -> None:
-        generation = self.generations[event.generation]
-        generation.is_known = True
-        generation.phases.add(event)
-
-    def _saved(self, event: Event) -> None:
-        step = whole(event.data, "step")
-        if step is not None:
-            self.generations[event.generation].saved_steps.add(step)
-
-    def _steps(self, event: Event) -> None:
-        generation = self.generations[event.generation]
-        generation.is_known = True
-        generation.steps.add(event)
-        generation.add_waits(event)
-
-    def _signal(self, event: Event) -> None:
-        observed_at = moment(event, "observed_at")
-        if observed_at is not None:
-            self.signals.add((event.at, observed_at))
-
-    def _decision(self, event: Event) -> None:
-        kind, rule = text(event.data, "kind"), text(event.data, "rule")
-        self.decisions.add(LoggedDecision(event.at, kind, event.incident_id, rule))
-        self.incidents.named(event)
-
-    def history(self, name: str, of_every_job: _JobLog, now: float | None) -> History:
-        """The history of the newest run from scratch, including events that concern every job."""
-        since, first = self.afresh
-        incidents = tuple(incident for incident in self.incidents.all() if incident.opened_at >= since)
-        of_run = {number: log for number, log in self.generations.items() if number >= first}
-        full = full_size(of_run.values(), self.world_size)
-        found = generations(of_run, incidents, full)
-        submissions = tuple(sorted(at for at in self.submitted if at >= since))
-        # A script that ended may also be restarted with the same event file, which says nothing of it.
-        begins = sorted([*submissions, *(g.started_at for g in found if g.started_at is not None)])
-        ends = sorted(end for end in self.ended if end[0] >= since)
-        again = {end: at for end in ends if (at := _next_after(begins, end[0])) is not None}
-        ended = ends[-1] if ends and ends[-1] not in again else None
-        start, end = self._bounds(found, of_every_job if not name else self, ended, now, submissions)
-        return History(
-            job=name,
-            start=start,
-            end=end,
-            submitted=bool(submissions),
-            outcome=(ended[1] or "ended") if ended else "",
-            generations=found,
-            incidents=incidents,
-            decisions=tuple(sorted(decision for decision in self.decisions if decision.at >= since)),
-            faults=tuple(sorted(at for at in self.faults | of_every_job.faults if at >= since)),
-            stops=tuple(sorted(at for at in self.stops if at >= since)),
-            waits=_waits(self.elections | of_every_job.elections, self.signals | of_every_job.signals, since),
-            breaks=_breaks((end[0], at) for end, at in again.items()),
-            submissions=submissions,
-            world_size=full.ranks,
-            save_every_steps=self.save_every_steps,
-            logs_some_steps=self.logs_some_steps,
-        )
-
-    def _bounds(
-        self,
-        generations: Iterable[LoggedGeneration],
-        also: _JobLog,
-        ended: tuple[float, str] | None,
-        now: float | None,
-        submissions: Sequence[float],
-    ) -> tuple[float, float]:
-        moments = [t for t in (self.first_at, self.last_at, also.first_at, also.last_at) if math.isfinite(t)]
-        for generation in generations:
-            moments += [t for t in (generation.began_at, generation.restored_at) if t is not None]
-            moments += [s.at for s in (*generation.steps[:1], *generation.steps[-1:])]
-        if not moments:
-            moments = [now or 0.0]
-        start = submissions[0] if submissions else min(moments)
-        end = ended[0] if ended else max(moments) if now is None else now
-        return start, max(start, end)
-
-
-def _next_after(moments: Sequence[float], at: float) -> float | None:
-    place = bisect_right(moments, at)
-    return moments[place] if place < len(moments) else None
-
-
-def _breaks(found: Iterable[tuple[float, float]]) -> tuple[Break, ...]:
-    """Those of several ends without a start in between are one, from the first."""
-    first: dict[float, float] = {}
-    for since, until in found:
-        first[until] = min(first.get(until, since), since)
-    return tuple(sorted(Break(since, until) for until, since in first.items()))
-
-
-def _waits(elections: Iterable[float], signals: Iterable[tuple[float, float]], after: float) -> tuple[Wait, ...]:
-    """Signals observed before an election and received only after it: no controller was there to receive them."""
-    received = sorted(signals)
-    earliest = [math.inf]  # from the end on: the earliest observation among this signal and those received later
-    for _, observed_at in reversed(received):
-        earliest.append(min(earliest[-1], observed_at))
-    earliest.reverse()
-    waits = set()
-    for election in elections:
-        since = earliest[bisect_left(received, (election, -math.inf))]
-        if after <= since < election:
-            waits.add(Wait(since, election))
-    return tuple(sorted(waits))
-
-
-# --- incidents -------------------------------------------------------------------------------------------------------
-
-
-class IncidentLog:
-    """All incidents that any event names. Without an opening event an incident opens at the first event that names
-    it."""
-
-    def __init__(self) -> None:
-        self._first_named: dict[str, float] = {}
-        self._opened: dict[str, Event] = {}
-        self._closed: dict[str, Event] = {}
-
-    def named(self, event: Event) -> None:
-        """Record that an event names an incident."""
-        if event.incident_id:
-            at = self._first_named.get(event.incident_id, math.inf)
-            self._first_named[event.incident_id] = min(at, event.at)
-
-    def opened(self, event: Event) -> None:
-        """Add an INCIDENT_OPENED event."""
-        self.named(event)
-        _keep_earliest(self._opened, event)
-
-    def closed(self, event: Event) -> None:
-        """Add an INCIDENT_CLOSED event."""
-        self.named(event)
-        _keep_earliest(self._closed, event)
-
-    def all(self) -> tuple[LoggedIncident, ...]:
-        """By opening time."""
-        incidents = [self._incident(incident_id) for incident_id in self._first_named]
-        return tuple(sorted(incidents, key=lambda i: (i.opened_at, i.incident_id)))
-
-    def _incident(self, incident_id: str) -> LoggedIncident:
-        opening, closing = self._opened.get(incident_id), self._closed.get(incident_id)
-        sources = [event for event in (closing, opening) if event]  # the closing event takes precedence
-        return LoggedIncident(
-            incident_id=incident_id,
-            cause=_first(text(e.data, "cause") for e in sources) or "unknown",
-            opened_at=opening.at if opening else self._first_named[incident_id],
-            closed_at=closing.at if closing else None,
-            outcome=text(closing.data, "state") if closing else "",
-            lost_steps=whole(closing.data, "lost_steps") if closing else None,
-            host_id=_first(e.host_id or text(e.data, "host_id") for e in sources),
-            failure_class=_first(text(e.data, "failure_class") for e in sources),
-            inferred=opening is not None and opening.data.get("inferred") is True,
-        )
-
-
-def _keep_earliest(chosen: dict[str, Event], event: Event) -> None:
-    """Keep the earliest event of each incident. Ties are broken by content, so order does not matter."""
-    if not event.incident_id:
-        return
-    known = chosen.get(event.incident_id)
-    if known is None or _identity(event) < _identity(known):
-        chosen[event.incident_id] = event
-
-
-def _identity(event: Event) -> tuple[float, str, str]:
-    return event.at, repr(sorted(event.data.items(), key=lambda item: item[0])), event.host_id
-
-
-def _first(values: Iterable[str]) -> str:
-    return next((value for value in values if value), "")

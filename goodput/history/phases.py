@@ -49,14 +49,12 @@ _RESTORING = {"restore", Phase.RESTORING.name.lower()}
 _TRAINING = {"step", *_WAITING}
 
 
-class PhaseLog:
+class PhaseLog(msgspec.Struct):
     """Collects PHASE events. A set per rank makes order and repetition irrelevant."""
 
-    __slots__ = ("_entered", "_host_of")
-
-    def __init__(self) -> None:
-        self._entered: dict[int, set[tuple[float, str]]] = {}
-        self._host_of: dict[int, str] = {}
+    _entered: dict[int, set[tuple[float, str]]] = {}
+    _host_of: dict[int, str] = {}
+    _start_up: StartUp | None = None  # once settled
 
     def add(self, event: Event) -> None:
         """Add a PHASE event."""
@@ -67,6 +65,16 @@ class PhaseLog:
         entered.add((event.at, text(event.data, "phase")))
         if event.host_id and event.host_id > self._host_of.get(rank, ""):
             self._host_of[rank] = event.host_id
+
+    def settle(self, until: float) -> None:
+        """Forget the phases that ended before a moment, long after the generation's start."""
+        self._start_up = self.start_up()
+        for rank, entered in self._entered.items():
+            last = max((entry for entry in entered if entry[0] <= until), default=None)
+            self._entered[rank] = {entry for entry in entered if entry[0] > until or entry == last}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._entered.values()))
 
     def spans(self) -> dict[Waiting, tuple[PhaseSpan, ...]]:
         """When ranks waited, in order of time."""
@@ -79,6 +87,8 @@ class PhaseLog:
 
     def start_up(self) -> StartUp:
         """When ranks started, began to restore, and could train."""
+        if self._start_up is not None:
+            return self._start_up
         began: dict[int, float] = {}
         restoring: dict[int, float] = {}
         ready: dict[int, float] = {}

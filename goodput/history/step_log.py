@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
+
+import msgspec
 
 from flyball.contracts.events import Event
 from goodput.history.epochs import Epochs, StepReport, epochs_in
@@ -40,6 +42,23 @@ class LastRank(NamedTuple):
     host_id: str  # '' if the log does not say
 
 
+class LostSeconds(NamedTuple):
+    """Time of a stretch of steps that was not useful: a category of the account, and the host that was waited for."""
+
+    category: str
+    host_id: str
+    seconds: float
+
+
+class SettledStep(NamedTuple):
+    """A step of a long generation, and those before it back to the previous one: accounted for, and forgotten."""
+
+    step: int
+    at: float
+    step_s: float | None = None  # the median of these steps
+    lost: tuple[LostSeconds, ...] | None = None  # the rest of their time are steps; None: a single step, kept in full
+
+
 class WorldSteps(NamedTuple):
     """The steps of one generation, over all its ranks."""
 
@@ -50,19 +69,22 @@ class WorldSteps(NamedTuple):
     epochs: int = 1  # number of epochs in the steps
 
 
-class WorldStepLog:
+class WorldStepLog(msgspec.Struct):
     """Collects STEPS events, and computes the steps of the world."""
 
-    __slots__ = ("_again", "_by_rank", "_host_of", "_newest_summary", "_slowest", "_summed", "_summed_again")
-
-    def __init__(self) -> None:
-        self._by_rank: dict[int, dict[int, float]] = {}  # rank -> step -> when it completed the step
-        self._again: dict[int, dict[int, set[float]]] = {}  # rank -> step -> all times, if it was logged at several
-        self._host_of: dict[int, str] = {}  # rank -> host
-        self._summed: dict[int, float] = {}  # step -> when the last rank completed it, by sensors' summaries
-        self._summed_again: dict[int, dict[int, float]] = {}  # step -> slot -> last time, if distant
-        self._slowest: dict[str, int] = {}  # sensor -> newest step completed by all of its ranks
-        self._newest_summary: dict[str, float] = {}  # sensor -> its newest summary
+    settled: list[SettledStep] = []  # by number through the epochs
+    _by_rank: dict[int, dict[int, float]] = {}  # rank -> step -> when it completed the step
+    _again: dict[int, dict[int, set[float]]] = {}  # rank -> step -> all times, if it was logged at several
+    _host_of: dict[int, str] = {}  # rank -> host
+    _summed: dict[int, float] = {}  # step -> when the last rank completed it, by sensors' summaries
+    _summed_again: dict[int, dict[int, float]] = {}  # step -> slot -> last time, if distant
+    _slowest: dict[str, int] = {}  # sensor -> newest step completed by all of its ranks
+    _newest_summary: dict[str, float] = {}  # sensor -> its newest summary
+    _newest_at: float = -math.inf  # of any step that a sensor summed up
+    _settled_first: int | None = None  # the first step, by its original number
+    _starts: tuple[int, ...] = (0,)  # offsets of the epochs before the first step that is not settled, and of its own
+    _settled_epochs: int = 0
+    _starts_over: bool = False  # numbers that are settled came again
 
     def add(self, event: Event) -> None:
         """Add a STEPS event."""
@@ -100,17 +122,59 @@ class WorldStepLog:
         self._newest_summary[sensor] = max(event.at, self._newest_summary.get(sensor, -math.inf))
         least = earliest(event)
         for step, at in enumerate(times, first):
-            if is_moment(at, least) and step >= 0:
-                known = self._summed.get(step, at)
-                if at // _FAR_APART_S != known // _FAR_APART_S or step in self._summed_again:
-                    again = self._summed_again.setdefault(step, {int(known // _FAR_APART_S): known})
-                    moment = int(at // _FAR_APART_S)
-                    again[moment] = max(at, again.get(moment, at))
-                self._summed[step] = max(at, known)
+            if is_moment(at, least) and step >= 0 and not (self.settled and self._is_settled(step, at)):
+                self._add_time(step, at)
+
+    def _add_time(self, step: int, at: float) -> None:
+        known = self._summed.get(step, at)
+        if at // _FAR_APART_S != known // _FAR_APART_S or step in self._summed_again:
+            again = self._summed_again.setdefault(step, {int(known // _FAR_APART_S): known})
+            moment = int(at // _FAR_APART_S)
+            again[moment] = max(at, again.get(moment, at))
+        self._summed[step] = max(at, known)
+        self._newest_at = max(self._newest_at, at)
+
+    def _is_settled(self, step: int, at: float) -> bool:
+        """Whether a report repeats a step that is settled. One that is later than all others begins an epoch."""
+        last = self.settled[-1]
+        if not self._starts_over and step + self._starts[-1] <= last.step:
+            self._starts_over = at > self._newest_at
+            return not self._starts_over
+        return self._starts_over and at <= last.at
+
+    def __len__(self) -> int:
+        """How many steps are kept one by one."""
+        return len(self._summed) + sum(map(len, (*self._by_rank.values(), *self._summed_again.values())))
+
+    @property
+    def can_settle(self) -> bool:
+        """Whether only sensors logged the steps: those of single ranks are compared with each other to the end."""
+        return not self._by_rank
+
+    def settle(self, steps: Sequence[SettledStep]) -> None:
+        """Keep these instead of all steps up to the last of them."""
+        epochs, last = self.epochs(), steps[-1]
+        self._settled_first = self.first_step
+        if epochs is None:
+            base = self._starts[-1]
+            self._summed = {step: at for step, at in self._summed.items() if step + base > last.step}
+            self._summed_again = {step: at for step, at in self._summed_again.items() if step + base > last.step}
+        else:
+            starts, count = self.epoch_starts(epochs), self._n_epochs(epochs)
+            rest = sorted(report for report in self._summary_reports() if report.at > last.at)
+            base = self._starts[-1] + epochs.number(rest[0]) - rest[0].number if rest else starts[-1]
+            self._summed, self._summed_again, self._starts_over = {}, {}, True
+            for report in rest:
+                self._add_time(report.number, report.at)
+            self._starts = (*[start for start in starts if start < base][-1:], base)
+            self._settled_epochs = count - (1 if (left := self.epochs()) is None else left.count)
+        self.settled = list(steps)
 
     @property
     def first_step(self) -> int | None:
         """The first step that any rank logged, by its original number."""
+        if self.settled:
+            return self._settled_first
         if epochs := self.epochs():
             return epochs.first
         firsts = (min(steps) for steps in self._by_rank.values() if steps)
@@ -122,9 +186,17 @@ class WorldStepLog:
         if self._again:
             rank = max(sorted(self._by_rank), key=lambda rank: sum(1 for _ in self._reports_of(rank)))
             return epochs_in(self._reports_of(rank))
-        if self._summed_again and not self._by_rank:
+        if (self._summed_again or (self._starts_over and self._summed)) and not self._by_rank:
             return epochs_in(self._summary_reports())
         return None
+
+    def epoch_starts(self, epochs: Epochs | None) -> tuple[int, ...]:
+        """The offsets of the epochs up to the newest, without those long before it."""
+        *before, base = self._starts
+        return (*before, *(base + start for start in (epochs.starts if epochs else (0,))))
+
+    def _n_epochs(self, epochs: Epochs | None) -> int:
+        return self._settled_epochs + (1 if epochs is None else epochs.count)
 
     def _reports_of(self, rank: int) -> Iterator[StepReport]:
         again = self._again.get(rank, {})
@@ -144,7 +216,8 @@ class WorldStepLog:
         """The newest logged step's number, within its epoch."""
         if epochs is not None:
             return epochs.last
-        return max((*(max(steps) for steps in self._by_rank.values() if steps), *self._summed), default=None)
+        settled = [self.settled[-1].step - self._starts[-1]] if self.settled else []
+        return max((*(max(steps) for steps in self._by_rank.values() if steps), *self._summed, *settled), default=None)
 
     def world_steps(self, resumed_from: int | None, added: int = 0) -> WorldSteps:
         """The steps that all reporting ranks completed, and who was last.
@@ -159,12 +232,13 @@ class WorldStepLog:
         by_rank, summed = self._numbered_through(epochs)
         lost = _lost_logs(by_rank)
         newest_of = [max(steps) for rank, steps in by_rank.items() if steps and rank not in lost]
+        steps = [CompletedStep(step.step + added, step.at) for step in self.settled]
         if summed is self._summed:
             newest_of += [step for sensor, step in self._slowest.items() if self._newest_summary[sensor] >= since]
-        else:  # in an epoch after the first, nobody logs what all ranks completed
+        elif summed:  # in an epoch after the first, nobody logs what all ranks completed
             newest_of += [max(summed)]
         if not newest_of:
-            return WorldSteps()
+            return WorldSteps(tuple(steps), epochs=self._n_epochs(epochs))
         newest = max(min(newest_of), -1 if resumed_from is None else resumed_from - added)
         medians, n_ranks = _medians(by_rank, newest)
         clocks = corrected_clocks(by_rank, medians, n_ranks)
@@ -172,8 +246,9 @@ class WorldStepLog:
             by_rank = {rank: clocks[rank].steps if rank in clocks else steps for rank, steps in by_rank.items()}
             medians, _ = _medians(by_rank, newest)
         latest = _latest(by_rank, newest)
-        steps, last_ranks, at = [], [], -math.inf
-        for step in sorted({*latest, *(s for s in summed if s <= newest)}):
+        last_ranks = []
+        settled, at = (self.settled[-1].step, self.settled[-1].at) if steps else (-1, -math.inf)
+        for step in sorted({*latest, *(s for s in summed if settled < s <= newest)}):
             of_ranks, rank = latest.get(step, (-math.inf, -1))
             at = max(at, of_ranks, summed.get(step, -math.inf))
             number = step + added if added else step
@@ -184,22 +259,22 @@ class WorldStepLog:
             RankClock(rank, self._host_of.get(rank, ""), clock.least_s, clock.most_s)
             for rank, clock in sorted(clocks.items())
         )
-        n_epochs = 1 if epochs is None else epochs.count
-        return WorldSteps(tuple(steps), tuple(last_ranks), tuple(corrected), lost, n_epochs)
+        return WorldSteps(tuple(steps), tuple(last_ranks), tuple(corrected), lost, self._n_epochs(epochs))
 
     def _numbered_through(self, epochs: Epochs | None) -> tuple[Mapping[int, Mapping[int, float]], Mapping[int, float]]:
         """When each rank, and by the summaries the last rank, completed each step; numbered through the epochs."""
+        base = self._starts[-1]
+        if not self._by_rank and (epochs or base):
+            return {}, _latest_of(self._summary_reports(), epochs, base)
         if epochs is None:
             return self._by_rank, self._summed
-        if not self._by_rank:
-            return {}, _latest_of(self._summary_reports(), epochs)
         return {rank: _latest_of(self._reports_of(rank), epochs) for rank in self._by_rank}, self._summed
 
 
-def _latest_of(reports: Iterable[StepReport], epochs: Epochs) -> dict[int, float]:
+def _latest_of(reports: Iterable[StepReport], epochs: Epochs | None, base: int = 0) -> dict[int, float]:
     latest: dict[int, float] = {}
     for step in reports:
-        number = epochs.number(step)
+        number = base + (step.number if epochs is None else epochs.number(step))
         latest[number] = max(step.at, latest.get(number, step.at))
     return latest
 

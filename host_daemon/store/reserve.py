@@ -70,6 +70,14 @@ class Reserve:
                 write_private(self._path, b"".join(_packed(self._slots.get(slot)) for slot in range(SLOTS)))
         self._is_there = True
 
+    def give_back(self) -> None:
+        """Remove the file, if there is no command in it: nobody will run on this host's state soon."""
+        with clear_errors(self._path):
+            self._slots |= self._read()[2]
+            if not self._slots:
+                self._path.unlink(missing_ok=True)
+                self._is_there = False
+
     def add(self, command: ReservedCommand) -> None:
         """Write a command durably. Raises StorageFull if there is no file or no slot for it, or ConfigurationError."""
         slot = self._free_slot() if self._is_there else None

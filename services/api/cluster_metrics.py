@@ -15,9 +15,9 @@ from prometheus_client.registry import Collector
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.cluster import JobState
-from flyball.contracts.errors import NotFound, TooBusy
-from services.api.goodput import GoodputReports
-from services.api.ports import Json, ReadModels
+from flyball.contracts.errors import NotFound
+from services.api.goodput import MAX_JOBS
+from services.api.ports import GoodputAccounts, Json, ReadModels
 from services.rules.job_doing import Doing
 from services.runtime.list_filters import JobFilter
 from services.runtime.outages import OUTAGES
@@ -25,8 +25,6 @@ from services.runtime.paging import Page
 
 FRESH_S = 5.0  # /metrics is public: scrapes in quick succession must not load the database
 FRESH_SHARE = 10.0  # nor may a reading that takes long: it is reused for this multiple of the time that it took
-MAX_JOBS = 50  # those submitted last
-
 _JOB = "training_job"  # `job` is the scrape's own label
 _JOB_GAUGES = {
     "running": "1 while the job runs; 0 while it waits for hosts, or is stopping",
@@ -51,7 +49,7 @@ class ClusterMetrics(Collector):
     """Shows the last reading of the database; `refresh` reads it anew. Thread-safe."""
 
     def __init__(
-        self, *, reads: ReadModels, goodput: GoodputReports, clock: Clock, registry: CollectorRegistry
+        self, *, reads: ReadModels, goodput: GoodputAccounts, clock: Clock, registry: CollectorRegistry
     ) -> None:
         self._reads = reads
         self._goodput = goodput
@@ -76,8 +74,10 @@ class ClusterMetrics(Collector):
             if began_s < self._fresh_until_s:
                 return
             try:
+                ratios = self._goodput.ratios()
                 jobs = [
-                    self._measured(job) for job in self._reads.jobs(Page(MAX_JOBS), open_only=True, wanted=JobFilter())
+                    job | {"tiers": self._tiers(str(job["job"])), "goodput": ratios.get(job["job"])}
+                    for job in self._reads.jobs(Page(MAX_JOBS), open_only=True, wanted=JobFilter())
                 ]
                 self._families = _families(jobs, self._reads.host_states())
             except OUTAGES:
@@ -87,23 +87,12 @@ class ClusterMetrics(Collector):
         finally:
             self._reading.release()
 
-    def _measured(self, job: Json) -> Json:
-        """The job with its checkpoints and its goodput, as far as they are known."""
-        return job | {"tiers": self._tiers(str(job["job"])), "goodput": self._goodput_of(str(job["job"]))}
-
     def _tiers(self, job: str) -> Json:
         try:
             tiers: Json = self._reads.checkpoints(job)["tiers"]
         except NotFound:  # it was removed a moment ago
             return {}
         return tiers
-
-    def _goodput_of(self, job: str) -> float | None:
-        try:
-            ratio = self._goodput.report(job).get("goodput")
-        except (NotFound, TooBusy):  # it has not started yet; or people ask for reports, who come first
-            return None
-        return None if ratio is None else float(ratio)
 
 
 def _families(jobs: Iterable[Json], host_states: dict[str, int]) -> list[Metric]:

@@ -3,6 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,6 +26,7 @@ from services.runtime.list_filters import JobFilter
 from services.runtime.paging import Page
 from services.store.decisions.audit_store import SqlAuditLog
 from services.store.read.read_models import SqlReadModels
+from services.store.reports.goodput_accounts import SqlGoodputAccounts
 from services.store.sql.database import Database
 from services.store.sql.events import SqlEventLog
 from services.store.sql.lease import leader
@@ -87,6 +89,13 @@ class _NoActs(Acts):
         raise Conflict("The supervisor of this state does not run, so jobs cannot be changed.", hint="`flyball ls`")
 
 
+class _LeftAccounts(SqlGoodputAccounts):
+    """As the supervisor stored them; what it had not read yet is read each time."""
+
+    def save(self, job: str, version: int, position: int, document: bytes) -> None:
+        pass
+
+
 class _StoppedClock:
     """Its wall clock stands at the supervisor's end: the time after that is unknown, and must not count as loss."""
 
@@ -105,7 +114,8 @@ def left_state_app(db: Database, clock: Clock, *, ended_at: float | None, simula
     problems.install(app, lambda _request, error: problems.problem_of(error))
     clock = clock if ended_at is None else _StoppedClock(clock, ended_at)
     reads = LeftReads(db, ended_at)
-    goodput = GoodputReports(events=SqlEventLog(db), reads=reads, clock=clock)
+    accounts = _LeftAccounts(db)
+    goodput = GoodputReports(events=SqlEventLog(db), reads=reads, accounts=accounts, clock=clock, patience_s=math.inf)
     app.include_router(jobs.router(_NoActs(), reads, clock))
     app.include_router(observations.router(reads, goodput))
     app.include_router(history.router(reads))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from flyball.contracts.checkpoints import Lineage
@@ -99,6 +99,27 @@ class EventLog(EventLogReader, Protocol):
     ) -> list[tuple[int, Event]]:
         """Return the newest (position, event) pairs, in order. `since`: only from then on, wall clock."""
         ...
+
+    def history(self, job: str, after: int, limit: int, of_every_job: Collection[EventKind]) -> list[tuple[int, Event]]:
+        """Return the first pairs after position `after`, from the job's first event on: its own, and of no job those
+        of some kinds."""
+        ...
+
+
+class GoodputAccounts(Protocol):
+    """See `goodput.account.job_account`."""
+
+    def load(self, job: str, version: int) -> bytes | None: ...
+
+    def save(self, job: str, version: int, position: int, document: bytes) -> None:
+        """Does nothing if one that is further is stored."""
+        ...
+
+    def ratios(self) -> Mapping[str, float]:
+        """Return job -> its goodput when it was last calculated."""
+        ...
+
+    def save_ratio(self, job: str, ratio: float) -> None: ...
 
 
 class AuditLog(Protocol):

@@ -25,6 +25,7 @@ from services.store.decisions.drain_store import SqlDrainStore
 from services.store.decisions.order_store import SqlOrderStore
 from services.store.decisions.standing_store import SqlStandings
 from services.store.read.read_models import SqlReadModels
+from services.store.reports.goodput_accounts import SqlGoodputAccounts
 from services.store.retention import removal
 from services.store.retention.host_removal import HOSTS_AT_ONCE, SqlHostRemoval
 from services.store.retention.sweep import Sweeper
@@ -293,3 +294,84 @@ def test_nothing_is_removed_while_the_clock_is_wrong(
     monkeypatch.setattr(stop, "wait", wait)
     Sweeper(stores.db, RetentionSettings(), clock, "controller#1").run(stop)
     assert count(stores, tables.jobs) == jobs_left
+
+
+def test_decisions_and_incidents_about_hosts_go_a_year_after_they_were_over(stores, make) -> None:
+    """Except for the newest, whose numbers would be given out again, and for what a host obeyed last."""
+    rows = {
+        tables.incidents: [
+            {"number": n, "job": "", "state": state, "closed": state == "resolved", "decided_at": T, "opened_at": T}
+            | {"document": "{}"}
+            for n, state in enumerate(("resolved", "acting", "resolved", "resolved", "resolved"), 1)
+        ],
+        tables.incident_changes: [
+            {"incident": n, "at": at, "state": "resolved", "cause": "", "message": ""}
+            for n, at in ((1, T), (3, T), (4, T + YEAR_S), (5, T))
+        ],
+        tables.decisions: [
+            {"number": n, "incident": n, "job": "", "kind": "hold", "at": T, "epoch": 1, "document": "{}"}
+            for n in (1, 2, 3, 4, 5)
+        ],
+        tables.actions: [
+            {"number": n, "incident": n, "job": "", "plan": "{}", "state": "succeeded", "ended": True, "phase": ""}
+            | {"attempt": 1, "version": 1, "message": "", "started_at": T, "ended_at": T}
+            for n in (1, 3)
+        ],
+        tables.action_changes: [{"action": 1, "at": T, "phase": "", "state": "succeeded", "message": ""}],
+    }
+    with stores.db.write() as connection:
+        for table, of_table in rows.items():
+            connection.execute(insert(table), of_table)
+    sweep(stores, T + YEAR_S - 60)
+    assert count(stores, tables.decisions) == count(stores, tables.incidents) == 5, "none is a year old"
+    sweep(stores, T + YEAR_S + 60)
+    with stores.db.read() as connection:
+        assert connection.scalars(select(tables.decisions.c.number).order_by("number")).all() == [2, 5]
+        assert connection.scalars(select(tables.incidents.c.number).order_by("number")).all() == [2, 4, 5]
+    assert count(stores, tables.actions) == count(stores, tables.action_changes) == 0
+
+
+def test_the_last_command_that_a_host_obeyed_stays_with_its_decision(stores, make) -> None:
+    command = {"command_id": "act-1", "phase": "", "host_id": "host-a", "document": "{}", "created_at": T}
+    command |= {"dispatched_at": T, "is_open": False, "progress": 2, "answered_at": T}
+    with stores.db.write() as connection:
+        for number in (1, 2, 3):
+            decision = {"number": number, "incident": None, "job": "", "kind": "check_hosts", "at": T, "epoch": 1}
+            connection.execute(insert(tables.decisions).values(decision | {"document": "{}"}))
+            action = {"number": number, "incident": None, "job": "", "plan": "{}", "state": "succeeded", "ended": True}
+            action |= {"phase": "", "attempt": 1, "version": 1, "message": "", "started_at": T, "ended_at": T}
+            connection.execute(insert(tables.actions).values(action))
+        for action_number in (1, 2):
+            one = command | {"command_id": f"act-{action_number}", "action": action_number}
+            connection.execute(insert(tables.commands).values(one))
+    sweep(stores, T + YEAR_S + 60)
+    with stores.db.read() as connection:
+        assert connection.scalars(select(tables.decisions.c.number).order_by("number")).all() == [2, 3]
+
+
+def test_an_account_of_goodput_goes_with_its_job_and_never_back(stores, make) -> None:
+    accounts = SqlGoodputAccounts(stores.db)
+    accounts.save("job", 1, 10, b"ten")
+    accounts.save("job", 1, 5, b"five")
+    assert (accounts.load("job", 1), accounts.load("job", 2), accounts.load("other", 1)) == (b"ten", None, None)
+    accounts.save("job", 2, 5, b"of another release")
+    accounts.save_ratio("job", 0.25)
+    assert (accounts.load("job", 1), accounts.load("job", 2)) == (None, b"of another release")
+    assert accounts.ratios() == {"job": 0.25}
+    stores.run_job()
+    stores.clock.now_s = T + 10
+    stores.commit(jobs=(JobChange("job", JobState.SUCCEEDED, "all ranks ended"),))
+    let_it_go(stores)
+    sweep(stores, T + YEAR_S + 60)
+    assert count(stores, tables.jobs) == 0
+    assert accounts.load("job", 2) is None and accounts.ratios() == {}
+
+
+def test_the_history_of_a_job_begins_with_its_first_event(stores) -> None:
+    kinds = (EventKind.CONTROLLER_ELECTED,)
+    log = [Event(T, kind, job) for job in ("", "job", "other", "") for kind in (*kinds, EventKind.HOST_JOINED)]
+    assert stores.log.history("job", 0, 10, kinds) == []
+    stores.log.append(log)
+    assert [number for number, _ in stores.log.history("job", 0, 10, kinds)] == [3, 4, 7]
+    assert [number for number, _ in stores.log.history("job", 3, 1, kinds)] == [4]
+    assert [number for number, _ in stores.log.history("job", 4, 9, kinds)] == [7]

@@ -75,6 +75,7 @@ def test_a_plain_script_gets_torchruns_environment(place: Path) -> None:
             assert a.pop(free)
             assert b.pop(free)
         assert a == b
+    assert not list(place.rglob("commands.reserve")), "a run that ended gives its room back"
 
 
 def test_json_keeps_stdout_for_the_result_and_a_module_has_packages_of_our_names_beside_it(place: Path) -> None:

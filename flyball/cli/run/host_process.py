@@ -19,6 +19,8 @@ from flyball.contracts.on_host.engine_wire import ENGINE_PID_FILE
 from flyball.contracts.on_host.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_prefix
 from flyball.process_title import read_words
 from host_daemon.kernel.kin import WorkerOrigin, kin_of
+from host_daemon.store.command_journal import RESERVE_FILE
+from host_daemon.store.reserve import Reserve
 
 DAEMON_STOP_TIMEOUT_S = 15.0
 KILL_TIMEOUT_S = 5.0
@@ -109,6 +111,8 @@ class HostProcess:
         _kill_all(processes, self.processes)
         if not self.keeps_segments:
             self.remove_segments()
+        with suppress(FlyballError):  # what cannot be read may be needed
+            Reserve(self.state_dir / RESERVE_FILE).give_back()
 
     def kill(self, *, except_engine: bool = False) -> None:
         """Kill its processes at once, except optionally the engine, which may still have to write checkpoints."""

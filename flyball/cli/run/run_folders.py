@@ -34,6 +34,7 @@ CHECKPOINTS: Final = "checkpoints"  # the default disk tier
 FOLDERS_KEPT: Final = 20
 CHECKPOINTS_KEPT_S: Final = 14 * 86_400.0  # of jobs that nobody resumed
 _SHORT_NAME: Final = 24  # of a job in its folder's name, because paths of sockets inside must be short
+MOST_SURPLUS: Final = 10  # folders beyond those kept that one start looks into
 MOST_AT_ONCE: Final = 64
 TURN: Final = "jobs.lock"
 TURN_TIMEOUT_S: Final = 10.0
@@ -233,21 +234,40 @@ def _is_running(folder: Path) -> bool:
 
 
 def _tidy_up(jobs: Path, mine: Path, environ: Mapping[str, str]) -> None:
-    """Remove what other runs left behind and nobody resumed. Announces whatever could have been resumed."""
-    folders = [folder for folder in jobs.iterdir() if folder.is_dir() and folder != mine and not _is_running(folder)]
-    supervisors = {folder: folder / "supervisor" for folder in folders}
-    folders = [folder for folder, its in supervisors.items() if live_record(its) is None and not host_elsewhere(its)]
-    folders.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
-    for folder in folders:
-        if _holds_memory(folder, environ):
-            _reclaim(folder, environ)
-        if not _holds_memory(folder, environ):
-            remove_segments(folder, environ)
-    for folder in folders[FOLDERS_KEPT:]:
-        if _holds_memory(folder, environ):
+    """Remove what other runs left behind and nobody resumed. Announces whatever could have been resumed.
+
+    Looks into folders only where there may be something to do: a thousand runs must not delay the next one.
+    """
+    now = SystemClock().wall_s()
+    changed_at = {Path(entry.path): entry.stat().st_mtime for entry in os.scandir(jobs) if entry.is_dir()}
+    changed_at.pop(mine, None)
+    folders = sorted(changed_at, key=lambda folder: changed_at[folder], reverse=True)
+    surplus = folders[FOLDERS_KEPT:]
+    due = [*surplus[:MOST_SURPLUS], *(f for f in surplus[MOST_SURPLUS:] if now - changed_at[f] >= CHECKPOINTS_KEPT_S)]
+    for folder in _with_segments(jobs, folders, environ):
+        if _is_over(folder):
+            if _holds_memory(folder, environ):
+                _reclaim(folder, environ)
+            if not _holds_memory(folder, environ):
+                remove_segments(folder, environ)
+    for folder in due:
+        if not _is_over(folder) or _holds_memory(folder, environ):
             continue
         if any((folder / CHECKPOINTS).rglob("*.manifest")):
-            if SystemClock().wall_s() - folder.stat().st_mtime < CHECKPOINTS_KEPT_S:
+            if now - changed_at[folder] < CHECKPOINTS_KEPT_S:
                 continue
             announce(f"removed {folder}: checkpoints of a job that nobody has resumed for two weeks")
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_over(folder: Path) -> bool:
+    supervisor = folder / "supervisor"
+    return not _is_running(folder) and live_record(supervisor) is None and not host_elsewhere(supervisor)
+
+
+def _with_segments(jobs: Path, folders: Sequence[Path], environ: Mapping[str, str]) -> list[Path]:
+    """The folders whose hosts have shared memory."""
+    shared = Path(environ.get(SHM_DIR_VARIABLE) or DEFAULT_SHM_DIR)
+    there = {path.name.partition(".")[0] for path in shared.iterdir()} if shared.is_dir() else set()
+    real = jobs.resolve()  # a folder's own name is no link: it was made here
+    return [f for f in folders if Path(shm_prefix(str(real / f.name / "host"), str(shared))).name in there]

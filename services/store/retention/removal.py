@@ -6,10 +6,23 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Select, Table, delete, exists, func, select
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Connection,
+    ScalarSelect,
+    Select,
+    Table,
+    and_,
+    delete,
+    exists,
+    false,
+    func,
+    select,
+)
 
 from services.store.sql.database import Database
-from services.store.sql.shared_reads import HAS_ENDED
+from services.store.sql.shared_reads import HAS_ENDED, last_before
 from services.store.sql.tables import (
     action_changes,
     actions,
@@ -18,6 +31,8 @@ from services.store.sql.tables import (
     decisions,
     events,
     generations,
+    goodput_accounts,
+    goodput_ratios,
     host_reports,
     hosts,
     idempotency_keys,
@@ -39,7 +54,10 @@ ROWS_AT_ONCE = 500  # in one transaction
 
 # In this order: rows before those that they refer to. What a job needs that goes on goes with the job itself.
 _HISTORY = (actions, decisions, incidents, signals, events)
-_STATE = (ranks, persistent_copies, persistent_steps, job_failures, generations, learned_jobs, jobs)
+_STATE = (
+    *(ranks, persistent_copies, persistent_steps, job_failures, generations, learned_jobs),
+    *(goodput_accounts, goodput_ratios, jobs),
+)
 
 
 # --- details of decisions --------------------------------------------------------------------------------------------
@@ -51,13 +69,16 @@ def remove_details(db: Database, before: float, max_signals: int) -> Iterator[in
     Yields the number of rows that each transaction removed.
     """
     yield from _until_none(db, partial(_remove_signals, before=before, max_signals=max_signals))
-    has_ended = (actions.c.ended, actions.c.ended_at > 0.0, actions.c.ended_at < before)
     # A host names the last command that it obeyed, however old. A database without it would seem to be an older copy.
-    newest = select(func.max(commands.c.number)).where(commands.c.progress > 0).group_by(commands.c.host_id)
-    for table in (commands, action_changes):
-        query = select(table.c.number).join(actions, actions.c.number == table.c.action).where(*has_ended)
-        if table is commands:
-            query = query.where(commands.c.number.not_in(newest))
+    newer = commands.alias()
+    is_newest = ~exists().where(
+        newer.c.host_id == commands.c.host_id, newer.c.progress > 0, newer.c.number > commands.c.number
+    )
+    is_last = and_(commands.c.progress > 0, is_newest)
+    for table, at, kept in ((commands, commands.c.created_at, is_last), (action_changes, action_changes.c.at, false())):
+        of_it = (actions.c.number == table.c.action, actions.c.ended, actions.c.ended_at > 0.0)
+        has_ended = exists().where(*of_it, actions.c.ended_at < before)
+        query = select(table.c.number).where(_until(db, table, at, before), has_ended, ~kept)
         query = query.order_by(table.c.number).limit(ROWS_AT_ONCE)
         yield from _until_none(db, partial(_remove_found, table=table, query=query))
     yield db.transact(_remove_watermarks, durable=False)
@@ -92,7 +113,7 @@ def _remove_watermarks(connection: Connection) -> int:
 
 def remove_audit(db: Database, before: float, keys_before: float) -> Iterator[int]:
     """Remove records of operators' requests from before a moment, and the answers to keys from before another."""
-    yield from _remove_where(db, audit_entries, audit_entries.c.at < before)
+    yield from _remove_where(db, audit_entries, _until(db, audit_entries, audit_entries.c.at, before))
     yield from _remove_where(db, idempotency_keys, idempotency_keys.c.created_at < keys_before)
 
 
@@ -126,9 +147,47 @@ def _over(before: float) -> tuple[ColumnElement[bool], ...]:
     return HAS_ENDED, jobs.c.ended_at > 0.0, jobs.c.ended_at < before
 
 
-def remove_events_of_no_job(db: Database, before: float) -> Iterator[int]:
-    """Remove the events of hosts and controllers from before a moment."""
-    yield from _remove_where(db, events, events.c.job == "", events.c.at < before)
+def remove_what_has_no_job(db: Database, before: float) -> Iterator[int]:
+    """Remove the events of hosts and controllers from before a moment, and the decisions and incidents about hosts that
+    were over by then.
+
+    Keeps the newest decision and incident, whose numbers would be given out again, and the last command of each host.
+    """
+    yield from _remove_where(db, events, events.c.job == "", _until(db, events, events.c.at, before))
+    yield from _until_none(
+        db, partial(_remove_decisions, old=_until(db, decisions, decisions.c.at, before), before=before)
+    )
+    old = _until(db, incidents, incidents.c.opened_at, before)
+    yield from _until_none(db, partial(_remove_incidents, old=old, before=before))
+
+
+def _remove_decisions(connection: Connection, old: ColumnElement[bool], before: float) -> int:
+    number = decisions.c.number
+    goes_on = exists().where(actions.c.number == number, ~(actions.c.ended & (actions.c.ended_at < before)))
+    query = select(number).where(
+        *(decisions.c.job == "", old, number < _newest(decisions)),
+        *(~goes_on, ~exists().where(commands.c.action == number)),
+        ~exists().where(incidents.c.number == decisions.c.incident, ~incidents.c.closed),
+    )
+    gone = connection.scalars(query.order_by(number).limit(ROWS_AT_ONCE)).all()
+    connection.execute(delete(action_changes).where(action_changes.c.action.in_(gone)))
+    return remove_keys(connection, actions, gone) + remove_keys(connection, decisions, gone)
+
+
+def _remove_incidents(connection: Connection, old: ColumnElement[bool], before: float) -> int:
+    number = incidents.c.number
+    of_it = incident_changes.c.incident == number
+    query = select(number).where(
+        *(incidents.c.job == "", old, number < _newest(incidents), incidents.c.closed),
+        *(~exists().where(decisions.c.incident == number), ~exists().where(of_it, incident_changes.c.at >= before)),
+    )
+    gone = connection.scalars(query.order_by(number).limit(ROWS_AT_ONCE)).all()
+    connection.execute(delete(incident_changes).where(incident_changes.c.incident.in_(gone)))
+    return remove_keys(connection, incidents, gone)
+
+
+def _newest(table: Table) -> ScalarSelect[int]:
+    return select(func.max(table.c.number)).scalar_subquery()
 
 
 def _ended_jobs(db: Database, before: float) -> list[str]:
@@ -137,10 +196,7 @@ def _ended_jobs(db: Database, before: float) -> list[str]:
     Keeps the job of the newest decision and of the newest incident, whose numbers would be given out again. Keeps those
     of the last command that each host obeyed: a database that does not know it would be taken for an older copy.
     """
-    newest = [
-        select(table.c.job).where(table.c.number == select(func.max(table.c.number)).scalar_subquery())
-        for table in (decisions, incidents)
-    ]
+    newest = [select(table.c.job).where(table.c.number == _newest(table)) for table in (decisions, incidents)]
     of_hosts = commands.c.host_id.in_(select(hosts.c.host_id))
     obeyed = select(func.max(commands.c.number)).where(commands.c.progress > 0, of_hosts).group_by(commands.c.host_id)
     newest.append(
@@ -163,6 +219,12 @@ def remove_keys(connection: Connection, table: Table, keys: Sequence[int | str])
         connection.execute(delete(table).where(key.in_(keys[start : start + ROWS_AT_ONCE]))).rowcount
         for start in range(0, len(keys), ROWS_AT_ONCE)
     )
+
+
+def _until(db: Database, table: Table, at: Column[float], before: float) -> ColumnElement[bool]:
+    """The condition for the rows written before a moment: by their numbers, which an index has in order."""
+    with db.read() as connection:
+        return table.c.number <= last_before(connection, table.c.number, at, before)
 
 
 def _until_none(db: Database, remove: Callable[[Connection], int]) -> Iterator[int]:

@@ -86,7 +86,7 @@ class Sweeper:
         yield from removal.remove_audit(self._db, now - ages.audit_days * DAY_S, now - KEY_KEPT_S)
         yield from self._hosts.remove_dead(now - ages.dead_host_days * DAY_S)
         yield from removal.remove_jobs(self._db, history_before)
-        yield from removal.remove_events_of_no_job(self._db, history_before)
+        yield from removal.remove_what_has_no_job(self._db, history_before)
 
     def _leads(self) -> bool:
         with self._db.read() as connection:

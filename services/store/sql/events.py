@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, TextClause, insert, select, text, union_all, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, TextClause, func, insert, select, text, union_all, update
 
 from flyball.contracts.events import Event, EventKind
 from services.record.codec import dump, load
@@ -98,6 +98,19 @@ class SqlEventLog:
         with self._db.read() as connection:
             first = max(after, _last_before(connection, since))
             rows = connection.execute(_page(_asked(job, kinds, first, since), limit, newest=False)).all()
+        return _readable(rows)
+
+    def history(self, job: str, after: int, limit: int, of_every_job: Collection[EventKind]) -> list[tuple[int, Event]]:
+        """Return up to `limit` pairs with number > `after`, oldest first, from the job's first event on: its own, and
+        those of no job of these kinds."""
+        with self._db.read() as connection:
+            if not after:
+                first = connection.scalar(select(func.min(events.c.number)).where(events.c.job == job))
+                if first is None:
+                    return []
+                after = first - 1
+            asked = [(events.c.number > after, events.c.job == job), *_asked("", of_every_job, after, 0.0)]
+            rows = connection.execute(_page(asked, limit, newest=False)).all()
         return _readable(rows)
 
     def newest(

@@ -478,6 +478,20 @@ events = _table(
     Index(None, "kind", "job"),
 )
 
+goodput_accounts = _table(
+    "goodput_accounts",  # what `goodput` has worked out from a job's events so far
+    Column("job", Name, primary_key=True),
+    Column("version", Integer, nullable=False),  # of its form and meaning
+    Column("position", BigInteger, nullable=False),  # the last event in it
+    Column("document", Blob, nullable=False),
+)
+
+goodput_ratios = _table(
+    "goodput_ratios",
+    Column("job", Name, primary_key=True),
+    Column("ratio", Double, nullable=False),
+)
+
 bus_streams = _table(
     "bus_streams",
     Column("name", Word, primary_key=True),

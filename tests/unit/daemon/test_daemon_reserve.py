@@ -63,6 +63,22 @@ def test_its_room_is_taken_at_once_and_never_changes(tmp_path: Path) -> None:
     assert opened(path).commands == reserve.commands == [reserved(3)]
 
 
+def test_its_room_is_given_back_unless_there_is_a_command_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "reserve"
+    Reserve(path).give_back()
+    reserve = opened(path)
+    reserve.add(reserved(1))
+    Reserve(path).give_back()
+    assert opened(path).commands == [reserved(1)]
+    reserve.forget(1)
+    Reserve(path).give_back()
+    assert not path.exists()
+    path.write_bytes(b"x" * (SLOTS * SLOT_BYTES + 1))
+    with pytest.raises(StateVersionMismatch):
+        Reserve(path).give_back()
+    assert path.exists(), "it may have fences"
+
+
 @pytest.mark.parametrize("written", [0, 8, 16, 20, 60, 100])
 def test_a_torn_command_counts_as_never_written(tmp_path: Path, written: int) -> None:
     path = tmp_path / "reserve"

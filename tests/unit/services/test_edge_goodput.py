@@ -15,7 +15,7 @@ from goodput.account.options import AccountOptions
 from goodput.calculator import calculate
 from goodput.show.report import to_json
 from services.api import goodput
-from services.api.goodput import FRESH_S, FRESH_SHARE, MAX_AT_ONCE, Asked, GoodputReports, ReportsBusy
+from services.api.goodput import FRESH_S, FRESH_SHARE, MAX_AT_ONCE, PATIENCE_S, Asked, GoodputReports, ReportsBusy
 from services.runtime.http.problem_details import details_of
 
 EVENTS = interrupted_run(ended=False)
@@ -44,7 +44,10 @@ class Log:
         self.goes_on = threading.Event()
         self.goes_on.set()
 
-    def read(self, job: str, after: int, limit: int, kinds: object = ()) -> list[tuple[int, Event]]:
+    def last(self) -> int:
+        return len(self.events)
+
+    def history(self, job: str, after: int, limit: int, of_every_job: object) -> list[tuple[int, Event]]:
         self.read_after.append(after)
         self.clock.now_s += self.read_s.get(job, 0.0)
         assert self.goes_on.wait(60.0)
@@ -56,11 +59,49 @@ class Jobs:
     def job(self, name: str) -> dict[str, Any]:
         return {"ended_at": None}
 
+    def jobs(self, page: object, *, open_only: bool, wanted: object) -> list[dict[str, Any]]:
+        return [{"job": "llama"}]
+
+
+class Accounts:
+    """What is stored."""
+
+    def __init__(self) -> None:
+        self.documents: dict[tuple[str, int], bytes] = {}
+        self.found: dict[str, float] = {}
+
+    def load(self, job: str, version: int) -> bytes | None:
+        return self.documents.get((job, version))
+
+    def save(self, job: str, version: int, position: int, document: bytes) -> None:
+        self.documents[job, version] = document
+
+    def ratios(self) -> dict[str, float]:
+        return self.found
+
+    def save_ratio(self, job: str, ratio: float) -> None:
+        self.found[job] = ratio
+
+
+class StopsOnceThereIsOne(threading.Event):
+    """Set once a ratio is stored; nobody waits for it."""
+
+    def __init__(self, accounts: Accounts) -> None:
+        super().__init__()
+        self.accounts = accounts
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self.is_set()
+
+    def is_set(self) -> bool:
+        return bool(self.accounts.found)
+
 
 def reports_of(events: list[Event]) -> tuple[GoodputReports, Log, Clock]:
     clock = Clock()
     log = Log(events, clock)
-    return GoodputReports(events=log, reads=Jobs(), clock=clock), log, clock  # type: ignore[arg-type]
+    reports = GoodputReports(events=log, reads=Jobs(), accounts=Accounts(), clock=clock)  # type: ignore[arg-type]
+    return reports, log, clock
 
 
 def test_the_default_is_the_report_up_to_now() -> None:
@@ -97,10 +138,10 @@ def test_a_repeated_request_is_free_for_a_moment_and_then_calculated() -> None:
 def test_what_took_long_is_fresh_for_longer() -> None:
     """Otherwise a client that polls would keep the supervisor calculating."""
     reports, log, clock = reports_of(EVENTS)
-    log.read_s["llama"] = 10.0
+    log.read_s["llama"] = 3.0
     first = reports.report("llama")
     took_s = clock.now_s
-    assert took_s >= 10.0
+    assert took_s == 9.0, "three pages"
     clock.now_s += FRESH_SHARE * took_s
     assert reports.report("llama") is first
     clock.now_s += 0.1
@@ -149,25 +190,38 @@ def test_a_request_for_a_fresh_report_waits_for_nobody() -> None:
             log.goes_on.set()
 
 
-def test_the_number_of_kept_events_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_account_that_is_not_kept_goes_on_from_where_it_was_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(goodput, "MAX_ACCOUNTS_KEPT", 1)
     one, other = (interrupted_run(job=job, interruptions=1, steps_between=20) for job in ("a", "b"))
     reports, log, clock = reports_of([*one, *other])
-
-    def read_from(job: str) -> int:
-        log.read_after.clear()
+    for job in ("a", "b", "a", "b"):
         clock.now_s += FRESH_S + 0.1
-        assert reports.report(job)["job"] == job
-        return log.read_after[0]
+        assert reports.report(job) == to_json(calculate([*one, *other], now=NOW, job=job))
+    assert log.read_after.count(0) == 2, "each is read once"
 
-    each, too = (sum(goodput.values_in(event) for _, event in log.read(job, 0, 1000)) for job in ("a", "b"))
-    assert each == too > len(one)
-    monkeypatch.setattr(goodput, "MAX_VALUES_KEPT", 2 * each)
-    assert 0 not in [read_from(job) for job in ("a", "b", "a", "b")][2:]
-    monkeypatch.setattr(goodput, "MAX_VALUES_KEPT", 2 * each - 1)
-    ends = {job: log.read(job, 0, 100)[-1][0] for job in ("a", "b")}
-    assert [read_from(job) for job in ("b", "b", "a", "a", "b")] == [ends["b"], ends["b"], 0, ends["a"], 0]
-    monkeypatch.setattr(goodput, "MAX_VALUES_KEPT", each - 1)
-    assert [read_from(job) for job in ("b", "b")] == [ends["b"], 0], "a job too large to keep is read each time"
+
+def test_who_asks_for_a_long_log_is_told_to_come_back_and_it_goes_on_from_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(goodput, "PAGE", 10)
+    reports, log, _ = reports_of(EVENTS)
+    log.read_s["llama"] = PATIENCE_S + 1.0
+    with pytest.raises(ReportsBusy, match=f"still being read: 10 of {len(EVENTS)}"):
+        reports.report("llama")
+    log.read_s.clear()
+    assert reports.report("llama") == to_json(calculate(EVENTS, now=NOW))
+    assert log.read_after[:2] == [0, 10]
+
+
+def test_a_ratio_is_stored_for_metrics_without_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(goodput, "RATIO_INTERVAL_S", 0.0)
+    monkeypatch.setattr(goodput, "PAGE", 10)
+    reports, _, _ = reports_of(EVENTS)
+    accounts = reports._stored
+    assert isinstance(accounts, Accounts)
+    reports.run(StopsOnceThereIsOne(accounts))
+    assert accounts.ratios() == {"llama": calculate(EVENTS, now=NOW).goodput}
+    assert accounts.documents, "and so is the account, at the end"
 
 
 def test_an_impossible_query_is_refused() -> None:

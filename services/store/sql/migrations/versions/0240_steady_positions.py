@@ -6,7 +6,7 @@ from alembic import op
 from sqlalchemy.dialects import mysql
 
 revision = "0240"
-down_revision = "0220"
+down_revision = "0230"
 
 DOCUMENT = sa.Text().with_variant(mysql.LONGTEXT(), "mysql", "mariadb")
 OPTIONS = {
