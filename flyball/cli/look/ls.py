@@ -10,13 +10,16 @@ import msgspec
 import typer
 from rich.console import Console
 
+from flyball.cli.look.jobs_table import doing_word
+from flyball.cli.reach.client import ApiClient
 from flyball.cli.reach.local_runs import LocalRun, find_runs
 from flyball.cli.reach.options import command_help, with_supervisor
-from flyball.cli.reach.places import state_root
+from flyball.cli.reach.places import ANSWERS_WITHIN_S, find_supervisor, state_root
 from flyball.cli.reach.sources import SupervisorChoice
 from flyball.cli.show.output import Format, OutputOption, announce, print_table, printed
 from flyball.cli.show.times import clock, iso, lasted
 from flyball.contracts.clock import SystemClock
+from flyball.contracts.errors import FlyballError
 
 WIDE = 110  # terminal columns needed to show the end time too
 
@@ -45,13 +48,25 @@ def command(
         _print(f"Jobs of {client.url}", [_from_api(job, client.url) for job in found], output)
         return
     runs = find_runs(os.environ, state_dir=choice.state_dir)
-    shown = runs if all_runs else runs[:limit]
+    shown = [_as_it_stands(run) for run in (runs if all_runs else runs[:limit])]
     if printed({"runs": [as_json(run) for run in shown]}, output):
         return
     root = Path(choice.state_dir) if choice.state_dir else state_root(os.environ)
     _print(f"Runs on this machine (in {_short(root)})", shown, output)
     if len(runs) > len(shown):
         announce(f"{len(runs) - len(shown)} older runs are not shown (--all lists them)")
+
+
+def _as_it_stands(run: LocalRun) -> LocalRun:
+    """The run with what it does now, if its supervisor says so soon."""
+    if not run.url:
+        return run
+    try:
+        found = find_supervisor(os.environ, state_dir=str(run.supervisor_dir))
+        with ApiClient(found.url, found.token, timeout_s=ANSWERS_WITHIN_S) as client:
+            return msgspec.structs.replace(run, doing=doing_word(client.get(f"/v1/jobs/{run.job}")))
+    except FlyballError:
+        return run
 
 
 def as_json(run: LocalRun) -> dict[str, Any]:
@@ -75,8 +90,8 @@ def _duration_s(run: LocalRun) -> float | None:
 
 def _from_api(job: dict[str, Any], url: str) -> LocalRun:
     known = {name: job[name] for name in LocalRun.__struct_fields__ if name in job}
-    renamed = {"step": job["newest_step"], "restarts": job["restart_count"], "url": url}
-    return LocalRun(**known, **renamed, folder=Path(), supervisor_dir=Path())
+    renamed = {"step": job["newest_step"], "restarts": job["restart_count"], "url": url, "doing": doing_word(job)}
+    return LocalRun(**(known | renamed), folder=Path(), supervisor_dir=Path())
 
 
 def _print(title: str, runs: list[LocalRun], output: Format) -> None:
@@ -88,7 +103,8 @@ def _print(title: str, runs: list[LocalRun], output: Format) -> None:
     for run in runs:
         ended = [clock(run.ended_at or run.supervisor_ended_at, now)] if is_wide else []
         step = None if run.step < 0 else run.step
-        row = [run.job, run.state, step, clock(run.submitted_at, now), *ended, lasted(_duration_s(run)), run.restarts]
+        state = run.doing or run.state
+        row = [run.job, state, step, clock(run.submitted_at, now), *ended, lasted(_duration_s(run)), run.restarts]
         rows.append([*row, _short(run.folder)] if has_folders else row)
     print_table(title, [*columns, "folder"] if has_folders else columns, rows)
 

@@ -40,6 +40,7 @@ class LocalRun(msgspec.Struct, frozen=True):
     elsewhere: str = ""  # the other machine on which it runs, out of reach
     recorded_state: str = ""  # the JobState in the database
     message: str = ""
+    doing: str = ""  # what it does, while its supervisor says so: "training"
     step: int = -1
     generation: int = -1
     restarts: int = 0
