@@ -2,6 +2,7 @@
 
     python benchmarks/hangs.py                 each way five times, with another rank each time
     python benchmarks/hangs.py --rounds 1      each way once
+    python benchmarks/hangs.py --ways lock,loop
     python benchmarks/hangs.py --json          one JSON object on stdout
 
 Two jobs of four ranks (gloo) run under `flyball run`, each of whose generations hangs in another way. The first has the
@@ -208,14 +209,22 @@ def table(hangs: Sequence[Hang]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Hangs of a real job, and the ranks that are named for them.")
     parser.add_argument("--rounds", type=int, default=5, help="how often each way comes")
+    parser.add_argument(
+        "--ways", default=",".join(BY_DEFAULT + WITH_A_LIMIT), help="which, by their names, separated by commas"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
+    if unknown := {*options.ways.split(",")} - {*BY_DEFAULT, *WITH_A_LIMIT}:
+        parser.error(
+            f"--ways: {', '.join(sorted(unknown))}: not known; there are {', '.join(BY_DEFAULT + WITH_A_LIMIT)}"
+        )
     load_average_1m = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="fb-hangs-") as folder:
         try:
-            hangs = run(planned(BY_DEFAULT, options.rounds), Path(folder) / "default")
-            limit = ("--hang-timeout", str(HANG_TIMEOUT_S))
-            hangs += run(planned(WITH_A_LIMIT, options.rounds), Path(folder) / "limited", *limit)
+            hangs = []
+            for ways, given in ((BY_DEFAULT, ()), (WITH_A_LIMIT, ("--hang-timeout", str(HANG_TIMEOUT_S)))):
+                if chosen := [way for way in ways if way in options.ways.split(",")]:
+                    hangs += run(planned(chosen, options.rounds), Path(folder) / chosen[0], *given)
         except subprocess.SubprocessError as error:
             for output in Path(folder).glob("*/output.log"):
                 print(output.read_text(errors="replace")[-4_000:], file=sys.stderr)
