@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import fsum
 from statistics import fmean, median_low
 
@@ -21,7 +21,7 @@ from goodput.account.intervals import all_spans
 from goodput.account.steps import Executed, executed_steps, median_step_s, windows
 from goodput.account.sweep import Interval, sweep
 from goodput.history.facts import History, LoggedGeneration
-from goodput.history.step_log import CompletedStep, LostSeconds, SettledStep
+from goodput.history.step_log import LostSeconds, SettledStep
 
 SINGLE_STEPS = 12  # before and after a mark: more than any rule about marks looks at
 STRETCH_STEPS = 50  # at first; stretches are joined as their number grows
@@ -55,13 +55,12 @@ def _without_stretches(generation: LoggedGeneration) -> LoggedGeneration:
     """Without what is settled already, but for single steps: to settle more, nobody needs it."""
     if not generation.settled:
         return generation
-    before = (CompletedStep(-1, 0.0), *generation.steps)
     single = (
         step
-        for one, step in zip(before, generation.steps, strict=False)
+        for one, step in pairwise(generation.steps)
         if step.step - one.step == 1 or step.at >= generation.settled_until
     )
-    return msgspec.structs.replace(generation, steps=tuple(single), settled={})
+    return msgspec.structs.replace(generation, steps=(*generation.steps[:1], *single), settled={})
 
 
 def _marks(history: History) -> Sequence[float]:

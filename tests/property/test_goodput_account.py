@@ -207,3 +207,18 @@ def test_a_random_order_of_late_reports_adds_nothing() -> None:
     random.Random(1).shuffle(late)
     account = account_of([*log, *late], SMALL)
     assert report_of(account, log).steps == report_of(account_of(log, SMALL), log).steps
+
+
+def test_a_slow_step_is_no_warm_up_because_what_was_before_it_is_settled() -> None:
+    log, at = [Event(1e9, EventKind.JOB_SUBMITTED, "llama")], 1e9 + 10.0
+    log.append(Event(at, EventKind.GENERATION_STARTED, "llama", 1, data={"restore_step": 499}))
+    for first in range(500, 3500, 25):
+        times = []
+        for place in range(25):
+            at += 2.0 if place % 3 == 0 else 1.0
+            times.append(at)
+        data = {"first_step": first, "completed_at": times, "slowest_step": first + 24, "ranks": 8, "sensor": "one"}
+        log.append(Event(at, EventKind.STEPS, "llama", 1, data=data))
+    found = report_of(account_of(log, SMALL), log).seconds_by_category
+    assert found == pytest.approx(dict(calculate(log).seconds_by_category), abs=1.0)
+    assert found["warm_up"] < 30.0

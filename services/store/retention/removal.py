@@ -69,19 +69,24 @@ def remove_details(db: Database, before: float, max_signals: int) -> Iterator[in
     Yields the number of rows that each transaction removed.
     """
     yield from _until_none(db, partial(_remove_signals, before=before, max_signals=max_signals))
-    # A host names the last command that it obeyed, however old. A database without it would seem to be an older copy.
-    newer = commands.alias()
-    is_newest = ~exists().where(
-        newer.c.host_id == commands.c.host_id, newer.c.progress > 0, newer.c.number > commands.c.number
-    )
-    is_last = and_(commands.c.progress > 0, is_newest)
-    for table, at, kept in ((commands, commands.c.created_at, is_last), (action_changes, action_changes.c.at, false())):
+    for table, at, kept in (
+        (commands, commands.c.created_at, _is_last()),
+        (action_changes, action_changes.c.at, false()),
+    ):
         of_it = (actions.c.number == table.c.action, actions.c.ended, actions.c.ended_at > 0.0)
         has_ended = exists().where(*of_it, actions.c.ended_at < before)
         query = select(table.c.number).where(_until(db, table, at, before), has_ended, ~kept)
         query = query.order_by(table.c.number).limit(ROWS_AT_ONCE)
         yield from _until_none(db, partial(_remove_found, table=table, query=query))
     yield db.transact(_remove_watermarks, durable=False)
+
+
+def _is_last() -> ColumnElement[bool]:
+    """Whether a command is the last that its host obeyed, which the host names, however old it is: a database without
+    it would seem to be an older copy."""
+    newer = commands.alias()
+    is_newer = (newer.c.host_id == commands.c.host_id, newer.c.progress > 0, newer.c.number > commands.c.number)
+    return and_(commands.c.progress > 0, ~exists().where(*is_newer))
 
 
 def _remove_signals(connection: Connection, before: float, max_signals: int) -> int:
@@ -196,16 +201,20 @@ def _ended_jobs(db: Database, before: float) -> list[str]:
     Keeps the job of the newest decision and of the newest incident, whose numbers would be given out again. Keeps those
     of the last command that each host obeyed: a database that does not know it would be taken for an older copy.
     """
-    newest = [select(table.c.job).where(table.c.number == _newest(table)) for table in (decisions, incidents)]
-    of_hosts = commands.c.host_id.in_(select(hosts.c.host_id))
-    obeyed = select(func.max(commands.c.number)).where(commands.c.progress > 0, of_hosts).group_by(commands.c.host_id)
-    newest.append(
-        select(actions.c.job).join(commands, commands.c.action == actions.c.number).where(commands.c.number.in_(obeyed))
-    )
-    query = select(jobs.c.job).where(*_over(before))
+    of_action = select(actions.c.job).join(commands, commands.c.action == actions.c.number)
+    keeping = [
+        *(select(table.c.job).where(table.c.number == _newest(table)) for table in (decisions, incidents)),
+        of_action.where(_is_last(), commands.c.host_id.in_(select(hosts.c.host_id))),
+    ]
     with db.read() as connection:
-        kept = {name for one in newest for name in connection.scalars(one)}
-        return [name for name in connection.scalars(query.order_by(jobs.c.ended_at)) if name not in kept]
+        over = connection.scalars(select(jobs.c.job).where(*_over(before)).order_by(jobs.c.ended_at)).all()
+        return [
+            job
+            for job in over
+            if not any(
+                connection.scalars(query.where(query.selected_columns[0] == job).limit(1)).all() for query in keeping
+            )
+        ]
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
