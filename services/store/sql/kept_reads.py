@@ -42,7 +42,7 @@ Marks: TypeAlias = Mapping[str, int]
 _Key: TypeAlias = tuple[Any, ...]
 
 
-class _Kept(msgspec.Struct, frozen=True):
+class _KeptResult(msgspec.Struct, frozen=True):
     marks: tuple[int, ...]  # of the tables that it reads, in the order of their names
     result: FrozenResult[Any]
 
@@ -51,7 +51,7 @@ class KeptReads:
     """Belongs to one thread. In a transaction it takes the place of the connection, for reading."""
 
     def __init__(self) -> None:
-        self._kept: dict[_Key, _Kept] = {}
+        self._kept: dict[_Key, _KeptResult] = {}
         self._tables: dict[Any, tuple[str, ...] | None] = {}  # by structure of a statement; None: it is never kept
         self._marks: Marks = {}
         self._connection: Connection | None = None
@@ -85,7 +85,7 @@ class KeptReads:
         marks = tuple(self._marks.get(name, 0) for name in tables)
         kept = self._kept.get((structure, values))
         if kept is None or kept.marks != marks:
-            kept = self._kept[structure, values] = _Kept(marks, self._connection.execute(statement).freeze())
+            kept = self._kept[structure, values] = _KeptResult(marks, self._connection.execute(statement).freeze())
         return kept.result()
 
     def scalars(self, statement: Any) -> ScalarResult[Any]:  # noqa: ANN401
