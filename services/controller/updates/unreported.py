@@ -11,7 +11,6 @@ from services.controller.rules import health_rules
 from services.rules.wording import ranks_kept, ranks_of
 
 REPORTED_WITHIN_S = 10.0  # after a successful start; a host that reports no worker by then has none
-STORED_WITHIN_S = 10.0  # what a sensor received is in the database by then, or its host still reports
 ASK_AGAIN_S = 1.0
 
 
@@ -37,11 +36,10 @@ def is_known_since(round_: Round, generation: GenerationView, at: float) -> bool
 
 
 def _is_host_known_since(round_: Round, host_id: str, at: float) -> bool:
-    """A host without a row reported nothing, unless a sensor vouches for it: what it reported is not stored yet."""
+    """A host without a row reported nothing, unless a sensor vouches for it: what it reported is not stored yet, however
+    long that takes. If it dies before, the sensor finds it silent."""
     host = round_.hosts.get(host_id)
-    if host is not None:
-        return host.known_at > at
-    return round_.now - round_.view.unstored.get(host_id, 0.0) > STORED_WITHIN_S
+    return host.known_at > at if host is not None else host_id not in round_.view.unstored
 
 
 def _never_started(round_: Round, job: JobView, generation: GenerationView) -> Failure | None:

@@ -201,11 +201,9 @@ class ViewLoader:
             asked=asked,
             epoch=lease.current_epoch(connection),
             orders=orders,
-            unstored={
-                name: at
-                for name in placed_hosts(job_views)
-                if name not in cached and (at := vouched.received_at(name)) > 0.0
-            },
+            unstored=frozenset(
+                name for name in placed_hosts(job_views) if name not in cached and vouched.received_at(name) > 0.0
+            ),
         )
 
     def _action_rows(
