@@ -182,12 +182,13 @@ def _judged(
     if not answers:
         return hang
     evidence = answers[0]["evidence"]
+    seen = [decision["evidence"] for decision in decisions if decision["incident_id"] == answers[0]["incident_id"]]
     return replace(
         hang,
         named=str(evidence.get("culprits") or evidence.get("ranks") or ""),
         stands=str(evidence.get("stands", "")),
         acted_s=round(answers[0]["at"] - at, 2),
-        stance=str(evidence.get("stance", "")),
+        stance=next((str(one["stance"]) for one in seen if one.get("stance")), ""),
         reason=answers[0]["reason"],
     )
 
