@@ -211,7 +211,8 @@ def measure(options: argparse.Namespace, running: stack.Stack) -> dict[str, Any]
                 ),
             )
         )
-        other_cores = machine.Use.now().others_since(use) if loaded_probe.poll() is None else None
+        loaded_probe.poll()  # if it has ended, its time counts as ours
+        other_cores = machine.Use.now().others_since(use)
         false = stack.false_incidents(running.database, PROBES)  # at once: the fleet is silent from now on
         stored = running.sensor.metrics()
         paced_cpu = spent(running.services, used)

@@ -32,11 +32,12 @@ class Use(msgspec.Struct, frozen=True):
             except psutil.NoSuchProcess:
                 continue
             own[process.pid] = used.user + used.system
+            if process.pid == os.getpid():  # with those that it has waited for
+                own[process.pid] += used.children_user + used.children_system
         return cls(time.monotonic(), sum(times) - times.idle - times.iowait - times.guest, own)
 
     def others_since(self, before: Use) -> float:
-        """Return how many cores others kept busy meanwhile. A process of ours that ended in between counts as theirs
-        with what it did since."""
+        """Return how many cores others kept busy meanwhile."""
         own_s = sum(used_s - before.own_s.get(pid, 0.0) for pid, used_s in self.own_s.items())
         return max(0.0, (self.all_s - before.all_s - own_s) / (self.at_s - before.at_s))
 

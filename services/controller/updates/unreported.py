@@ -36,8 +36,8 @@ def is_known_since(round_: Round, generation: GenerationView, at: float) -> bool
 
 
 def _is_host_known_since(round_: Round, host_id: str, at: float) -> bool:
-    """A host without a row reported nothing, unless a sensor vouches for it: what it reported is not stored yet, however
-    long that takes. If it dies before, the sensor finds it silent."""
+    """A host without a row reported nothing, unless a sensor vouches for it: then what it reported is not stored yet,
+    however long that takes. If it dies before, the sensor finds it silent."""
     host = round_.hosts.get(host_id)
     return host.known_at > at if host is not None else host_id not in round_.view.unstored
 
