@@ -305,15 +305,6 @@ def test_what_no_transaction_changed_is_not_read_again(sql_stores, make, check) 
     assert sql_stores.decisions.load_view(anew=False) == check()
 
 
-def test_a_placed_host_that_is_vouched_for_and_has_no_row_is_named(sql_stores, make, check) -> None:
-    sql_stores.place("job", 1, "host-a", "host-b", "host-c")
-    sql_stores.status.record_reports([(make.report("host-a"), 1001.0)])
-    assert check().unstored == frozenset()
-    sql_stores.status.vouch(sensor="s", at=1003.0, ages_ms=(0, 500, 9), hosts=("host-a", "host-b", "unplaced"))
-    assert check().unstored == {"host-b"}
-    assert check().unstored == sql_stores.decisions.load_view(Focus(jobs=frozenset({"job"}))).unstored
-
-
 def test_hosts_that_could_not_be_read_do_not_count_as_known(
     sql_stores, make, check, monkeypatch: pytest.MonkeyPatch
 ) -> None:

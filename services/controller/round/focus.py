@@ -107,7 +107,4 @@ def focused(view: View, focus: Focus) -> View:
         if not host.job or host.host_id in involved or host.job in wanted or host.stale_jobs or host.host_id in noted
     )
     fleet = view.fleet if view.fleet.hosts else Fleet.of(host.failure_domain for host in view.hosts)
-    unstored = view.unstored.intersection(placed_hosts(jobs))
-    return msgspec.structs.replace(
-        view, jobs=jobs, hosts=hosts, copies=copies, is_whole=False, fleet=fleet, unstored=unstored
-    )
+    return msgspec.structs.replace(view, jobs=jobs, hosts=hosts, copies=copies, is_whole=False, fleet=fleet)

@@ -326,7 +326,6 @@ class View(msgspec.Struct, frozen=True):
     epoch: int = 0  # the present one
     asked: tuple[str, ...] = ()  # hosts whose word is awaited
     unreadable: tuple[UnreadableRow, ...] = ()  # rows that were set aside
-    unstored: frozenset[str] = frozenset()  # hosts with ranks that a sensor had reports of, and that have no row yet
 
 
 class HostChange(msgspec.Struct, frozen=True):

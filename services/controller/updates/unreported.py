@@ -31,15 +31,10 @@ def pending_failure(round_: Round, job: JobView) -> Incident | None:
 
 def is_known_since(round_: Round, generation: GenerationView, at: float) -> bool:
     """Whether `at` has passed, and what every host of the generation reported since is known. After an outage of the
-    control plane or the database, old reports prove nothing: the workers may have recovered long ago."""
-    return round_.now >= at and all(_is_host_known_since(round_, part.host_id, at) for part in generation.hosts)
-
-
-def _is_host_known_since(round_: Round, host_id: str, at: float) -> bool:
-    """A host without a row reported nothing, unless a sensor vouches for it: then what it reported is not stored yet,
-    however long that takes. If it dies before, the sensor finds it silent."""
-    host = round_.hosts.get(host_id)
-    return host.known_at > at if host is not None else host_id not in round_.view.unstored
+    control plane or the database, old reports prove nothing: the workers may have recovered long ago. Nor does a row
+    that is missing: its host's reports may wait to be taken or stored. If there are none, a sensor finds it silent."""
+    hosts = (round_.hosts.get(part.host_id) for part in generation.hosts)
+    return round_.now >= at and all(host is not None and host.known_at > at for host in hosts)
 
 
 def _never_started(round_: Round, job: JobView, generation: GenerationView) -> Failure | None:

@@ -201,9 +201,6 @@ class ViewLoader:
             asked=asked,
             epoch=lease.current_epoch(connection),
             orders=orders,
-            unstored=frozenset(
-                name for name in placed_hosts(job_views) if name not in cached and vouched.received_at(name) > 0.0
-            ),
         )
 
     def _action_rows(
