@@ -430,11 +430,14 @@ class Agent:
     async def _watch_activity(self) -> None:
         """Check what workers do while their beacons stand still, and whether the kernel kills for lack of memory."""
         watch, stands = ActivityWatch(GpuUse().busy), StandWatch(self._control.stack_sources)
-        while True:
-            standing, now_s = self._beacons.standing(), self._clock.monotonic_s()
-            seen = await watch.watch(standing, now_s) if standing else {}
-            if self._beacons.see(seen, await stands.watch(self._beacons.standing_for_long(), now_s)):
-                self._reporter.wake()
-            await self._oom_kills.look()
-            await self._reporter.look_at_saves(self._control.specs())
-            await asyncio.sleep(ACTIVITY_INTERVAL_S)
+        try:
+            while True:
+                standing, now_s = self._beacons.standing(), self._clock.monotonic_s()
+                seen = await watch.watch(standing, now_s) if standing else {}
+                if self._beacons.see(seen, await stands.watch(self._beacons.standing_for_long(), now_s)):
+                    self._reporter.wake()
+                await self._oom_kills.look()
+                await self._reporter.look_at_saves(self._control.specs())
+                await asyncio.sleep(ACTIVITY_INTERVAL_S)
+        finally:
+            await stands.close()

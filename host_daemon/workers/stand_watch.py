@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from flyball.contracts.reports.rank_stands import RankStand
+from flyball.contracts.reports.rank_stands import RankStand, Stand
 from host_daemon.kernel.activity import Key, StalledWorker
 from host_daemon.kernel.thread_waits import ThreadWait, awaits, may_get_a_timer_signal, proof, threads_of
 from host_daemon.kernel.worker_reads import NotReadable, WorkerReads
@@ -76,6 +76,8 @@ class StandWatch:
         if not found:
             self._threads[worker] = now_s, threads
         is_sure = now_s - since_s >= _PROVED_AFTER_S
+        if found and is_sure and stand.kind == Stand.CODE:
+            self._stands.pop(worker, None)  # it ran when it was looked at: look again
         return msgspec.structs.replace(stand, awaits=awaits(threads), proof=found if is_sure else "")
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import pytest
 from support.clocks.waits import until
 
+from flyball.contracts.reports.rank_stands import RankStand, Stand
+from host_daemon.kernel.activity import StalledWorker
+from host_daemon.kernel.processes import read_stat
 from host_daemon.kernel.thread_waits import (
     ThreadWait,
     awaits,
@@ -18,6 +23,8 @@ from host_daemon.kernel.thread_waits import (
     stands_a_signal,
     threads_of,
 )
+from host_daemon.workers.stacks import StackSource
+from host_daemon.workers.stand_watch import StandWatch
 
 MAIN = ThreadWait(1, "python", "S", "futex", endless=True, switches=7, origin="libpython3.11.so.1.0")
 GLOO = ThreadWait(2, "gloo_tcp_loop", "R", "epoll_wait", endless=False, switches=0, origin="")
@@ -120,6 +127,31 @@ def test_only_a_wait_that_a_signal_does_not_end_is_disturbed(
     pid = start(code)
     until(lambda: threads_of(pid)[0].call or "while" in code, timeout_s=30.0)
     until(lambda: stands_a_signal(pid) is stands, timeout_s=30.0)
+
+
+@pytest.mark.processes
+def test_a_watch_tells_where_a_worker_stands_and_forgets_it_once_it_has_moved(
+    start: Callable[[str], int], tmp_path: Path
+) -> None:
+    pid, key = start(ENDLESS["a lock"]), ("job", 1, 3)
+    stat = read_stat(pid)
+    assert stat is not None
+    source = StackSource(3, pid, stat.start_ticks, str(tmp_path / "beacon"))
+
+    async def run() -> tuple[RankStand, Mapping[tuple[str, int, int], RankStand]]:
+        watch, clock = StandWatch(lambda: {key: source}), asyncio.get_running_loop().time
+        stand, until_s = None, clock() + 30.0
+        while stand is None or not stand.proof or stand.kind == Stand.CODE:
+            stand = (await watch.watch([StalledWorker(key, pid)], clock())).get(key)
+            assert clock() < until_s, stand
+            await asyncio.sleep(0.05)
+        moved = await watch.watch([], clock())
+        await watch.close()
+        return stand, moved
+
+    stand, moved = asyncio.run(run())
+    assert (stand.rank, stand.kind, moved) == (3, Stand.LOCK, {}), stand
+    assert stand.proof.startswith("its main thread waits for a lock without a timeout")
 
 
 @pytest.mark.processes
