@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from flyball.sdk.stack_file import DUMP_SIGNAL
 from host_daemon.kernel.system_calls import named_call
 
 _PRIVATE, _REALTIME = 0x80, 0x100  # flags of futex(2)
@@ -23,11 +24,12 @@ _C_LIBRARY = re.compile(r"^(?:libc|libpthread|ld|ld-linux|ld-musl)[-.]")
 _PYTHON = re.compile(r"^(?:lib)?python\d")
 # Threads of torch, NCCL and CUDA that poll for ever. They run no Python code of the script while no collective is under
 # way, and one that is has a thread that waits with a timeout.
-_POLLING = re.compile(r"^(?:gloo_tcp_loop|pt_nccl_\w+|pt_tcpstore\w*|NCCL \w+|cuda-EvtHandlr|cuda[0-9a-f]{8,})$")
+_POLLING = re.compile(r"^(?:gloo_tcp_loop|pt_nccl_(?:watchdg|heartbt)|pt_tcpstore\w*|NCCL \w+|cuda-EvtHandlr)$")
 # Whose code goes on waiting after a signal: Python's since PEP 475, and torch's.
 _WAITS_ON = re.compile(r"^(?:(?:lib)?python\d|libtorch|libc10)")
 _ENDED_BY_SIGNALS = frozenset({"pause", "rt_sigsuspend"})
-_TIMER_SIGNALS = (14, 26, 27)  # SIGALRM, SIGVTALRM, SIGPROF: their handler may run at any time
+# Signals whose handlers end no wait of a training script: Ctrl-C and the end, faults, glibc's own, and ours for stacks.
+_HARMLESS_SIGNALS = frozenset({2, 4, 6, 7, 8, 11, 15, 32, 33, int(DUMP_SIGNAL)})
 
 
 class ThreadWait(NamedTuple):
@@ -38,6 +40,7 @@ class ThreadWait(NamedTuple):
     state: str  # of /proc/<pid>/stat: R, S, D, ...
     call: str  # the system call that it is in
     endless: bool  # a private futex without a timeout
+    has_timeout: bool  # of a futex
     switches: int  # how often it has gone to sleep so far
     origin: str  # the file whose code called the C library
 
@@ -51,12 +54,14 @@ def threads_of(pid: int) -> tuple[ThreadWait, ...]:
             name, state = text[text.index("(") + 1 : text.rindex(")")], text[text.rindex(")") + 2]
             words = (task / "syscall").read_text().split()
             if len(words) < 9:  # it runs
-                found.append(ThreadWait(int(task.name), name, state, "", False, _switches(task), ""))
+                found.append(ThreadWait(int(task.name), name, state, "", False, False, _switches(task), ""))
                 continue
             call, arguments = named_call(int(words[0])), [int(word, 16) for word in words[1:]]
             is_endless = call == "futex" and _is_endless(arguments)
-            origin = _origin(memory.fileno(), arguments[6], code) if call == "futex" else ""
-            found.append(ThreadWait(int(task.name), name, state, call, is_endless, _switches(task), origin))
+            of_main = call == "futex" and int(task.name) == pid
+            origin = _origin(memory.fileno(), arguments[6], code) if of_main else ""
+            is_timed = call == "futex" and arguments[3] != 0
+            found.append(ThreadWait(int(task.name), name, state, call, is_endless, is_timed, _switches(task), origin))
     return tuple(found)
 
 
@@ -96,31 +101,36 @@ def stands_a_signal(pid: int) -> bool:
     """Whether the main thread goes on as it does after a signal that a handler takes. A wait of foreign C code may end
     early. Raises OSError, or ValueError."""
     words = Path(f"/proc/{pid}/syscall").read_text().split()
-    if len(words) < 9 or (call := named_call(int(words[0]))) == "futex":  # it runs, or the kernel waits on
+    if len(words) < 9:
+        return True  # it runs
+    call = named_call(int(words[0]))
+    if call == "futex" and int(words[4], 16) == 0:  # without a timeout, in which the kernel waits on
         return True
     with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
         origin = _origin(memory.fileno(), int(words[7], 16), _code_of(pid))
     return call not in _ENDED_BY_SIGNALS and bool(_WAITS_ON.match(origin))
 
 
-def may_get_a_timer_signal(pid: int) -> bool:
-    """Whether the process handles a signal of a timer, which no page of /proc shows, or has a POSIX timer. Raises
-    OSError."""
+def may_get_a_signal(pid: int) -> bool:
+    """Whether a handler of the script may run at any time: of a child's end, an alarm (which no page of /proc shows), a
+    signal from outside, a POSIX timer. Raises OSError."""
     status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     caught = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:"))
-    if any(caught >> (number - 1) & 1 for number in _TIMER_SIGNALS):
+    if any(caught >> (number - 1) & 1 for number in range(1, 65) if number not in _HARMLESS_SIGNALS):
         return True
     return bool(Path(f"/proc/{pid}/timers").read_text())
 
 
 def awaits(threads: Sequence[ThreadWait]) -> str:
-    """The system call in which another thread waits for something outside of the process, while the main thread waits
-    for a lock; '' for none. Pure."""
+    """What may end the main thread's wait for a lock from outside: its own timeout, or the system call in which another
+    thread is; '' for nothing that is seen. Pure."""
     main, others = threads[0], threads[1:]
     if main.call != "futex":
         return ""
-    calls = (thread.call for thread in others if thread.call != "futex" and not _POLLING.match(thread.name))
-    return next(filter(None, calls), "")
+    if main.has_timeout:
+        return "a timeout"
+    calls = (thread.call or "running" for thread in others if not _POLLING.match(thread.name))
+    return next((call for call in calls if call != "futex"), "")
 
 
 def proof(threads: Sequence[ThreadWait], before: Sequence[ThreadWait]) -> str:

@@ -21,7 +21,7 @@ import structlog
 from flyball.contracts.on_host.segments import STACKS_SUFFIX
 from flyball.contracts.reports.rank_stands import RankStand
 from flyball.sdk.stack_file import DUMP_SIGNAL
-from flyball.worker_files import open_worker_fifo, read_worker_file_from
+from flyball.worker_files import open_worker_fifo, open_worker_file, read_worker_file_from
 from host_daemon.kernel.processes import open_pidfd_of, read_stat, signal_pidfd, user_of
 from host_daemon.kernel.system_calls import seen_call
 from host_daemon.kernel.thread_waits import stands_a_signal
@@ -93,7 +93,8 @@ async def _stand(of: _ReadProcess) -> RankStand | None:
     if process is None:
         return None
     try:
-        recorder = await of.read(partial(trigger_flight_recorder, source.pid, source.rank))
+        # A dump of the recorder replaces the one before, which may be of a fault.
+        recorder = "" if of.gently else await of.read(partial(trigger_flight_recorder, source.pid, source.rank))
         dump, note = await _dump(of, process)
     except NotReadable:
         recorder, dump, note = "", "", "no stack: the process is not readable"
@@ -179,7 +180,7 @@ async def _by_signal(source: StackSource, path: Path, until_s: float) -> tuple[s
     if descriptor is None:
         return "", "no stack: the process ended"
     try:
-        before = size = path.lstat().st_size  # a link of the script's is not followed, to wherever it leads
+        before = size = _emptied(path)
         signal_pidfd(descriptor, DUMP_SIGNAL)
         grew_s = clock()
         while clock() < until_s and (size == before or clock() - grew_s < _QUIET_S):
@@ -194,6 +195,20 @@ async def _by_signal(source: StackSource, path: Path, until_s: float) -> tuple[s
     finally:
         os.close(descriptor)
     return dump, "" if dump else "no stack: the process did not answer in time"
+
+
+def _emptied(path: Path) -> int:
+    """How long the file is, once it was emptied if it had grown. A link of the script's is not followed, to wherever it
+    leads."""
+    size_bytes = path.lstat().st_size
+    if size_bytes <= MAX_DUMP_BYTES:
+        return size_bytes
+    descriptor = open_worker_file(path, os.O_WRONLY)
+    try:
+        os.ftruncate(descriptor, 0)  # its writer appends
+    finally:
+        os.close(descriptor)
+    return 0
 
 
 def _stands_a_signal(pid: int) -> bool:

@@ -9,19 +9,29 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
 from flyball.contracts.reports.rank_stands import RankStand, Stand
 from host_daemon.kernel.activity import Key, StalledWorker
-from host_daemon.kernel.thread_waits import ThreadWait, awaits, may_get_a_timer_signal, proof, threads_of
+from host_daemon.kernel.thread_waits import ThreadWait, awaits, may_get_a_signal, proof, threads_of
 from host_daemon.kernel.worker_reads import NotReadable, WorkerReads
 from host_daemon.workers.stacks import StackSource, take_stands
 
 TAKEN_WITHIN_S: Final = 1.5
 _THREADS_WITHIN_S: Final = 0.5
 _PROVED_AFTER_S: Final = 1.0  # nothing moved for so long
+_OFTEN_FOR_S, _SELDOM_S = 10.0, 2.0  # how long each look is a new one, and between looks after that
+
+
+class _SeenStand(NamedTuple):
+    """What was seen of a worker that stands."""
+
+    of: RankStand
+    stand: RankStand
+    began_s: float  # of the first look
+    until_s: float  # until then it holds
 
 
 class StandWatch:
@@ -34,10 +44,13 @@ class StandWatch:
         self._stands: dict[StalledWorker, RankStand] = {}
         self._taking: dict[StalledWorker, asyncio.Task[None]] = {}
         self._threads: dict[StalledWorker, tuple[float, tuple[ThreadWait, ...]]] = {}
+        self._judgements: dict[StalledWorker, _SeenStand] = {}
+        self._here: set[StalledWorker] = set()
 
     async def watch(self, standing: Sequence[StalledWorker], now_s: float) -> dict[Key, RankStand]:
         """Where these workers stand, as far as it is known by now. Others have moved, and are forgotten."""
-        here = {*standing}
+        here = self._here = {*standing}
+        self._judgements = {worker: one for worker, one in self._judgements.items() if worker in here}
         self._stands = {worker: stand for worker, stand in self._stands.items() if worker in here}
         self._threads = {worker: seen for worker, seen in self._threads.items() if worker in here}
         for worker in standing:
@@ -58,19 +71,30 @@ class StandWatch:
             source = self._sources().get(worker.key)
             if source is not None and source.pid == worker.pid:
                 for stand in await take_stands([source], TAKEN_WITHIN_S, self._reads, gently=True):
-                    self._stands[worker] = msgspec.structs.replace(stand, stack="")
+                    if worker in self._here:  # it may have moved meanwhile
+                        self._stands[worker] = msgspec.structs.replace(stand, stack="")
         finally:
             del self._taking[worker]
 
     async def _judged(self, worker: StalledWorker, stand: RankStand, now_s: float) -> RankStand:
-        """The same with what its threads show now: what they wait for, and whether that can end."""
+        """The same with what its threads show now, or did a moment ago: what they wait for, and whether it can end."""
+        known = self._judgements.get(worker)
+        if known is not None and known.of is stand and now_s < known.until_s:
+            return known.stand
+        began_s = known.began_s if known is not None else now_s
+        judged = await self._look(worker, stand, now_s)
+        until_s = now_s if now_s - began_s < _OFTEN_FOR_S else now_s + _SELDOM_S
+        self._judgements[worker] = _SeenStand(stand, judged, began_s, until_s)
+        return judged
+
+    async def _look(self, worker: StalledWorker, stand: RankStand, now_s: float) -> RankStand:
         try:
             threads = await self._reads.read(worker.pid, partial(_waits_of, worker.pid), timeout_s=_THREADS_WITHIN_S)
         except (NotReadable, OSError, ValueError):
             threads = ()
         if not threads:
             self._threads.pop(worker, None)
-            return stand
+            return msgspec.structs.replace(stand, awaits="unknown")
         since_s, before = self._threads.setdefault(worker, (now_s, threads))
         found = proof(threads, before)
         if not found:
@@ -82,5 +106,5 @@ class StandWatch:
 
 
 def _waits_of(pid: int) -> tuple[ThreadWait, ...]:
-    """The threads of a process; () if a timer may wake it."""
-    return () if may_get_a_timer_signal(pid) else threads_of(pid)
+    """The threads of a process; () if a handler of a signal may run."""
+    return () if may_get_a_signal(pid) else threads_of(pid)

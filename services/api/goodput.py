@@ -11,9 +11,10 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import msgspec
+import structlog
 
 from flyball.contracts.clock import Clock
-from flyball.contracts.errors import NotFound, TooBusy
+from flyball.contracts.errors import FlyballError, NotFound, TooBusy
 from goodput.account.options import AccountOptions
 from services.api.ports import EventLog, GoodputAccounts, Json, ReadModels
 from services.runtime.list_filters import JobFilter
@@ -23,6 +24,8 @@ from services.runtime.paging import Page
 if TYPE_CHECKING:  # the calculator is imported at the first request: a supervisor starts faster without it
     from goodput.account.job_account import JobAccount
     from goodput.history.facts import History
+
+_log = structlog.get_logger(__name__)
 
 FRESH_S = 2.0  # a report is reused for this long, at least
 FRESH_SHARE = 3.0  # and for this multiple of the time that it took
@@ -110,13 +113,22 @@ class GoodputReports:
             try:
                 began_s = self._clock.monotonic_s()
                 for job in self._reads.jobs(Page(MAX_JOBS), open_only=True, wanted=JobFilter()):
-                    self._update(str(job["job"]), stop)
+                    self._update_or_log(str(job["job"]), stop)
                 wait_s = max(RATIO_INTERVAL_S, RATIO_SHARE * (self._clock.monotonic_s() - began_s))
                 outage.ended()
             except OUTAGES as error:
                 wait_s = outage.pause_s(error)
         with contextlib.suppress(*OUTAGES):
             self.store()
+
+    def _update_or_log(self, job: str, stop: threading.Event) -> None:
+        """Bring a job's account up to date. One that cannot be keeps no other waiting."""
+        try:
+            self._update(job, stop)
+        except OUTAGES:
+            raise
+        except (FlyballError, ValueError, ArithmeticError) as error:
+            _log.warning("goodput_not_calculated", job=job, error=str(error))
 
     def store(self) -> None:
         """Store the accounts that are kept, as far as they are."""

@@ -18,7 +18,8 @@ from services.rules import hang_findings
 from services.rules.wording import counted, in_words, ranks_of
 
 STANDS_AFTER_S, STANDS_AFTER_STEPS = 1.0, 20.0  # without a step, outside of a phase that is known to take long
-UNHEARD_AFTER_S = 10.0  # without a report
+UNHEARD_AFTER_S = 20.0  # without a report; of thousands of steady hosts they are stored every 10 s
+HEARD_IN_TROUBLE_S = 3.0  # what is older is of before an incident
 UNATTACHED_AFTER_S = 60.0  # of a start: its script may report no steps at all
 _APART = {
     Phase.EVAL: ("evaluates", "evaluate"),
@@ -99,7 +100,7 @@ def doing_of(job: ObservedJob, now: float) -> JobDoing:
     if job.state.ended or job.state.ending:
         kind = Doing.ENDED if job.state.ended else Doing.ENDING
         return JobDoing(kind, job.since, 0.0, job.message or in_words(job.state.value))
-    if trains(job.ranks, job.step_s, now):
+    if trains(job.ranks, job.step_s, now, heard_within_s=HEARD_IN_TROUBLE_S if job.incidents else UNHEARD_AFTER_S):
         about = f"training at {job.steps_per_s:.3g} steps/s" if job.steps_per_s else "training"
         beside = "".join(f"; {one.incident_id}: {one.message}" for one in job.incidents[-1:])
         return JobDoing(Doing.TRAINING, job.since, job.steps_per_s, f"{about}{beside}")
@@ -108,13 +109,14 @@ def doing_of(job: ObservedJob, now: float) -> JobDoing:
     return _without_steps(job, now)
 
 
-def trains(ranks: Sequence[SeenRank], step_s: float, now: float) -> bool:
+def trains(ranks: Sequence[SeenRank], step_s: float, now: float, *, heard_within_s: float = UNHEARD_AFTER_S) -> bool:
     """Whether steps are made: some rank is heard, and moved within the time that steps take."""
     limit_s = max(STANDS_AFTER_S, STANDS_AFTER_STEPS * step_s)
     return any(
         rank.phase in (Phase.STEP, Phase.DATA)
+        and rank.moved_at > 0.0
         and rank.still_s <= limit_s
-        and now - rank.reported_at <= max(UNHEARD_AFTER_S, limit_s)
+        and now - rank.reported_at <= heard_within_s
         for rank in ranks
     )
 

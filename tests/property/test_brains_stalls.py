@@ -71,7 +71,7 @@ ORDINARY = {
     "all sleep": ([SLEEPS] * RANKS, LEAST_S["together"]),
     "most sleep": ([SLEEPS, SLEEPS, SLEEPS, WAITS], LEAST_S["together"]),
     "rank 0 saves": ([(Activity.BLOCKED, ""), WAITS, WAITS, WAITS], LEAST_S["blocked"]),
-    "rank 0 sleeps": ([SLEEPS, WAITS, WAITS, WAITS], LEAST_S["stands"]),
+    "rank 0 sleeps": ([SLEEPS, WAITS, WAITS, WAITS], LEAST_S["world"]),
     "somebody debugs": ([(Activity.TRACED, ""), WAITS, WAITS, WAITS], 1e6),
     "somebody types": ([(Activity.READS_INPUT, ""), WAITS, WAITS, WAITS], 1e6),
     "all are suspended": ([(Activity.STOPPED, "")] * RANKS, LEAST_S["suspended"]),

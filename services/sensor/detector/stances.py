@@ -14,6 +14,7 @@ from flyball.contracts.reports.rank_stands import RankStand, Stand
 
 # What a rank waits for outside of its job. Whether it comes is not known here: an ordinary pause waits so, too.
 _WORLD = frozenset({Stand.NETWORK, Stand.PROCESS, Stand.SLEEP, Stand.FILE, Stand.DATA_LOADER, Stand.CHECKPOINT})
+_EXPLAINED = frozenset({Stand.COLLECTIVE, Stand.LOCK})  # of ranks that do nothing
 _WORLD_CALLS = frozenset({"read", "pread64", "recvfrom", "recvmsg", "poll", "ppoll", "select", "pselect6"}) | frozenset(
     {"epoll_wait", "epoll_pwait", "connect", "accept", "accept4", "wait4", "waitid", "nanosleep", "clock_nanosleep"}
 )
@@ -76,14 +77,16 @@ def _by_stands(
         if (is_sure or rank in stands) and _waits_for_world(stands.get(rank), place)
     }:
         return Stance.WORLD, waits
-    is_explained = stance is Stance.TOGETHER and standing <= stands.keys() and DUE_SLEEP not in places
+    explained = {rank for rank in standing if rank in stands and stands[rank].kind in _EXPLAINED}
+    is_explained = stance is Stance.TOGETHER and standing <= explained and DUE_SLEEP not in places
     return (Stance.STUCK if is_explained else stance), standing
 
 
 def _waits_for_world(stand: RankStand | None, place: str) -> bool:
-    if stand is None or stand.kind == Stand.UNKNOWN:
-        return place in _WORLD_CALLS
-    return stand.kind in _WORLD or (stand.kind == Stand.LOCK and bool(stand.awaits))
+    """A stack is of the moment in which it was read; the call is of now."""
+    if stand is None or stand.kind not in (Stand.COLLECTIVE, Stand.LOCK):
+        return place in _WORLD_CALLS or (stand is not None and stand.kind in _WORLD)
+    return stand.kind == Stand.LOCK and (bool(stand.awaits) or place in _WORLD_CALLS)
 
 
 def _by_activity(

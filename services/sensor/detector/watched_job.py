@@ -388,7 +388,7 @@ class WatchedJob:
             # Daemons look at what a rank does from a quarter of the time on, and some report it later than others.
             stood_s = min(age_s, 2.0 * activity_s, 2.0 * stance_s)
         else:
-            stood_s = min(age_s, activity_s)
+            stood_s = min(age_s, activity_s, stance_s if stance is Stance.STUCK else age_s)
         phase, has_stepped = phases_of(ranks.progress)[place], ranks.has_stepped[place]
         if has_stepped:  # a start has deadlines of its own, and says nothing of pauses between steps
             paused_s = min(stood_s, now_s - pace.advanced_s)

@@ -17,7 +17,7 @@ from services.store.decisions import outcome_writer
 from services.store.decisions import rounds as round_store
 from services.store.sql.copying import Advance, copy_table
 from services.store.sql.database import Database
-from services.store.sql.tables import decisions, incidents, metadata, round_pieces, rounds, signals
+from services.store.sql.tables import decisions, incidents, metadata, round_pieces, rounds, signals, table_marks
 
 _COPIED = {signals: 200, rounds: 4, round_pieces: 4, incidents: 200, decisions: 200}  # tables, and rows at once
 
@@ -101,7 +101,7 @@ def _no_round(db: Database) -> NotFound:
 
 def _copy(db: Database, copy: Database) -> None:
     with copy.write() as target, db.read() as source:
-        metadata.create_all(target, tables=list(_COPIED))
+        metadata.create_all(target, tables=[*_COPIED, table_marks])
         there = set(inspect(source).get_table_names())  # an older release has fewer
         for table, at_once in _COPIED.items():
             if table.name in there:

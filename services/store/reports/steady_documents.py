@@ -46,14 +46,16 @@ class SteadyDocuments:
         versions = {slot: version for slot, version in connection.execute(query)} if slots != set() else {}
         changed = [slot for slot, version in versions.items() if self._version(slot) != version]
         found: list[SteadyPositions] = []
-        for slot in changed:  # one at a time: whoever reads may be interrupted in between
+        fresh: dict[int, Document] = {}  # taken in at the end: whoever reads may be broken off in between
+        for slot in changed:
             mine = select(_COLUMNS.version, _COLUMNS.document).where(_COLUMNS.slot == slot)
             version, document = connection.execute(mine).one()
             entries = readable("steady_positions", slot, read_steady, document)
-            self._known[slot] = Document(
+            fresh[slot] = Document(
                 version if entries is not None else _NONE, {entry.host_id: entry for entry in entries or ()}
             )
             found += entries or ()
+        self._known |= fresh
         return found
 
     def of(self, host_id: str, version: int) -> SteadyPositions | None:
@@ -106,9 +108,16 @@ class SteadyDocuments:
 
 
 def _newest(known: Entries, fresh: Entries) -> Entries:
-    """Return all entries; of a host that now reports to another sensor, the one that was received last."""
-    late = (name for name, one in fresh.items() if name in known and known[name].at > one.at)
+    """Return all entries; of a host that now reports to another sensor, the one that was received last. With the same
+    row only the host's own clock counts: a sensor's may be set back."""
+    late = (name for name, one in fresh.items() if name in known and _is_newer(known[name], one))
     return {**known, **fresh, **{name: known[name] for name in late}}
+
+
+def _is_newer(known: SteadyPositions, fresh: SteadyPositions) -> bool:
+    if known.version == fresh.version:
+        return known.sent_at > fresh.sent_at
+    return known.at > fresh.at
 
 
 def _all_are(connection: Connection, versions: Mapping[str, int]) -> bool:

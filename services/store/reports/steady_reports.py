@@ -56,6 +56,7 @@ def steady_positions(known: StoredReport, report: Report, received_at: float) ->
         and _is(report.copies, before.copies)
         and not (report.marks or report.restores or report.leaves)
         and all(now.phases == then.phases for now, then in zip(report.progress, before.progress, strict=True))
+        and len(report.progress) <= 1  # `still_s` is of one job
         and not any(progress.stands for progress in (*report.progress, *before.progress))
         and received_at - known.received_at < REWRITE_AFTER_S
     )

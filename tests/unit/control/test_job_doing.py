@@ -68,6 +68,11 @@ def test_two_lost_hosts_without_a_spare_are_no_training() -> None:
     assert found.text == "standing for 31 s: waits for a spare host (inc-3). host-b fell silent."
 
 
+def test_a_job_of_slow_steps_whose_host_fell_silent_is_not_said_to_train() -> None:
+    acting = msgspec.structs.replace(INCIDENT, state=IncidentState.ACTING)
+    assert doing(step_s=60.0, ranks=[rank(0, heard_s=5.0)], incidents=[acting]).kind is Doing.RECOVERING
+
+
 def test_what_waits_for_a_person_says_the_command() -> None:
     held = msgspec.structs.replace(INCIDENT, holding_for=f"{AWAITS_APPROVAL}restart_in_place")
     found = doing(incidents=[held, INCIDENT])
@@ -99,8 +104,8 @@ def test_a_start_that_takes_long_says_that_its_script_may_report_no_steps() -> N
 
 
 def test_a_job_that_nobody_hears_is_not_said_to_train() -> None:
-    found = doing(ranks=[rank(0, heard_s=12.0)])
-    assert (found.kind, found.text) == (Doing.UNHEARD, "nothing is heard of its hosts for 12 s")
+    found = doing(ranks=[rank(0, heard_s=25.0)])
+    assert (found.kind, found.text) == (Doing.UNHEARD, "nothing is heard of its hosts for 25 s")
 
 
 @pytest.mark.parametrize(

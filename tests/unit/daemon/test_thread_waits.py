@@ -18,7 +18,7 @@ from host_daemon.kernel.processes import read_stat
 from host_daemon.kernel.thread_waits import (
     ThreadWait,
     awaits,
-    may_get_a_timer_signal,
+    may_get_a_signal,
     proof,
     stands_a_signal,
     threads_of,
@@ -26,11 +26,15 @@ from host_daemon.kernel.thread_waits import (
 from host_daemon.workers.stacks import StackSource
 from host_daemon.workers.stand_watch import StandWatch
 
-MAIN = ThreadWait(1, "python", "S", "futex", endless=True, switches=7, origin="libpython3.11.so.1.0")
-GLOO = ThreadWait(2, "gloo_tcp_loop", "R", "epoll_wait", endless=False, switches=0, origin="")
-IDLE = ThreadWait(3, "pt_gloo_runloop", "S", "futex", endless=True, switches=8, origin="libstdc++.so.6.0.30")
-SLEEPS = ThreadWait(4, "python", "S", "futex", endless=False, switches=9, origin="libpython3.11.so.1.0")
-READS = ThreadWait(5, "python", "S", "recvfrom", endless=False, switches=0, origin="")
+MAIN = ThreadWait(1, "python", "S", "futex", endless=True, has_timeout=False, switches=7, origin="libpython3.11.so.1.0")
+GLOO = ThreadWait(2, "gloo_tcp_loop", "R", "epoll_wait", endless=False, has_timeout=False, switches=0, origin="")
+IDLE = ThreadWait(
+    3, "pt_gloo_runloop", "S", "futex", endless=True, has_timeout=False, switches=8, origin="libstdc++.so.6.0.30"
+)
+SLEEPS = ThreadWait(
+    4, "python", "S", "futex", endless=False, has_timeout=True, switches=9, origin="libpython3.11.so.1.0"
+)
+READS = ThreadWait(5, "python", "S", "recvfrom", endless=False, has_timeout=False, switches=0, origin="")
 
 LOCK = "import threading; lock = threading.Lock(); lock.acquire(); "
 ENDLESS = {
@@ -56,6 +60,8 @@ MAY_END = {
     + "import os; threading.Thread(target=os.read, args=(os.pipe()[0], 1)).start(); lock.acquire()",
     "another process": "import multiprocessing; multiprocessing.Event().wait()",
     "an alarm": LOCK + "import signal; signal.signal(signal.SIGALRM, lambda *_: lock.release()); lock.acquire()",
+    "a child's end": LOCK + "import signal; signal.signal(signal.SIGCHLD, lambda *_: lock.release()); lock.acquire()",
+    "a signal from outside": LOCK + "import signal; signal.signal(signal.SIGUSR1, lambda *_: None); lock.acquire()",
     "a sleep": "import time; time.sleep(600)",
     "a wait of C code": "import torch, torch.distributed as d; d.TCPStore('127.0.0.1', 0, 2, True)",
 }
@@ -81,7 +87,7 @@ def start() -> Iterator[Callable[[str], int]]:
 
 def looked(pid: int) -> str:
     before = threads_of(pid)
-    return "" if may_get_a_timer_signal(pid) else proof(threads_of(pid), before)
+    return "" if may_get_a_signal(pid) else proof(threads_of(pid), before)
 
 
 @pytest.mark.processes
@@ -196,3 +202,5 @@ def test_a_main_thread_that_waits_for_no_lock_awaits_nothing_by_another_thread()
     assert awaits((MAIN, GLOO, SLEEPS, READS)) == "recvfrom"
     assert awaits((MAIN, GLOO, IDLE, SLEEPS)) == ""
     assert awaits((READS, READS)) == ""
+    assert awaits((MAIN._replace(endless=False, has_timeout=True),)) == "a timeout"
+    assert awaits((MAIN, READS._replace(call="", state="R"))) == "running"
