@@ -3,42 +3,19 @@ says that it cannot be read."""
 
 from __future__ import annotations
 
-import re
-
-import httpx
 import pytest
 from sqlalchemy import update
 from support.servers.api_here import ApiHere
+from support.servers.whole_replies import problems
 from support.stores.poisoned import POISONED, broken_text, decoded_columns, fill, poison
 
 from flyball.contracts.errors import NotFound
-from services.api.auth import ACCESS
 from services.runtime.list_filters import AuditFilter
 from services.runtime.paging import Page
 from services.store.actions.departures import SqlDepartures
 from services.store.decisions.audit_store import SqlAuditLog
 from services.store.read.read_models import SqlReadModels
 from services.store.sql import tables
-
-QUERIES = {
-    "/v1/goodput": "?job=job&timeline_bins=3",
-    "/v1/checkpoints": "?job=job",
-    "/v1/goodput/comparison": "?a=job:job&b=job:job",
-    "/goodput/run": "?run=job:job",
-    "/goodput/comparison": "?run=job:job&with=job:job",
-}
-# Of a simulation, which is a file; without an end; by an actuator, from a daemon (tests of those are elsewhere).
-ELSEWHERE = {
-    *("/v1/simulations/{name}", "/v1/stream", "/v1/jobs/{job}/logs", "/static/{path:path}"),
-    *("/v1/hosts/{host_id}/commands", "/v1/hosts/{host_id}/departure"),
-}
-NAMES = {"job": "job", "host_id": "host-a", "incident_id": "inc-1", "decision_id": "dec-2", "action_id": "act-2"}
-ADDRESSES = tuple(
-    re.sub(r"{(\w+)}", lambda found: NAMES[found[1]], path) + QUERIES.get(path, "")
-    for method, path in ACCESS
-    if method == "GET" and path not in ELSEWHERE
-)
-
 
 # What an operator may ask for: the method, the path, and a body. Tokens, events and log pieces read no row.
 ACTS: tuple[tuple[str, str, object], ...] = (
@@ -66,33 +43,6 @@ ACTS: tuple[tuple[str, str, object], ...] = (
 def full(stores):  # type: ignore[no-untyped-def]
     fill(stores)
     return stores
-
-
-# What a reply that is about such a row says: it is there, and cannot be read.
-SUBJECTS = {
-    "jobs": ("job",),
-    "incidents": ("inc-1",),
-    "hosts": ("host-a",),
-    "actions": ("act-2",),
-    "decisions": ("dec-2", "act-2"),
-}
-
-
-def problems(api: ApiHere, table: str = "") -> dict[str, str]:
-    """Return what is wrong with replies: anything but what was asked for, or that their subject cannot be read."""
-    return {
-        address: f"{reply.status_code} {reply.text[:300]}"
-        for address, reply in api.get(ADDRESSES).items()
-        if reply.status_code not in (200, 303) and not _says_why(table, address, reply)
-    }
-
-
-def _says_why(table: str, address: str, reply: httpx.Response) -> bool:
-    if reply.status_code != 404:
-        return False
-    if table == "events":
-        return "goodput" in address  # no event at all can be read: there is nothing to report
-    return any(name in address for name in SUBJECTS.get(table, ())) and "cannot be read" in reply.text
 
 
 def test_each_route_answers(full, tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -127,14 +77,6 @@ def test_a_poisoned_row_breaks_no_act(full, tmp_path, table, column, value) -> N
     for reply in (*api.ask(rehearsed), *api.ask(ACTS)):
         assert reply.status_code < 500, (reply.request.method, reply.request.url, reply.text)
         assert reply.is_success or reply.json()["detail"], reply.text
-
-
-@pytest.mark.parametrize("table", decoded_columns())
-def test_text_that_is_no_text_breaks_no_reply(full, tmp_path, table) -> None:  # type: ignore[no-untyped-def]
-    api = ApiHere(full, tmp_path)
-    for column in decoded_columns()[table]:
-        with broken_text(full, table, column):
-            assert problems(api, table) == {}, column
 
 
 def test_rows_that_cannot_be_read_are_no_gap_in_a_list(stores, make) -> None:  # type: ignore[no-untyped-def]
