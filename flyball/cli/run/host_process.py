@@ -19,8 +19,6 @@ from flyball.contracts.on_host.engine_wire import ENGINE_PID_FILE
 from flyball.contracts.on_host.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_prefix
 from flyball.process_title import read_words
 from host_daemon.kernel.kin import WorkerOrigin, kin_of
-from host_daemon.store.command_journal import RESERVE_FILE
-from host_daemon.store.reserve import Reserve
 
 DAEMON_STOP_TIMEOUT_S = 15.0
 KILL_TIMEOUT_S = 5.0
@@ -111,6 +109,9 @@ class HostProcess:
         _kill_all(processes, self.processes)
         if not self.keeps_segments:
             self.remove_segments()
+        from host_daemon.store.command_journal import RESERVE_FILE  # with structlog: not at the start
+        from host_daemon.store.reserve import Reserve
+
         with suppress(FlyballError):  # what cannot be read may be needed
             Reserve(self.state_dir / RESERVE_FILE).give_back()
 
