@@ -44,13 +44,13 @@ class StandWatch:
         self._stands: dict[StalledWorker, RankStand] = {}
         self._taking: dict[StalledWorker, asyncio.Task[None]] = {}
         self._threads: dict[StalledWorker, tuple[float, tuple[ThreadWait, ...]]] = {}
-        self._judgements: dict[StalledWorker, _SeenStand] = {}
+        self._seen: dict[StalledWorker, _SeenStand] = {}
         self._here: set[StalledWorker] = set()
 
     async def watch(self, standing: Sequence[StalledWorker], now_s: float) -> dict[Key, RankStand]:
         """Where these workers stand, as far as it is known by now. Others have moved, and are forgotten."""
         here = self._here = {*standing}
-        self._judgements = {worker: one for worker, one in self._judgements.items() if worker in here}
+        self._seen = {worker: one for worker, one in self._seen.items() if worker in here}
         self._stands = {worker: stand for worker, stand in self._stands.items() if worker in here}
         self._threads = {worker: seen for worker, seen in self._threads.items() if worker in here}
         for worker in standing:
@@ -78,16 +78,17 @@ class StandWatch:
 
     async def _judged(self, worker: StalledWorker, stand: RankStand, now_s: float) -> RankStand:
         """The same with what its threads show now, or did a moment ago: what they wait for, and whether it can end."""
-        known = self._judgements.get(worker)
+        known = self._seen.get(worker)
         if known is not None and known.of is stand and now_s < known.until_s:
             return known.stand
         began_s = known.began_s if known is not None else now_s
         judged = await self._look(worker, stand, now_s)
         until_s = now_s if now_s - began_s < _OFTEN_FOR_S else now_s + _SELDOM_S
-        self._judgements[worker] = _SeenStand(stand, judged, began_s, until_s)
+        self._seen[worker] = _SeenStand(stand, judged, began_s, until_s)
         return judged
 
     async def _look(self, worker: StalledWorker, stand: RankStand, now_s: float) -> RankStand:
+        """The same with what its threads show now. What cannot be read may end the wait."""
         try:
             threads = await self._reads.read(worker.pid, partial(_waits_of, worker.pid), timeout_s=_THREADS_WITHIN_S)
         except (NotReadable, OSError, ValueError):

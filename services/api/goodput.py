@@ -11,6 +11,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import msgspec
+import structlog
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError, NotFound, TooBusy
@@ -23,6 +24,8 @@ from services.runtime.paging import Page
 if TYPE_CHECKING:  # the calculator is imported at the first request: a supervisor starts faster without it
     from goodput.account.job_account import JobAccount
     from goodput.history.facts import History
+
+_log = structlog.get_logger(__name__)
 
 FRESH_S = 2.0  # a report is reused for this long, at least
 FRESH_SHARE = 3.0  # and for this multiple of the time that it took
@@ -125,9 +128,7 @@ class GoodputReports:
         except OUTAGES:
             raise
         except (FlyballError, ValueError, ArithmeticError) as error:
-            import structlog  # `flyball run` imports this module, and starts faster without it
-
-            structlog.get_logger(__name__).warning("goodput_not_calculated", job=job, error=str(error))
+            _log.warning("goodput_not_calculated", job=job, error=str(error))
 
     def store(self) -> None:
         """Store the accounts that are kept, as far as they are."""
