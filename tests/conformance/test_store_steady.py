@@ -10,9 +10,11 @@ from sqlalchemy import event, select
 
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.cluster import Phase, RankStatus
+from services.controller.ports import BrokenOff
 from services.store.reports import steady_reports
 from services.store.reports.rank_rows import known_ranks
 from services.store.reports.status_store import SqlStatusStore
+from services.store.reports.steady_documents import SteadyDocuments
 from services.store.sql import tables
 
 RANKS = {"host-a": (0, 1), "host-b": (2, 3)}
@@ -48,6 +50,45 @@ def test_newer_positions_write_no_row_and_are_seen_at_once(running, make) -> Non
     assert [(host.stored_report_at, host.last_report_at) for host in view.hosts] == [(1011.0, 1011.0)] * 2
     assert view.jobs[0].newest_step == 6
     assert view == running.other_decisions().load_view()
+
+
+def test_when_ranks_moved_last_is_told_with_their_steps(running, make) -> None:
+    def moved_at() -> set[float]:
+        with running.db.read() as connection:
+            return {one.moved_at for one in known_ranks(connection, {"job": 1}, {"job": RANKS})["job"].values()}
+
+    assert moved_at() == {1010.0}
+    running.status.record_steady([reported(make, host, 1011.0, 6) for host in RANKS])
+    assert moved_at() == {1011.0}
+
+
+def test_a_sensors_clock_that_is_set_back_holds_no_position_back(running, make) -> None:
+    running.status.record_steady([reported(make, "host-a", 1011.0, 6)])
+    report, _ = reported(make, "host-a", 1012.0, 7)
+    running.status.record_steady([(report, 1000.0)])
+    assert seen(running)[0] == (7, 1000.0)
+
+
+def test_a_read_that_is_broken_off_takes_in_nothing(running, make) -> None:
+    class BreaksOff:
+        """A connection on which only the first document can be read."""
+
+        def __init__(self, connection) -> None:
+            self.connection, self.left = connection, 2
+
+        def execute(self, statement):
+            self.left -= 1
+            if self.left < 0:
+                raise BrokenOff
+            return self.connection.execute(statement)
+
+    running.status.record_steady([reported(make, host, 1011.0, 6) for host in RANKS])
+    documents = SteadyDocuments()
+    with running.db.read() as connection:
+        everything = {entry.host_id for entry in SteadyDocuments().read(connection)}
+        with pytest.raises(BrokenOff):
+            documents.read(BreaksOff(connection))
+        assert {entry.host_id for entry in documents.read(connection)} == everything == {*RANKS}
 
 
 def test_positions_of_many_hosts_take_the_statements_of_one(running, make) -> None:

@@ -524,6 +524,16 @@ def test_a_rank_that_waits_for_something_outside_has_five_minutes(job: Job, kind
     assert [(stall.ranks, stall.stance) for stall in job.stalls] == [((0,), "world")]
 
 
+def test_what_was_a_wait_for_something_outside_until_now_has_half_a_minute_from_now_on(job: Job) -> None:
+    explained(job, awaits="recvfrom")
+    job.wait(100.0)
+    job.stands[0] = RankStand(0, Stand.LOCK, caller="wait (train.py:7)")
+    job.wait(28.0)
+    assert job.stalls == []
+    job.wait(5.0)
+    assert [stall.stance for stall in job.stalls] == ["stuck"]
+
+
 def test_an_alarm_at_a_place_makes_patience_there_longer_at_whatever_step(job: Job) -> None:
     for steps, deadline_s in ((1500, 30.0), (1600, 300.0), (1700, 3000.0), (1800, 3000.0)):
         explained(job)

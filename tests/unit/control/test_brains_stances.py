@@ -93,6 +93,10 @@ def test_one_that_waits_for_something_outside_is_given_the_time_of_a_pause(place
         (stand(0, Stand.COLLECTIVE), {LOCK: {1, 2, 3}, "recvfrom": {0}}, Stance.STANDS, {0}),  # it waits for ranks
         (stand(0, Stand.LOCK, proof="nobody can"), {LOCK: ALL}, Stance.DEAD, {0}),
         (stand(0, Stand.SLEEP), {LOCK: {1, 2, 3}, DUE_SLEEP: {0}}, Stance.WORLD, {0}),
+        (stand(0, Stand.CODE), {LOCK: {1, 2, 3}, "recvfrom": {0}}, Stance.WORLD, {0}),  # it ran when it was looked at
+        (stand(0, Stand.BLOCKED), {LOCK: {1, 2, 3}, "wait4": {0}}, Stance.WORLD, {0}),
+        (stand(0, Stand.CODE), {LOCK: ALL}, Stance.TOGETHER, ALL),
+        (stand(0, Stand.LOCK, awaits="unknown"), {LOCK: ALL}, Stance.WORLD, {0}),
     ],
 )
 def test_where_they_stand_decides_among_the_idle(

@@ -253,6 +253,16 @@ def test_a_stopped_process_and_one_that_ended(hang: Callable[..., StackSource]) 
 
 
 @pytest.mark.processes
+def test_a_file_of_answers_does_not_grow_for_ever(hang: Callable[..., StackSource]) -> None:
+    source = hang(ANSWERS + HANGS["lock"])
+    answers = Path(source.beacon + STACKS_SUFFIX)
+    answers.write_bytes(bytes(2 * stacks.MAX_DUMP_BYTES))
+    (found,) = asyncio.run(take_stands([source], DEADLINE_S, WorkerReads()))
+    assert found.stack, found
+    assert answers.stat().st_size < stacks.MAX_DUMP_BYTES
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "code",
     [

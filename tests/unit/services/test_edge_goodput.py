@@ -6,11 +6,12 @@ import threading
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
+import msgspec
 import pytest
 from support.jobs.goodput_runs import START, interrupted_run
 
 from flyball.contracts.errors import NotFound, UsageError
-from flyball.contracts.events import Event
+from flyball.contracts.events import Event, EventKind
 from goodput.account.options import AccountOptions
 from goodput.calculator import calculate
 from goodput.show.report import to_json
@@ -56,11 +57,14 @@ class Log:
 
 
 class Jobs:
+    def __init__(self, *names: str) -> None:
+        self.names = names or ("llama",)
+
     def job(self, name: str) -> dict[str, Any]:
         return {"ended_at": None}
 
     def jobs(self, page: object, *, open_only: bool, wanted: object) -> list[dict[str, Any]]:
-        return [{"job": "llama"}]
+        return [{"job": name} for name in self.names]
 
 
 class Accounts:
@@ -97,10 +101,10 @@ class StopsOnceThereIsOne(threading.Event):
         return bool(self.accounts.found)
 
 
-def reports_of(events: list[Event]) -> tuple[GoodputReports, Log, Clock]:
+def reports_of(events: list[Event], *jobs: str) -> tuple[GoodputReports, Log, Clock]:
     clock = Clock()
     log = Log(events, clock)
-    reports = GoodputReports(events=log, reads=Jobs(), accounts=Accounts(), clock=clock)  # type: ignore[arg-type]
+    reports = GoodputReports(events=log, reads=Jobs(*jobs), accounts=Accounts(), clock=clock)  # type: ignore[arg-type]
     return reports, log, clock
 
 
@@ -222,6 +226,16 @@ def test_a_ratio_is_stored_for_metrics_without_a_request(monkeypatch: pytest.Mon
     reports.run(StopsOnceThereIsOne(accounts))
     assert accounts.ratios() == {"llama": calculate(EVENTS, now=NOW).goodput}
     assert accounts.documents, "and so is the account, at the end"
+
+
+def test_a_job_whose_account_fails_keeps_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(goodput, "RATIO_INTERVAL_S", 0.0)
+    of_no_job = msgspec.structs.replace(EVENTS[0], kind=EventKind.CONTROLLER_ELECTED, job="")
+    reports, _, _ = reports_of([of_no_job, *EVENTS], "nothing-of-its-own", "llama")
+    accounts = reports._stored
+    assert isinstance(accounts, Accounts)
+    reports.run(StopsOnceThereIsOne(accounts))
+    assert accounts.ratios().keys() == {"llama"}
 
 
 def test_an_impossible_query_is_refused() -> None:
