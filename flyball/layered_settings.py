@@ -6,8 +6,9 @@ durations are in seconds.
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,6 +21,32 @@ T = TypeVar("T", bound=msgspec.Struct)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?(?:/s)?\s*", re.IGNORECASE)
 _WORDS = {"on": "true", "yes": "true", "off": "false", "no": "false"}
+
+PREFIX = "FLYBALL_"
+# What all parts read, without the prefix; a test compares. Beside them are those that begin with one of _FAMILIES.
+VARIABLES = """
+    actuator_urls address attached beacon ca_file checkpoint client_cert_file client_key_file cloud_notices
+    conditions_dir database_url database_url_file detector drain_timeout_s engine_notify events fabric failure_domain fault_point
+    former_token former_token_file generation host host_id host_token_epochs inject job lease_ttl_s leave_timeout_s
+    lineage log_format log_level log_target max_requests_per_s max_waiting_polls metadata_url obeys otlp_endpoint
+    otlp_headers policy port probe_interval_s probe_root redis_prefix redis_url redis_url_file report_interval_s
+    restore_step retention run sensor_urls shm_dir shm_prefix simulations_dir start_timeout_s state_dir supervisor
+    tls_cert_file tls_client_ca_file tls_key_file token token_file trusted_network wall_clock warm_nproc webhook_secret
+    webhook_secret_file webhook_url worker worker_user
+""".upper().split()
+_FAMILIES = ("CKPT_", "POLICY__", "DETECTOR__", "RETENTION__")  # CKPT_ is checked by the engine's settings
+
+
+def unread_variables(environ: Iterable[str]) -> list[str]:
+    """Say of each FLYBALL_* variable that no part reads which one was probably meant."""
+    said = []
+    for name in sorted(environ):
+        own = name.upper().removeprefix(PREFIX)
+        if not name.upper().startswith(PREFIX) or own in VARIABLES or own.startswith(_FAMILIES):
+            continue
+        near = difflib.get_close_matches(own, VARIABLES, n=1)
+        said.append(f"{name}: not used: " + (f"did you mean {PREFIX}{near[0]}?" if near else "no part reads it"))
+    return said
 
 
 def field_names(kind: type[msgspec.Struct]) -> tuple[str, ...]:

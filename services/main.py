@@ -23,6 +23,7 @@ from fastapi import FastAPI
 from flyball.contracts.clock import Clock, SystemClock
 from flyball.contracts.credentials import OPERATORS_FILE
 from flyball.contracts.errors import ConfigurationError, FlyballError, Unreachable
+from flyball.layered_settings import unread_variables
 from flyball.service_manager import ServiceManager
 from services.api.app import create_app
 from services.assembly import Assembly
@@ -271,6 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
     given = vars(parser.parse_args(arguments))
     part = given.pop("part")
+    sys.stderr.writelines(f"{said}\n" for said in unread_variables(os.environ))
     try:
         return _run(load_settings(log_target="stderr", **given), PARTS if part == "all" else (part,))
     except FlyballError as error:

@@ -18,6 +18,7 @@ from flyball.cli.reach.options import (
     SupervisorOption,
     TokenFileOption,
     command_help,
+    variable,
     with_supervisor,
 )
 from flyball.cli.reach.places import find_supervisor, keep_token, make_state_dir, state_root
@@ -25,6 +26,7 @@ from flyball.cli.reach.sources import SupervisorChoice
 from flyball.cli.show.output import Format, OutputOption, announce, printed
 from flyball.client_tls import ClientTls
 from flyball.contracts.identity import check_name
+from flyball.layered_settings import unread_variables
 
 app = typer.Typer(
     **command_help(
@@ -47,9 +49,9 @@ def daemon(
     client_cert_file: ClientCertOption = "",
     client_key_file: ClientKeyOption = "",
     state_dir: Annotated[str, typer.Option(help="folder for the daemon's state and the ranks' logs")] = "",
-    host_id: Annotated[str, typer.Option(help="stable id of this host (default: its host name)")] = "",
+    host_id: Annotated[str, variable("host_id", help="stable id of this host (default: its host name)")] = "",
     address: Annotated[
-        str, typer.Option(help="IP address at which other hosts reach this one (default: detected)")
+        str, variable("address", help="IP address at which other hosts reach this one (default: detected)")
     ] = "",
     failure_domain: Annotated[
         str, typer.Option(help="group of hosts that fail together, for example a rack or a switch")
@@ -59,8 +61,10 @@ def daemon(
     ] = "",
     warm_nproc: Annotated[
         int,
-        typer.Option(
-            min=0, help="have a warm standby ready for jobs with this many workers per host; 0: after the first job"
+        variable(
+            "warm_nproc",
+            min=0,
+            help="have a warm standby ready for jobs with this many workers per host; 0: after the first job",
         ),
     ] = 0,
     ckpt_config: Annotated[
@@ -68,7 +72,12 @@ def daemon(
     ] = "",
     leave_timeout_s: Annotated[
         float,
-        typer.Option(min=0.0, max=3600.0, help="on SIGTERM, wait at most this long until the ranks train elsewhere"),
+        variable(
+            "leave_timeout_s",
+            min=0.0,
+            max=3600.0,
+            help="on SIGTERM, wait at most this long until the ranks train elsewhere",
+        ),
     ] = 15.0,
     conditions_dir: Annotated[
         str, typer.Option(help="folder in which others report conditions of this host (default: in the state folder)")
@@ -79,11 +88,15 @@ def daemon(
     worker_user: Annotated[
         str, typer.Option(help="user that workers run as, who cannot reach daemon and engine; needs root")
     ] = "",
-    report_interval_s: Annotated[float, typer.Option(min=0.05, max=60.0, help="seconds between reports")] = 1.0,
+    report_interval_s: Annotated[
+        float, variable("report_interval_s", min=0.05, max=60.0, help="seconds between reports")
+    ] = 1.0,
 ) -> None:
     """Replaces this process with the daemon, which then handles signals and sets the exit code."""
     if context.invoked_subcommand is not None:
         return
+    for said in unread_variables(os.environ):
+        announce(said)
     environment = _checkpoint_settings(dict(os.environ), ckpt_config)
     environment |= ClientTls(ca_file, client_cert_file, client_key_file).environment()
     found = find_supervisor(os.environ, url=supervisor, token_file=token_file)

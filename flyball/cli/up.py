@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from flyball.cli.reach.options import command_help
+from flyball.cli.reach.options import command_help, variable
 from flyball.cli.reach.places import make_state_dir, supervisor_dir
 from flyball.cli.reach.this_host import is_here_only
 from flyball.cli.run.embedded import start_supervisor
@@ -17,6 +17,7 @@ from flyball.cli.show.output import Format, OutputOption, announce, print_fields
 from flyball.cli.signals import EndSignals
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import FlyballError
+from flyball.layered_settings import unread_variables
 from flyball.service_manager import ServiceManager
 
 DEFAULT_PORT = 7370
@@ -34,8 +35,12 @@ COMMAND = command_help(
 def command(
     *,
     state_dir: Annotated[str, typer.Option(help="folder for its database, token and log")] = "",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0 picks a free one")] = DEFAULT_PORT,
-    host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 lets other machines connect")] = "127.0.0.1",
+    port: Annotated[
+        int, variable("port", min=0, max=65535, help="port to listen on; 0 picks a free one")
+    ] = DEFAULT_PORT,
+    host: Annotated[
+        str, variable("host", help="address to listen on; 0.0.0.0 lets other machines connect")
+    ] = "127.0.0.1",
     database_url: Annotated[str, typer.Option(help="SQLAlchemy URL (default: SQLite in the state folder)")] = "",
     redis_url: Annotated[
         str, typer.Option(help="Redis for the signals if several supervisors share a database: redis://host:6379/0")
@@ -51,6 +56,8 @@ def command(
     from services.runtime.process import allow_many_connections
 
     allow_many_connections()
+    for said in unread_variables(os.environ):
+        announce(said)
     manager = ServiceManager(os.environ, SystemClock())
     folder = make_state_dir(Path(state_dir) if state_dir else supervisor_dir(os.environ))
     with EndSignals(("SIGTERM", "SIGINT", "SIGHUP")) as signals:

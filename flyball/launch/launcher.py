@@ -23,6 +23,7 @@ from flyball.launch.forwarded_environment import ALL, NONE
 from flyball.launch.launch_flags import ALL_FLAGS, TRANSOM_VARIABLES, Flag, FlagKind, FlagOrigin, Use
 from flyball.launch.launch_grammar import convert, read_line
 from flyball.launch.output_flags import Console, parse_console
+from flyball.layered_settings import unread_variables
 
 DEFAULT_MAX_RESTARTS = 3
 DEFAULT_RENDEZVOUS_PORT = 29400  # this and the next are torchrun's
@@ -112,6 +113,7 @@ def parse_run(
         raise UsageError("No script is given.", hint="flyball run [flags] train.py [arguments of the script]")
     notices = [_notice(flag, given[flag.dest]) for flag in ALL_FLAGS if flag.use is Use.NOTED and flag.dest in given]
     notices += [f"{name}: not used: {why}" for name, why in TRANSOM_VARIABLES.items() if name in environ]
+    notices += unread_variables(environ)
     if not given.get("supervisor") and not given.get("use_supervisor"):
         whole = "workers have the whole environment of this shell"
         notices += [f"--env {word}: not used: {whole}" for word in given.get("env", ()) if word in (ALL, NONE)]

@@ -37,6 +37,12 @@ DatabaseOption = Annotated[
 ]
 JobOption = Annotated[str, typer.Option("--job", help="only this job")]
 
+
+def variable(name: str, **given: Any) -> Any:  # noqa: ANN401 - typer's
+    """An option whose default the setting's variable replaces."""
+    return typer.Option(f"--{name.replace('_', '-')}", envvar=f"FLYBALL_{name.upper()}", show_envvar=False, **given)
+
+
 _WRAPPER = textwrap.TextWrapper(width=74, break_long_words=False, break_on_hyphens=False)  # fits into 80 columns
 
 Command = Callable[..., Any]
