@@ -1,7 +1,7 @@
 """Train a small network to read handwritten digits, and go on from the last checkpoint.
 
     python examples/mnist.py
-    python examples/mnist.py --steps 2000 --checkpoint runs/digits.pt
+    python examples/mnist.py --steps 2000 --checkpoint digits.pt
 
 An ordinary script: but for the lines with `flyball.save` and `flyball.load`, it is what it was with `torch.save` and
 `torch.load`. Kill it at any moment and start it again. It goes on from the newest save in memory, with the same losses,

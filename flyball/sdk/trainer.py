@@ -134,7 +134,7 @@ class Job:
     def step(self, step: int, loss: object = None) -> None:
         """Report that optimizer step `step` is complete. Call it after every step, in every rank.
 
-        This is how the supervisor sees progress. It costs less than a microsecond: no thread, no system call.
+        This is how the supervisor sees progress. It costs about a microsecond: no thread, no system call.
 
         `loss` is a number or a one-element tensor; the job's page shows rank 0's. A tensor on a device is copied
         asynchronously and reported with a later step. Nothing waits for the device, and you may change the tensor at

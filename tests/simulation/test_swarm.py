@@ -46,7 +46,7 @@ def test_what_a_fleet_once_found_stays_mended(seed: int, kept: tuple[int, ...]) 
 def test_what_a_trace_once_found_stays_mended(trace: Path) -> None:
     """By releases that drew other worlds from these seeds. A host that is released as another is cordoned, a job that
     had waited before: the checkers took both for a failure. And (527) an adopted job whose rank had ended: its steps
-    were taken for short, and given up at once. 843 and the others: see docs/reference/swarm.md."""
+    were taken for short, and given up at once."""
     read = read_trace(trace)
     assert read is not None
     assert try_out(read.trial).violations == ()
