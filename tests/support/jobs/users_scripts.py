@@ -62,17 +62,6 @@ optimizer = torch.optim.AdamW(model.parameters())
 total = 610
 
 
-class LoaderState:
-    def state_dict(self):
-        return {"position": torch.tensor(0)}
-
-    def load_state_dict(self, state):
-        pass
-
-
-loader_state = LoaderState()
-
-
 def evaluate(model):
     time.sleep(8.0)
     print("evaluated", flush=True)
