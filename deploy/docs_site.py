@@ -1,4 +1,5 @@
-"""Hooks of the documentation's site (mkdocs.yml): its navigation, links that leave docs/, and the API's reference.
+"""Hooks of the documentation's site (mkdocs.yml): its navigation, its first page, links that leave docs/, the API's
+reference. A site that would load something from elsewhere is not built.
 
 On a code host, links lead from docs/ to other files of the repository. The site gets a copy of each file that a page
 links to, in repository/. The operations and types of the API are made from the code, and are in no file of docs/.
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -27,6 +29,12 @@ DECISIONS = "decisions/index.md"
 API, OPENAPI = "reference/http-api.md", "reference/openapi.json"
 PAGES = {"README.md": "readme.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 _LINK = re.compile(r"\]\(([^()\s#]+)(#[^()\s]*)?\)")
+# What a browser loads by itself, from another site: not links that a reader may follow.
+_LOADED = re.compile(
+    r"""<(?:script|img|iframe|source)[^>]*\ssrc="?(?:https?:)?//[^">]+|url\(["']?(?:https?:)?//[^)]+|"""
+    r"""<link(?![^>]*rel="?canonical)[^>]*\shref="?(?:https?:)?//[^">]+"""
+)
+_SHIM = '<script src="https://unpkg.com/iframe-worker/shim"></script>'  # for a search in pages that no server serves
 _ENTRY = re.compile(r"\]\(([\w/-]+\.md)\)")
 
 
@@ -60,6 +68,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Point links that leave docs/ to the copies, and links to a folder to its list. Add the API's operations."""
     here = page.file.src_uri
+    if here == "index.md":  # with what the README begins with: what this is, and its picture
+        pitch = (ROOT / "README.md").read_text().partition("\n")[2].partition("\nType `flyball run`")[0]
+        title, _, rest = markdown.partition("\n")
+        markdown = f"{title}\n{pitch.replace('](docs/', '](')}\n{rest}"
     if here == API:
         link = f"For client generators: [openapi.json]({Path(OPENAPI).name})."
         markdown = f"{markdown}\n{link}\n\n{as_markdown(reference(_api()))}"
@@ -79,6 +91,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"]({os.path.relpath(place, os.path.dirname(here) or '.')}{anchor})"  # noqa: PTH120
 
     return _LINK.sub(moved, markdown)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Take out the theme's one script of another site. Fail if anything else is loaded from one: pages are read offline."""
+    found = set()
+    for path in (path for path in Path(config.site_dir).rglob("*") if path.suffix in (".html", ".css")):
+        text = path.read_text().replace(_SHIM, "")
+        path.write_text(text)
+        found |= {f"{path.name}: {loaded}" for loaded in _LOADED.findall(text)}
+    if found:
+        raise PluginError("Loaded from another site: " + "; ".join(sorted(found)[:10]))
 
 
 def _targets(page: Path) -> set[str]:

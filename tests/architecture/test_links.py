@@ -86,3 +86,19 @@ def test_every_page_that_a_file_names_exists() -> None:
             if not path.exists() and not list(path.parent.glob(f"{path.name}-*")):
                 missing.append(f"{name}: {named}")
     assert missing == []
+
+
+def test_a_link_that_shows_a_files_name_leads_to_that_file() -> None:
+    pages = [ROOT / name for name in tracked() if name.endswith(".md")]
+    shown = [(page, *found) for page in pages for found in re.findall(r"\[([\w/-]+\.md)\]\(([^)#]+)", prose(page))]
+    assert [f"{page.name}: {text}" for page, text, link in shown if Path(text).name != Path(link).name] == []
+
+
+def test_the_site_has_both_colours_and_nothing_from_elsewhere() -> None:
+    """`make docs` also looks for the latter in what it has built."""
+    settings = (ROOT / "mkdocs.yml").read_text()
+    assert "  font: false" in settings and "  - offline" in settings and "://" not in settings
+    assert "scheme: default" in settings and "scheme: slate" in settings
+    assert "//" not in (ROOT / "docs" / "site.css").read_text()
+    pages = [ROOT / name for name in tracked() if name.endswith(".md")]
+    assert [page.name for page in pages if re.search(r"!\[[^\]]*\]\(https?:|<(img|script)[^>]*src=", prose(page))] == []
