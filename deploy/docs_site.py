@@ -94,7 +94,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Take out the theme's one script of another site. Fail if anything else is loaded from one: pages are read offline."""
+    """Take out the one script that the theme loads from another site; fail if there is more: pages are read offline."""
     found = set()
     for path in (path for path in Path(config.site_dir).rglob("*") if path.suffix in (".html", ".css")):
         text = path.read_text().replace(_SHIM, "")
