@@ -26,13 +26,13 @@ PREFIX = "FLYBALL_"
 # What all parts read, without the prefix; a test compares. Beside them are those that begin with one of _FAMILIES.
 VARIABLES = """
     actuator_urls address attached beacon ca_file checkpoint client_cert_file client_key_file cloud_notices
-    conditions_dir database_url database_url_file detector drain_timeout_s engine_notify events fabric failure_domain fault_point
-    former_token former_token_file generation host host_id host_token_epochs inject job lease_ttl_s leave_timeout_s
-    lineage log_format log_level log_target max_requests_per_s max_waiting_polls metadata_url obeys otlp_endpoint
-    otlp_headers policy port probe_interval_s probe_root redis_prefix redis_url redis_url_file report_interval_s
-    restore_step retention run sensor_urls shm_dir shm_prefix simulations_dir start_timeout_s state_dir supervisor
-    tls_cert_file tls_client_ca_file tls_key_file token token_file trusted_network wall_clock warm_nproc webhook_secret
-    webhook_secret_file webhook_url worker worker_user
+    conditions_dir database_url database_url_file detector drain_timeout_s engine_notify events fabric failure_domain
+    fault_point former_token former_token_file generation host host_id host_token_epochs inject job lease_ttl_s
+    leave_timeout_s lineage log_format log_level log_target max_requests_per_s max_waiting_polls metadata_url obeys
+    otlp_endpoint otlp_headers policy port probe_interval_s probe_root redis_prefix redis_url redis_url_file
+    report_interval_s restore_step retention run sensor_urls shm_dir shm_prefix simulations_dir start_timeout_s
+    state_dir supervisor tls_cert_file tls_client_ca_file tls_key_file token token_file trusted_network wall_clock
+    warm_nproc webhook_secret webhook_secret_file webhook_url worker worker_user
 """.upper().split()
 _FAMILIES = ("CKPT_", "POLICY__", "DETECTOR__", "RETENTION__")  # CKPT_ is checked by the engine's settings
 

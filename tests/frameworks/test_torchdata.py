@@ -1,4 +1,4 @@
-"""The how-to about epochs, its script with torchdata: a rank killed in the second epoch, and one at that epoch's end."""
+"""The how-to about epochs, its script with torchdata: one rank killed in the second epoch, one at its end."""
 
 from __future__ import annotations
 

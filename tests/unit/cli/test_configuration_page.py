@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from ckpt_engine.settings import EngineSettings
+from flyball.cli.commands import as_click
 from flyball.cli.describe_settings import OF_THEIR_OWN, described, page
 from flyball.contracts.checkpoints import CheckpointSpec
 from host_daemon.settings import URL_FLAGS, VALUE_FLAGS
@@ -51,3 +52,16 @@ def test_a_comment_beside_a_field_comes_before_one_above_it() -> None:
     assert found["grow_after_s"] == "a host must have been free and well for this long"
     assert described(CheckpointSpec)["replication"].startswith("How they are chosen.")
     assert "Assumed for expected costs" not in found["assumed_restart_s"]
+
+
+@pytest.mark.parametrize("name", ["up", "host"])
+def test_a_default_of_a_flag_gives_way_to_the_settings_variable(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These commands hand their flags on: a default of their own would stand above the variable."""
+    command = as_click().commands[name]
+    settings = {*Settings.model_fields, *(flag.replace("-", "_") for flag, _ in VALUE_FLAGS)}
+    with_default = [one for one in command.params if one.name in settings and one.default]
+    assert len(with_default) == 2
+    for number, parameter in enumerate(with_default):
+        monkeypatch.setenv(f"FLYBALL_{parameter.name.upper()}", f"{number + 4}")
+    given = command.make_context(name, []).params
+    assert [f"{given[one.name]:g}" if one.name != "host" else given[one.name] for one in with_default] == ["4", "5"]
