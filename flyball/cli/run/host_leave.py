@@ -81,12 +81,17 @@ class HostLeave:
         """Start leaving: give the daemon notice."""
         self.has_begun = True
         self._began_at = time.monotonic()
+        if self._daemon is None:  # which moves nothing by itself: a notice of its own would
+            announce(
+                f"{number.name}: this command ends. Job {self._spec.job} goes on if host {self._host_id} has ranks of "
+                "it, else it is stopped (another signal: at once)"
+            )
+            return
         announce(
             f"{number.name}: host {self._host_id} leaves job {self._spec.job}. Its ranks are saved and moved to a "
             f"spare within {LEAVE_TIMEOUT_S:.0f} s, then this command ends (another signal: at once)"
         )
-        if self._daemon is not None:
-            self._daemon.give_notice()
+        self._daemon.give_notice()
 
     def next_step(self, job: Json | None, hosts: Iterable[Json] | None, *, is_acting: bool) -> Next:
         """Choose the next step. `job` and `hosts` are None while the supervisor is out of reach."""

@@ -176,6 +176,13 @@ def test_a_host_that_leaves_last_ends_without_the_supervisor(time: Time) -> None
     assert watch.wait()["state"] == "running"
 
 
+def test_a_command_without_a_daemon_of_its_own_announces_no_move(capsys: pytest.CaptureFixture[str]) -> None:
+    """The daemon of `flyball host` got no notice: its ranks train on."""
+    HostLeave(SPEC, "h0", None).begin(signal.SIGHUP)
+    said = capsys.readouterr().err
+    assert "this command ends" in said and "moved" not in said
+
+
 def test_a_daemon_that_keeps_dying_is_given_up(time: Time) -> None:
     hasty = Daemon(MAX_DAEMON_RESTARTS + 1)
     with pytest.raises(Unreachable, match="daemon"):
