@@ -19,7 +19,6 @@ from flyball.launch.launcher import parse_run
 COMMANDS = [command for page in pages() for command in commands_of(page)]
 _ROOT_COMMAND = as_click()
 _TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-_PLACEHOLDERS = {"NUMBER": "3", "N": "3", "$N": "3", "STEP": "40"}  # words in capitals that stand for a number
 
 
 def words_of(command: str) -> list[str]:
@@ -46,7 +45,7 @@ def calls_of_flyball(words: list[str]) -> Iterator[list[str]]:
 
 def refusal(arguments: list[str]) -> str | None:
     """Why the program does not take these arguments, or None."""
-    arguments = [_PLACEHOLDERS.get(word, word) for word in arguments]
+    arguments = [re.sub(r"^(\$[A-Z_]+|NUMBER|N|STEP)$", "3", word) for word in arguments]  # what stands for a number
     try:
         if arguments[:1] == ["run"]:
             parse_run(arguments[1:], {"FLYBALL_SUPERVISOR": "http://127.0.0.1:7370"})

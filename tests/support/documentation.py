@@ -96,6 +96,9 @@ def commands_of(page: Path) -> Iterator[Line]:
     """Each command that a page types, with the lines that a backslash continues as one."""
     for block in blocks_of(page):
         if block.language not in _SHELL:
+            whole = " ".join(line.text.strip() for line in block.lines)
+            for inside in re.findall(r"\bexec (flyball [^\"]*)", whole):  # a container's command
+                yield Line(block.lines[0].page, block.lines[0].number, inside)
             continue
         typed = [line for line in block.lines if line.text.strip()]
         if block.language == "console":
