@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from support.documentation import ROOT, pages
 
 from flyball.cli.commands import as_click
@@ -116,3 +119,21 @@ def test_the_table_of_exit_codes_has_all() -> None:
     table = {int(code) for code in re.findall(r"^\| (\d+) \|", cli.partition("## Exit codes")[2], re.MULTILINE)}
     table |= set(range(20, 25)) if "| 20 to 24 |" in cli else set()
     assert table == (CODES - set(EXIT_CODES.values())) | {0, 1, BUG}
+
+
+def needed_by(name: str, found: set[str]) -> set[str]:
+    """What pip installs for a package here, itself included."""
+    if name not in found:
+        found.add(name)
+        for line in requires(name) or ():
+            wanted = Requirement(line)
+            if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
+                needed_by(canonicalize_name(wanted.name), found)
+    return found
+
+
+def test_the_packages_that_the_readme_counts() -> None:
+    readme = (ROOT / "README.md").read_text()
+    [count] = re.findall(r"adds (\d+) packages", readme)
+    found = needed_by("flyball", set()) - needed_by("torch", set())
+    assert abs(len(found) - int(count)) <= 2, "another Python may need one more or less"
