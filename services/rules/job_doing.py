@@ -68,7 +68,7 @@ class OpenIncident(msgspec.Struct, frozen=True):
     cause: str
     state: IncidentState
     message: str
-    observed_at: float
+    fault_at: float
     holding_for: str = ""
 
 
@@ -126,14 +126,14 @@ def _in_trouble(job: ObservedJob, now: float) -> JobDoing:
     awaited = next((one for one in reversed(job.incidents) if one.holding_for.startswith(AWAITS_APPROVAL)), None)
     if awaited is not None:
         text = f"held for you: flyball approve {awaited.incident_id}. {awaited.message}"
-        return JobDoing(Doing.HELD, awaited.observed_at, 0.0, text)
-    lasts = _lasted(now - newest.observed_at)
+        return JobDoing(Doing.HELD, awaited.fault_at, 0.0, text)
+    lasts = _lasted(now - newest.fault_at)
     if newest.holding_for:
         text = f"standing for {lasts}: waits for {newest.holding_for} ({newest.incident_id}). {newest.message}"
-        return JobDoing(Doing.STANDING, newest.observed_at, 0.0, text)
+        return JobDoing(Doing.STANDING, newest.fault_at, 0.0, text)
     what = f"{in_words(newest.cause)}, {newest.state.value}"
     text = f"recovering for {lasts}: {what} ({newest.incident_id}). {newest.message}"
-    return JobDoing(Doing.RECOVERING, newest.observed_at, 0.0, text)
+    return JobDoing(Doing.RECOVERING, newest.fault_at, 0.0, text)
 
 
 def _without_steps(job: ObservedJob, now: float) -> JobDoing:

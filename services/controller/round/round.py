@@ -256,7 +256,8 @@ class Round:
         self.jobs[job] = msgspec.structs.replace(view, state=state, message=message, failures=failures)
 
     def open_incident(self, **facts: Any) -> Incident:  # noqa: ANN401 - the fields of Incident, checked by it
-        """Open an incident, and move it on to be decided."""
+        """Open an incident, and move it on to be decided. What nobody says began earlier begins when it is observed."""
+        facts.setdefault("fault_at", facts.get("observed_at", self.now))
         incident = Incident(
             incident_id=f"inc-{self._next_incident}",
             state=IncidentState.OPEN,

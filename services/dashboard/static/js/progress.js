@@ -36,7 +36,7 @@ export class Progress {
     const measured = new Map((goodput?.incidents ?? []).map((one) => [one.incident_id, one]));
     this.outages = incidents.map((incident) => {
       const known = measured.get(incident.incident_id);
-      const from = known?.began_at ?? incident.observed_at ?? incident.opened_at;
+      const from = known?.began_at ?? incident.fault_at;
       const to = known?.resumed_s !== null && known?.resumed_s !== undefined ? from + known.resumed_s : incident.resolved_at;
       return { id: incident.incident_id, cause: words(incident.cause), from, to };
     });
