@@ -18,7 +18,7 @@ _PARTS = {
 }
 
 
-class Part(msgspec.Struct, frozen=True):
+class IncidentPart(msgspec.Struct, frozen=True):
     """A part of an incident's time: undetected, deciding, acting or verifying. Wall clock."""
 
     name: str
@@ -35,24 +35,29 @@ def fault_at(incident: Incident) -> float:
     return incident.fault_at or incident.observed_at or incident.opened_at
 
 
-def parts(began_at: float, changes: Iterable[tuple[float, IncidentState]], now: float | None = None) -> list[Part]:
+def parts(
+    began_at: float, changes: Iterable[tuple[float, IncidentState]], now: float | None = None
+) -> list[IncidentPart]:
     """Return the parts of the time since the fault at `began_at`, by the changes of state, oldest first, without those
     of no length. What lasts still lasts until `now`, and is left out without it."""
-    marks: list[tuple[float, str | None]] = [(began_at, "undetected"), *((at, _PARTS.get(state)) for at, state in changes)]
+    marks: list[tuple[float, str | None]] = [
+        (began_at, "undetected"),
+        *((at, _PARTS.get(state)) for at, state in changes),
+    ]
     if marks[-1][1] and now is not None:
         marks.append((now, None))
-    found: list[Part] = []
+    found: list[IncidentPart] = []
     moment = began_at
     for (_, name), (at, _) in pairwise(marks):
         ended_at = max(moment, at)  # clocks of two observers differ
         if name and ended_at > moment:
             last = found.pop() if found and found[-1].name == name else None
-            found.append(Part(name, last.began_at if last else moment, ended_at))
+            found.append(IncidentPart(name, last.began_at if last else moment, ended_at))
         moment = ended_at
     return found
 
 
-def durations_s(found: Iterable[Part]) -> dict[str, float]:
+def durations_s(found: Iterable[IncidentPart]) -> dict[str, float]:
     """Seconds by part, in the order in which they began first."""
     sums: dict[str, float] = {}
     for part in found:

@@ -6,7 +6,7 @@ import msgspec
 from support.stores.made_values import Make
 
 from flyball.contracts.decisions import IncidentState
-from services.rules.incident_clock import Part, durations_s, fault_at, parts
+from services.rules.incident_clock import IncidentPart, durations_s, fault_at, parts
 
 OPEN, DECIDING, ACTING = IncidentState.OPEN, IncidentState.DECIDING, IncidentState.ACTING
 VERIFYING, RESOLVED = IncidentState.VERIFYING, IncidentState.RESOLVED
@@ -22,12 +22,12 @@ def test_the_parts_add_up_to_the_whole() -> None:
 
 def test_what_lasts_still_lasts_until_now() -> None:
     changes = [(5.0, OPEN), (6.0, DECIDING)]
-    assert parts(4.0, changes) == [Part("undetected", 4.0, 5.0), Part("deciding", 5.0, 6.0)]
-    assert parts(4.0, changes, now=9.0)[-1] == Part("deciding", 5.0, 9.0)
+    assert parts(4.0, changes) == [IncidentPart("undetected", 4.0, 5.0), IncidentPart("deciding", 5.0, 6.0)]
+    assert parts(4.0, changes, now=9.0)[-1] == IncidentPart("deciding", 5.0, 9.0)
 
 
 def test_no_part_is_negative_if_the_fault_was_seen_by_a_clock_that_is_ahead() -> None:
-    assert parts(7.0, [(5.0, ACTING), (8.0, RESOLVED)]) == [Part("acting", 7.0, 8.0)]
+    assert parts(7.0, [(5.0, ACTING), (8.0, RESOLVED)]) == [IncidentPart("acting", 7.0, 8.0)]
 
 
 def test_an_incident_of_an_earlier_release_began_when_it_was_observed() -> None:
