@@ -167,9 +167,9 @@ class _FaultTimes:
         self._stamps = FaultStamps(history, self._completed)
 
     def fault_time(self, incident: LoggedIncident) -> tuple[float | None, bool]:
-        """The injector's stamp, else what the controller knew, else the newest step before the incident opened, and
-        whether the time is such an estimate."""
-        known = self._stamps.stamp_of(incident) or incident.fault_at
+        """What is known of it, else the newest step before the incident opened, and whether the time is such an
+        estimate."""
+        known = self._stamps.stamp_of(incident)
         if known is not None:
             return known, False
         # An inferred incident may be opened by the very step that followed it.
