@@ -204,6 +204,7 @@ class Incident(msgspec.Struct, frozen=True):
     message: str
     generation: int
     failed_step: int = -1  # newest step that all ranks had completed before it
+    fault_at: float = 0.0  # the last sign of life before it; all its durations begin here
     observed_at: float = 0.0  # when the first signal was observed, on its observer's clock
     action_id: str = ""  # the newest action
     hold_until: float = 0.0  # wall clock; 0.0 when not holding

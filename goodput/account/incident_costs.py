@@ -29,7 +29,7 @@ class IncidentReport(msgspec.Struct, frozen=True):
     cause: str
     outcome: str  # resolved, escalated; '' while it is open
     began_at: float | None  # wall clock of the fault
-    began_is_estimate: bool  # without an injector's stamp: the newest step completed before the incident is used
+    began_is_estimate: bool  # not known: the newest step completed before the incident is used
     detected_s: float | None  # incident opened
     decided_s: float | None  # first decision other than hold
     resumed_s: float | None  # first step of the last generation that answers it
@@ -167,11 +167,11 @@ class _FaultTimes:
         self._stamps = FaultStamps(history, self._completed)
 
     def fault_time(self, incident: LoggedIncident) -> tuple[float | None, bool]:
-        """The injector's stamp, else the newest step before the incident opened, and whether the time is such an
+        """What is known of it, else the newest step before the incident opened, and whether the time is such an
         estimate."""
-        stamp = self._stamps.stamp_of(incident)
-        if stamp is not None:
-            return stamp, False
+        known = self._stamps.stamp_of(incident)
+        if known is not None:
+            return known, False
         # An inferred incident may be opened by the very step that followed it.
         before = bisect_left if incident.inferred else bisect_right
         newest = before(self._completed, incident.opened_at) - 1

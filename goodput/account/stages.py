@@ -188,7 +188,7 @@ def _marks(
     for generation in history.generations:
         yield from _start_up_marks(generation, plain=plain)
     for pause in pauses:
-        yield _pause_mark(order, pause, cut_off_steps)
+        yield _pause_mark(order, stamps, pause, cut_off_steps)
 
 
 def _decision_marks(decision: LoggedDecision) -> Iterator[_Mark]:
@@ -257,13 +257,15 @@ class _Order:
         return self.history.generations[index] if index < len(self._numbers) else None
 
 
-def _pause_mark(order: _Order, pause: TrainingPause, cut_off_steps: float) -> _Mark:
+def _pause_mark(order: _Order, stamps: FaultStamps, pause: TrainingPause, cut_off_steps: float) -> _Mark:
     """Why steps paused: a fault that an incident followed, the end of the job, or nothing in the log."""
     incident_id, opened_at, is_inferred = _ending_incident(order, pause)
     if incident_id:
-        fault_at = order.fault_after(pause.at)
+        incident = order.incident(incident_id)
+        known_at = stamps.stamp_of(incident) if incident else None
+        fault_at = order.fault_after(pause.at) if known_at is None else known_at
         category = Category.UNKNOWN if is_inferred else Category.DETECTION
-        if not math.isinf(fault_at) and fault_at <= opened_at:
+        if pause.at < fault_at <= opened_at and not math.isinf(fault_at):
             # The step in progress at the fault was never completed.
             within = pause.step_s is not None and fault_at - pause.at <= cut_off_steps * pause.step_s
             category = Category.RECOMPUTED if within else Category.UNKNOWN
@@ -307,8 +309,8 @@ class FaultStamps:
         self._completed = completed
 
     def stamp_of(self, incident: LoggedIncident) -> float | None:
-        """The earliest stamp that no earlier incident answers, and that only a few steps followed; None if there is
-        none."""
+        """The earliest stamp that no earlier incident answers, and that only a few steps followed, else the moment that
+        the controller knew; None if there is neither."""
         earlier = bisect_left(self._opened, incident.opened_at) - 1
         since = self._opened[earlier] if earlier >= 0 else self._start
         outlived = bisect_right(self._completed, incident.opened_at) - STAMP_STEPS - 1
@@ -316,4 +318,4 @@ class FaultStamps:
             since = max(since, self._completed[outlived])
         stamp = bisect_left(self._faults, since)
         is_its = stamp < len(self._faults) and self._faults[stamp] <= incident.opened_at
-        return self._faults[stamp] if is_its else None
+        return self._faults[stamp] if is_its else incident.fault_at

@@ -57,6 +57,7 @@ class LoggedIncident(msgspec.Struct, frozen=True):
     host_id: str = ""  # '': not a single host's, or unknown
     failure_class: str = ""  # as the log names it
     inferred: bool = False  # nobody reported it: only a restart shows it, so its beginning is unknown
+    fault_at: float | None = None  # the last sign of life before it, as the controller knew
 
 
 class LoggedDecision(NamedTuple):

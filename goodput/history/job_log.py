@@ -59,6 +59,7 @@ class IncidentLog(msgspec.Struct):
             host_id=_first(e.host_id or text(e.data, "host_id") for e in sources),
             failure_class=_first(text(e.data, "failure_class") for e in sources),
             inferred=opening is not None and opening.data.get("inferred") is True,
+            fault_at=moment(opening, "fault_at") if opening else None,
         )
 
 

@@ -34,6 +34,7 @@ ACCESS: dict[tuple[Method, str], frozenset[Role | None]] = {
     ("GET", "/jobs/{job}"): PUBLIC,
     ("GET", "/jobs/{job}/decisions"): PUBLIC,
     ("GET", "/jobs/{job}/goodput"): PUBLIC,
+    ("GET", "/jobs/{job}/pace"): PUBLIC,
     ("GET", "/incidents"): PUBLIC,
     ("GET", "/incidents/{incident_id}"): PUBLIC,
     ("GET", "/incidents/{incident_id}/cost"): PUBLIC,

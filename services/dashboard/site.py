@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from http import HTTPStatus
 from typing import Annotated, Any, Protocol
 from urllib.parse import parse_qsl, urlencode
@@ -13,6 +13,7 @@ from starlette.responses import HTMLResponse, Response
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError
+from flyball.contracts.events import Event, EventKind
 from flyball.contracts.identity import NAME_PATTERN
 from goodput.account.options import AccountOptions
 from services.dashboard.rendering import templates
@@ -46,6 +47,16 @@ HEADERS = {
     "Referrer-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+
+
+class PageEvents(EventLogReader, Protocol):
+    """The event log."""
+
+    def newest(
+        self, job: str | None, limit: int, kinds: Collection[EventKind] = (), since: float = 0.0
+    ) -> list[tuple[int, Event]]:
+        """Return the newest `limit` pairs of what `read` selects, oldest first."""
+        ...
 
 
 class PageReads(Protocol):
@@ -100,7 +111,7 @@ class Site:
         self,
         authenticator: Authenticator,
         reads: PageReads,
-        events: EventLogReader,
+        events: PageEvents,
         runs: RunReports,
         clock: Clock,
     ) -> None:
@@ -108,13 +119,13 @@ class Site:
         self.runs = runs
         self.clock = clock
         self._authenticator = authenticator
-        self._events = events
+        self.events = events
 
     def page(self, request: Request, template: str, content: Callable[[], Json]) -> Response:
         """Respond with a page about `content()`. Blocks: call it in a thread."""
         if not self.may_look(request):
             return self.login(request)
-        position = self._events.last()  # read first: what happens meanwhile is shown again, and nothing is missed
+        position = self.events.last()  # read first: what happens meanwhile is shown again, and nothing is missed
         try:
             page = (
                 templates().get_template(template).render(content() | {"here": request.url.path, "position": position})

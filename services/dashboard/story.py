@@ -3,52 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
+
+from flyball.contracts.decisions import IncidentState
+from services.rules import incident_clock
 
 Json = dict[str, Any]
 
 AXIS = 1000.0  # width of the time axis
 NARROWEST = 4.0  # of a phase on the axis
 MAX_LOGS = 64  # ranks to choose from
-# What each state of an incident is for, as a phase of its time axis.
-PHASES = {"open": "deciding", "deciding": "deciding", "acting": "acting", "verifying": "verifying"}
 # Parts of a signal's body that are text of several lines.
 TEXTS = ("error", "log_tail", "kernel")
 _HIDDEN = frozenset(("type", "job", "generation", *TEXTS))
 
 
 def phases(incident: Mapping[str, Any], now: float) -> list[Json]:
-    """Return the parts of an incident's time: from the observation to the incident, then by state until its end, or
-    until now. Each has its place on an axis of 0 to AXIS."""
-    changes = [(change["at"], PHASES.get(change["state"], "")) for change in incident["timeline"]]
-    observed_at = _fault_at(incident)
-    if observed_at < incident["opened_at"]:
-        changes.insert(0, (observed_at, "detecting"))
-    if changes and changes[-1][1]:
-        changes.append((max(now, changes[-1][0]), ""))
+    """Return the parts of an incident's time, each with its place on an axis of 0 to AXIS. What lasts still lasts until
+    now."""
+    changes = ((change["at"], IncidentState(change["state"])) for change in incident["timeline"])
+    parts = incident_clock.parts(incident["fault_at"], changes, now)
+    whole_s = sum(part.seconds for part in parts) or 1.0
     found: list[Json] = []
-    for (began_at, name), (ended_at, _) in pairwise(changes):
-        if name and found and found[-1]["name"] == name:
-            found[-1]["ended_at"] = ended_at
-        elif name:
-            found.append({"name": name, "began_at": began_at, "ended_at": ended_at})
-    whole_s = sum(phase["ended_at"] - phase["began_at"] for phase in found) or 1.0
     x = 0.0
-    for phase in found:
-        phase["seconds"] = phase["ended_at"] - phase["began_at"]
-        phase["x"] = x
-        phase["width"] = NARROWEST + (AXIS - NARROWEST * len(found)) * phase["seconds"] / whole_s
-        x += phase["width"]
+    for part in parts:
+        width = NARROWEST + (AXIS - NARROWEST * len(parts)) * part.seconds / whole_s
+        found.append({"name": part.name, "seconds": part.seconds, "x": x, "width": width})
+        x += width
     return found
-
-
-def _fault_at(incident: Mapping[str, Any]) -> float:
-    """Return when it began: what stands still or is silent was so before somebody noticed."""
-    observed_at = float(incident["observed_at"] or incident["opened_at"])
-    for signal in incident["observed"][:1]:
-        return min(observed_at, float(signal["at"]) - float(signal["body"].get("silent_s") or 0.0))
-    return observed_at
 
 
 def told(incident: Mapping[str, Any]) -> list[Json]:
@@ -56,13 +38,12 @@ def told(incident: Mapping[str, Any]) -> list[Json]:
     that follow each other are one line. A message that was said before is not said again."""
     decisions = {decided["decision_id"]: decided for decided in incident["decided"]}
     signals = list(incident["observed"])
-    began_at = min((line["at"] for line in incident["story"]), default=incident["opened_at"])
     lines: list[Json] = []
     said = [incident["message"]]
     for line in incident["story"]:
         if line["part"] == "alternative":
             continue
-        shown = dict(line, offset_s=line["at"] - began_at, decided=None, signals=[])
+        shown = dict(line, offset_s=line["at"] - incident["fault_at"], decided=None, signals=[])
         if line["part"] == "signal":
             signal = _taken(signals, line)
             last = lines[-1] if lines else None

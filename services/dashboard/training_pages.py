@@ -9,7 +9,9 @@ from starlette.responses import Response
 
 from flyball.contracts.cluster import JobState
 from flyball.contracts.errors import NotFound
+from flyball.contracts.events import EventKind
 from goodput.account.options import AccountOptions
+from services.dashboard import pace
 from services.dashboard.rendering import look
 from services.dashboard.site import DECISION, Before, Json, Site, newest
 from services.dashboard.story import MAX_LOGS
@@ -22,6 +24,8 @@ MAX_INCIDENTS = 50
 MAX_DECISIONS = 50
 MAX_RANKS = 256  # of one job; those in trouble first
 ENDED = tuple(state for state in JobState if state.ended)
+MAX_STEP_EVENTS = 1000  # of a small chart
+MAX_BESIDE = 50  # jobs to compare one with
 NOW_S = 600.0  # "now" in a report of goodput: the last ten minutes
 
 Midnight = Annotated[float, Query(ge=0.0, le=1e11)]
@@ -45,6 +49,11 @@ def router(site: Site) -> APIRouter:
         template = "goodput/short.html" if part == "short" else "goodput/part.html"
         return site.part(request, template, lambda: {"report": _goodput(site, job, since)})
 
+    @routes.get("/jobs/{job}/pace")
+    def show_pace(request: Request, job: str) -> Response:
+        """A part of a page: a small chart."""
+        return site.part(request, "pace.html", lambda: _pace(site, job))
+
     return routes
 
 
@@ -56,13 +65,22 @@ def overview(site: Site, request: Request) -> Response:
 def _overview(site: Site) -> Json:
     running = site.reads.jobs(Page(MAX_JOBS), open_only=True, wanted=JobFilter())
     ended = site.reads.jobs(Page(MAX_ENDED), open_only=False, wanted=JobFilter(ENDED))
+    open_incidents = site.reads.incidents(None, Page(MAX_INCIDENTS), IncidentFilter(OPEN_INCIDENTS))[::-1]
+    on_cards = {job["job"] for job in running}
     return {
         "counts": site.reads.job_counts(),
         "running": running[::-1],
+        "other_incidents": [incident for incident in open_incidents if incident["job"] not in on_cards],
         "ended": sorted((job for job in ended if job["ended_at"]), key=lambda job: -float(job["ended_at"])),
-        "open_incidents": site.reads.incidents(None, Page(MAX_INCIDENTS), IncidentFilter(OPEN_INCIDENTS))[::-1],
+        "open_incidents": open_incidents,
         "host_states": site.reads.host_states(),
     }
+
+
+def _pace(site: Site, job: str) -> Json:
+    now = site.clock.wall_s()
+    events = site.events.newest(job, MAX_STEP_EVENTS, {EventKind.STEPS}, now - pace.SHOWN_S)
+    return {"pace": pace.pace((event for _, event in events), now), "bins": pace.BINS, "height": pace.HEIGHT}
 
 
 def _goodput(site: Site, job: str, since: float) -> Json | None:
@@ -79,8 +97,10 @@ def _job(site: Site, name: str, rank: int) -> Json:
     with_log = sorted(ranks, key=lambda one: one["rank"] != rank)[:MAX_LOGS]
     incidents, more_incidents = newest(lambda page: site.reads.incidents(name, page, IncidentFilter()), MAX_INCIDENTS)
     decisions, more_decisions = newest(lambda page: site.reads.decisions(name, page, DecisionFilter()), MAX_DECISIONS)
+    others = site.reads.jobs(Page(MAX_BESIDE + 1), open_only=False, wanted=JobFilter())[::-1]
     return {
         "job": job,
+        "beside": [other["job"] for other in others if other["job"] != name and other["newest_step"] >= 0],
         "ranks": sorted(troubled, key=lambda one: int(one["rank"])),
         "logs": [{"rank": one["rank"], "host_id": "", "concerned": False} for one in with_log],  # wherever it will be
         "hosts": _hosts(site, {str(one["host_id"]) for one in troubled}),

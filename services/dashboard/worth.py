@@ -53,7 +53,8 @@ def zoom_s(report: Mapping[str, Any]) -> float:
 
 def waterfall(report: Mapping[str, Any], shown_s: float) -> list[Json]:
     """Return the rows from the elapsed time down to the useful time, the largest loss first. Each loss begins where the
-    one above ends, and its parts are the kinds of time that it took. The width is the last `shown_s` seconds."""
+    one above ends, and its parts are the kinds of time that it took. The width is the last `shown_s` seconds; `cut_s`
+    of a row lie before them."""
     elapsed_s = report["elapsed_s"] or 1.0
     scale = _Scale(elapsed_s - shown_s if shown_s else 0.0, elapsed_s)
     spent: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -68,7 +69,7 @@ def waterfall(report: Mapping[str, Any], shown_s: float) -> list[Json]:
                 rest[group] += seconds
         number = len(causes) - MAX_CAUSES + 1
         causes = [*causes[: MAX_CAUSES - 1], (sum(rest.values()), f"{number} other causes", rest)]
-    rows = [_row("elapsed", report["elapsed_s"], elapsed_s, [scale.bar("elapsed", 0.0, elapsed_s)])]
+    rows = [_row("elapsed", report["elapsed_s"], elapsed_s, [scale.bar("elapsed", 0.0, elapsed_s)], cut_s=scale.from_s)]
     until_s = elapsed_s
     for seconds, cause, parts in causes:
         bars, at_s = [], until_s - seconds
@@ -78,11 +79,11 @@ def waterfall(report: Mapping[str, Any], shown_s: float) -> list[Json]:
         until_s -= seconds
         rows.append(_row(cause, seconds, elapsed_s, bars))
     useful_s = report["seconds_by_category"].get(Category.USEFUL, 0.0)
-    return [*rows, _row("useful", useful_s, elapsed_s, [scale.bar("useful", 0.0, useful_s)])]
+    return [*rows, _row("useful", useful_s, elapsed_s, [scale.bar("useful", 0.0, useful_s)], cut_s=scale.from_s)]
 
 
-def _row(name: str, seconds: float, elapsed_s: float, bars: Sequence[Json]) -> Json:
-    return {"name": name, "seconds": seconds, "share": seconds / elapsed_s, "bars": bars}
+def _row(name: str, seconds: float, elapsed_s: float, bars: Sequence[Json], *, cut_s: float = 0.0) -> Json:
+    return {"name": name, "seconds": seconds, "share": seconds / elapsed_s, "bars": bars, "cut_s": cut_s}
 
 
 def groups_of(rows: Iterable[Mapping[str, Any]]) -> list[Any]:

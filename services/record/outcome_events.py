@@ -113,7 +113,7 @@ def _incident(incident: Incident, kind: EventKind, at: float) -> Event:
         generation=incident.generation,
         host_id=incident.host_id,
         incident_id=incident.incident_id,
-        data={"cause": incident.cause}
+        data={"cause": incident.cause, "fault_at": incident.fault_at}
         if opened
         else {"cause": incident.cause, "state": incident.state.value, "lost_steps": incident.lost_steps},
     )

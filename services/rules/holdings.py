@@ -7,7 +7,7 @@ so that questions about all copies take operations of whole sets instead of loop
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import msgspec
@@ -65,6 +65,38 @@ def rank_set(ranks: tuple[int, ...]) -> RankSet:
     for rank in ranks:
         bits |= 1 << (rank - lowest)
     return bits << lowest
+
+
+def by_newest_word(holdings: Sequence[Holding], lineage: Lineage, world_size: int) -> list[Holding]:
+    """Return the holdings of one tier as they were when the host that spoke first spoke.
+
+    Hosts report at different moments, so that in a memory that holds two steps no step may seem complete. But an engine
+    drops a step only for a newer one that every rank has: who holds a newer one now held this one as well.
+    """
+    history = entries_of(lineage, {generation for _, generation in (one.point for one in holdings)})
+    alive: defaultdict[tuple[int, int], list[Holding]] = defaultdict(list)  # place in the history, step
+    for one in holdings:
+        step, generation = one.point
+        place, entry = history.get(generation, (-1, None))
+        if entry is not None and (entry.upto_step is None or step <= entry.upto_step):
+            alive[place, step].append(one)
+    reached: RankSet = 0
+    newer: dict[str, Holding] = {}  # host -> one that is newer than those looked at
+    size = 0
+    for key in sorted(alive, reverse=True):
+        point = alive[key][0].point
+        saved_by = history[point[1]][1].world_size or world_size
+        if saved_by != (size or saved_by):
+            break  # shards of other sizes have nothing in common
+        size = saved_by
+        for one in alive[key]:
+            reached |= one.ranks
+        if reached & (1 << size) - 1 == (1 << size) - 1:
+            here = {one.host_id for one in alive[key]}
+            before = (msgspec.structs.replace(one, point=point, copies=0, size_bytes=0) for one in newer.values())
+            return [*holdings, *(one for one in before if one.host_id not in here)]
+        newer |= {one.host_id: one for one in alive[key]}
+    return list(holdings)
 
 
 def complete_points(holdings: Iterable[Holding], lineage: Lineage, world_size: int) -> dict[Point, RankSet]:

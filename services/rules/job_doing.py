@@ -19,7 +19,7 @@ from services.rules.wording import counted, in_words, ranks_of
 
 STANDS_AFTER_S, STANDS_AFTER_STEPS = 1.0, 20.0  # without a step, outside of a phase that is known to take long
 UNHEARD_AFTER_S = 20.0  # without a report; of thousands of steady hosts they are stored every 10 s
-HEARD_IN_TROUBLE_S = 3.0  # what is older is of before an incident
+HEARD_IN_TROUBLE_S = 3.0  # what is older may be of before an incident
 UNATTACHED_AFTER_S = 60.0  # of a start: its script may report no steps at all
 _APART = {
     Phase.EVAL: ("evaluates", "evaluate"),
@@ -68,7 +68,7 @@ class OpenIncident(msgspec.Struct, frozen=True):
     cause: str
     state: IncidentState
     message: str
-    observed_at: float
+    fault_at: float
     holding_for: str = ""
 
 
@@ -100,7 +100,7 @@ def doing_of(job: ObservedJob, now: float) -> JobDoing:
     if job.state.ended or job.state.ending:
         kind = Doing.ENDED if job.state.ended else Doing.ENDING
         return JobDoing(kind, job.since, 0.0, job.message or in_words(job.state.value))
-    if trains(job.ranks, job.step_s, now, heard_within_s=HEARD_IN_TROUBLE_S if job.incidents else UNHEARD_AFTER_S):
+    if trains(job.ranks, job.step_s, now, fault_at=max((one.fault_at for one in job.incidents), default=0.0)):
         about = f"training at {job.steps_per_s:.3g} steps/s" if job.steps_per_s else "training"
         beside = "".join(f"; {one.incident_id}: {one.message}" for one in job.incidents[-1:])
         return JobDoing(Doing.TRAINING, job.since, job.steps_per_s, f"{about}{beside}")
@@ -109,14 +109,16 @@ def doing_of(job: ObservedJob, now: float) -> JobDoing:
     return _without_steps(job, now)
 
 
-def trains(ranks: Sequence[SeenRank], step_s: float, now: float, *, heard_within_s: float = UNHEARD_AFTER_S) -> bool:
-    """Whether steps are made: some rank is heard, and moved within the time that steps take."""
+def trains(ranks: Sequence[SeenRank], step_s: float, now: float, *, fault_at: float = 0.0) -> bool:
+    """Whether steps are made: some rank is heard, and moved within the time that steps take. `fault_at`: of the newest
+    open incident. Who moved so long after it that it outlived it is heard as in good times."""
     limit_s = max(STANDS_AFTER_S, STANDS_AFTER_STEPS * step_s)
     return any(
         rank.phase in (Phase.STEP, Phase.DATA)
         and rank.moved_at > 0.0
         and rank.still_s <= limit_s
-        and now - rank.reported_at <= heard_within_s
+        and now - rank.reported_at
+        <= (UNHEARD_AFTER_S if not fault_at or rank.moved_at - fault_at > limit_s else HEARD_IN_TROUBLE_S)
         for rank in ranks
     )
 
@@ -126,14 +128,14 @@ def _in_trouble(job: ObservedJob, now: float) -> JobDoing:
     awaited = next((one for one in reversed(job.incidents) if one.holding_for.startswith(AWAITS_APPROVAL)), None)
     if awaited is not None:
         text = f"held for you: flyball approve {awaited.incident_id}. {awaited.message}"
-        return JobDoing(Doing.HELD, awaited.observed_at, 0.0, text)
-    lasts = _lasted(now - newest.observed_at)
+        return JobDoing(Doing.HELD, awaited.fault_at, 0.0, text)
+    lasts = _lasted(now - newest.fault_at)
     if newest.holding_for:
         text = f"standing for {lasts}: waits for {newest.holding_for} ({newest.incident_id}). {newest.message}"
-        return JobDoing(Doing.STANDING, newest.observed_at, 0.0, text)
+        return JobDoing(Doing.STANDING, newest.fault_at, 0.0, text)
     what = f"{in_words(newest.cause)}, {newest.state.value}"
     text = f"recovering for {lasts}: {what} ({newest.incident_id}). {newest.message}"
-    return JobDoing(Doing.RECOVERING, newest.observed_at, 0.0, text)
+    return JobDoing(Doing.RECOVERING, newest.fault_at, 0.0, text)
 
 
 def _without_steps(job: ObservedJob, now: float) -> JobDoing:

@@ -75,6 +75,7 @@ def _look_through(browser: Browser, url: str, token: str, axe: str) -> None:
     browser.until("document.querySelector('#running h2')?.textContent === 'live'")
     browser.until("/Goodput now/.test(document.getElementById('running')?.textContent)")
     browser.until("/Steps per second\\s*[0-9]/.test(document.getElementById('running')?.textContent)")
+    browser.until("document.querySelector('#running .pace path') !== null")
     _check(browser, "training", axe)
 
     browser.open(f"{url}/jobs/live")
@@ -90,6 +91,18 @@ def _look_through(browser: Browser, url: str, token: str, axe: str) -> None:
     browser.until(f"{about}.startsWith('generation ') && {about} !== window.before")
     assert browser.evaluate("window.isTheSamePage"), "nothing was reloaded"
     assert browser.evaluate("document.querySelector('#open-incidents .incident')") is None
+    _choose(browser, "timeline-kind", "decision")
+    timeline = "[...document.querySelectorAll('#timeline li')].map((line) => line.textContent)"
+    browser.until(f"{timeline}.length > 1 && {timeline}.every((line) => line.includes('dec-'))")
+    _choose(browser, "log-find", "STEP")
+    browser.until(f"/^[1-9][0-9]* lines of generation/.test({about})")
+    assert browser.evaluate(
+        "document.getElementById('log').textContent.split('\\n').every((l) => /^[0-9]+: step/.test(l))"
+    )
+    assert browser.evaluate("[...document.querySelectorAll('#job .act')].map((one) => one.dataset.act)") == [
+        "checkpoint",
+        "stop",
+    ]
     _check(browser, "job", axe)
 
     browser.evaluate("document.querySelector('#incident-list a[href=\"/incidents/inc-1\"]').click()")
@@ -107,6 +120,11 @@ def _look_through(browser: Browser, url: str, token: str, axe: str) -> None:
     browser.evaluate("document.querySelector('.filter a').click()")
     browser.until(f"document.querySelector('#inc-1') && {IS_LIVE}")
     _check(browser, "incidents", axe)
+
+
+def _choose(browser: Browser, field: str, value: str) -> None:
+    browser.evaluate(f"document.getElementById('{field}').value = '{value}'")
+    browser.evaluate(f"document.getElementById('{field}').dispatchEvent(new Event('change'))")
 
 
 def _check(browser: Browser, name: str, axe: str) -> None:

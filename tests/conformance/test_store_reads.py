@@ -194,8 +194,9 @@ def test_an_incident_with_all_that_a_report_needs(recovered, reads) -> None:
         ["worker_exited"],
         ["restart_in_place"],
     )
-    moments = [incident[name] for name in ("observed_at", "opened_at", "decided_at", "resolved_at")]
-    assert moments == [1000.0, 1000.0, 1000.0, 1004.0]
+    moments = [incident[name] for name in ("fault_at", "observed_at", "opened_at", "decided_at", "resolved_at")]
+    assert moments == [1000.0, 1000.0, 1000.0, 1000.0, 1004.0]
+    assert incident["durations_s"] == {"acting": 4.0}
     shown = ("rank", "tier", "source_host", "socket_bytes", "transport")
     assert [tuple(r[name] for name in shown) for r in incident["restored_from"]] == [
         (0, "peer", "host-b", 1000, "rdma")

@@ -58,10 +58,10 @@ def test_a_job_of_two_nodes_is_seen_and_stopped_from_other_terminals(place: Path
     try:
         nodes[0].wait_for(lambda: "begins" in nodes[0].out + nodes[1].out, "training")
         shown = run_flyball(place, "status", "--job", "far")
-        assert " running " in shown.stdout, shown.stderr
+        assert " training " in shown.stdout, shown.stderr
         assert "begins" in run_flyball(place, "logs", "far", "--rank", "1").stdout
         elsewhere = on_another_machine(place, "status", "--job", "far")
-        assert " running " in elsewhere and "2 healthy" in elsewhere, elsewhere
+        assert " training " in elsewhere and "2 healthy" in elsewhere, elsewhere
         assert "interrupted" not in on_another_machine(place, "ls")
         (file,) = (place / "s" / "jobs").glob("*/supervisor/token.given")
         assert file.stat().st_mode & 0o077 == 0

@@ -57,7 +57,7 @@ def _incident(item: Json, now: float) -> Sequence[object]:
 
 
 def _incident_wide(item: Json, _: float) -> Sequence[object]:
-    began, ended = item.get("observed_at") or item.get("opened_at"), item.get("resolved_at")
+    began, ended = item.get("fault_at") or item.get("opened_at"), item.get("resolved_at")
     return [lasted(ended - began) if began and ended else None, ", ".join(item.get("decision_ids") or ())]
 
 

@@ -17,13 +17,14 @@ STACKS_PRINTED = 4  # -o json has all
 
 def print_incident(found: Json) -> None:
     """An incident, and its story in the order of time."""
-    began, ended = found["observed_at"] or found["opened_at"], found["resolved_at"]
+    began, ended = found["fault_at"], found["resolved_at"]
     print_fields(
         {
             **{"incident": found["incident_id"], "job": found["job"], "host": found["host_id"]},
             **{"cause": found["cause"], "state": found["state"], "message": found["message"]},
-            **{"observed": exact_clock(began), "resolved": exact_clock(ended)},
-            **{"took": lasted(ended - began if ended else None), "waits for": found["holding_for"]},
+            **{"fault": exact_clock(began), "resolved": exact_clock(ended)},
+            **{"took": lasted(ended - began if ended else None), "of it": _durations(found)},
+            **{"waits for": found["holding_for"]},
             **{"failed step": known(found["failed_step"]), "restored step": known(found["restored_step"])},
             **{"lost steps": known(found["lost_steps"]), "signals": found["signals"]},
             **{"decisions": found["decision_ids"]},
@@ -34,6 +35,10 @@ def print_incident(found: Json) -> None:
     print_table("Story", columns, rows)
     for signal in found["observed"]:
         _print_log(signal["body"])
+
+
+def _durations(found: Json) -> str:
+    return ", ".join(f"{name} {lasted(seconds)}" for name, seconds in found["durations_s"].items())
 
 
 def print_action(found: Json) -> None:

@@ -75,6 +75,11 @@ class IncidentReply(msgspec.Struct, frozen=True):
     message: Message
     generation: Generation
     failed_step: Step
+    fault_at: WallClock
+    durations_s: Annotated[
+        dict[str, float],
+        msgspec.Meta(description="Undetected, deciding, acting, verifying: from the fault on, of what is over."),
+    ]
     observed_at: WallClockOrNull
     action_id: Annotated[str, msgspec.Meta(description="The newest action; '': none.", examples=["act-17"])]
     hold_until: WallClockOrNull

@@ -184,6 +184,7 @@ class RecoverabilityReply(msgspec.Struct, frozen=True):
 
     job: JobName
     state: JobState
+    doing: DoingReply
     world_size: Annotated[int, msgspec.Meta(description="Number of ranks.", examples=[2])]
     generation: Generation
     step: Step

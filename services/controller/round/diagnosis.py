@@ -7,7 +7,7 @@ show the cause.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -82,6 +82,7 @@ class Failure(msgspec.Struct, frozen=True):
     message: str  # for a person, in complete sentences
     generation: int
     at: float
+    quiet_s: float = 0.0  # before `at`: since the last sign of life
     rank: int = -1
     host_id: str = ""
     step: int = -1
@@ -273,6 +274,7 @@ def stall_failure(body: RankStalled, ranks: Iterable[RankView], at: float) -> Fa
         ),
         generation=body.generation,
         at=at,
+        quiet_s=body.silent_s,
         rank=body.ranks[0] if body.ranks else -1,
         host_id=hosts.get(body.ranks[0], "") if body.ranks else "",
         step=body.step,
@@ -303,11 +305,17 @@ def silence_failure(hosts: Iterable[HostView], generation: GenerationView) -> Fa
         message=explained(f"{named} fell silent with {ranks_of(ranks)}", silent[0].reason),
         generation=generation.generation,
         at=silent[0].since,
+        quiet_s=silent[0].since - last_heard_at(silent),
         rank=ranks[0] if ranks else -1,
         host_id=silent[0].host_id,
         step=newest_common_step(generation),
         evidence={"hosts": kept([host.host_id for host in silent]), "ranks": ranks_kept(ranks)},
     )
+
+
+def last_heard_at(silent: Sequence[HostView]) -> float:
+    """When the first of these hosts reported last; when it was called silent if that is not known."""
+    return min(min(host.last_report_at or host.since, host.since) for host in silent)
 
 
 def restart_failure(generation: GenerationView, at: float) -> Failure | None:

@@ -256,13 +256,13 @@ class Round:
         self.jobs[job] = msgspec.structs.replace(view, state=state, message=message, failures=failures)
 
     def open_incident(self, **facts: Any) -> Incident:  # noqa: ANN401 - the fields of Incident, checked by it
-        """Open an incident, and move it on to be decided."""
+        """Open an incident, and move it on to be decided. Without another word it began when it was observed."""
         incident = Incident(
             incident_id=f"inc-{self._next_incident}",
             state=IncidentState.OPEN,
             opened_at=self.now,
             since=self.now,
-            **facts,
+            **{"fault_at": facts.get("observed_at", self.now), **facts},
         )
         self._next_incident += 1
         self.incidents[incident.incident_id] = incident

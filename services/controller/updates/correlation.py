@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from flyball.contracts.cluster import HostState
 from flyball.contracts.decisions import DecisionKind, Incident
-from services.controller.round.diagnosis import DOMAIN_SILENT, HOST_SILENT
+from services.controller.round.diagnosis import DOMAIN_SILENT, HOST_SILENT, last_heard_at
 from services.controller.round.round import Round
 from services.controller.round.view import HostView
 from services.rules.incident_states import IncidentEvent
@@ -91,6 +91,7 @@ def _open(round_: Round, domain: str, fallen: _Fallen) -> Incident:
         cause=DOMAIN_SILENT,
         message=message,
         generation=0,
+        fault_at=last_heard_at(hosts),
         observed_at=min(host.since for host in hosts),
         hosts=tuple(host.host_id for host in hosts),
     )

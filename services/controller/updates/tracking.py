@@ -292,7 +292,11 @@ def _record(round_: Round, job: JobView, generation: GenerationView, failure: Fa
         facts["harm"] = failure.harm  # a later failure of the same generation does not undo a harm
     if incident is None:
         round_.open_incident(
-            job=job.spec.job, observed_at=failure.at, failed_step=newest_common_step(generation), **facts
+            job=job.spec.job,
+            fault_at=failure.at - failure.quiet_s,
+            observed_at=failure.at,
+            failed_step=newest_common_step(generation),
+            **facts,
         )
     elif incident.generation < generation.generation:
         failed = max(incident.failed_step, newest_common_step(generation))

@@ -12,6 +12,7 @@ from sqlalchemy import Connection, select
 from flyball.contracts.cluster import JobState, Phase
 from flyball.contracts.decisions import Incident
 from services.record.codec import plain
+from services.rules import incident_clock
 from services.rules.job_doing import ObservedJob, OpenIncident, SeenRank, doing_of, trains
 from services.store.reports.rank_rows import KnownRank, known_ranks
 from services.store.sql import tables
@@ -96,7 +97,7 @@ def _incidents(connection: Connection, jobs: Sequence[str]) -> Mapping[str, Sequ
                     incident.cause,
                     incident.state,
                     incident.message,
-                    incident.observed_at or incident.opened_at,
+                    incident_clock.fault_at(incident),
                     incident.holding_for,
                 )
             )

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Row, func, select
 from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier
 from flyball.contracts.cluster import HostState, JobSpec
 from services.record.codec import load, plain
-from services.rules.holdings import CopyFacts, Holding, complete_points, held
+from services.rules.holdings import CopyFacts, Holding, by_newest_word, complete_points, held
 from services.rules.recoverability import worst_cases
 from services.store.read import read_state
 from services.store.reports import persistent_steps
@@ -35,14 +35,11 @@ class _Copies:
     lineage: Lineage
     hosts: _Hosts
     persistent: list[ShardCopy]
-    holdings: list[Holding]  # within reach
+    by_tier: Mapping[Tier, list[Holding]]  # within reach
 
     @cached_property
-    def by_tier(self) -> Mapping[Tier, list[Holding]]:
-        found: dict[Tier, list[Holding]] = {tier: [] for tier in Tier}
-        for holding in self.holdings:
-            found[holding.tier].append(holding)
-        return found
+    def holdings(self) -> list[Holding]:
+        return [holding for found in self.by_tier.values() for holding in found]
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,7 @@ def recoverability(connection: Connection, job: str, plans: GivenPlans) -> list[
         return {**case, **cost, "gpu_s": None if cost["redo_s"] is None else cost["redo_s"] * ranks}
 
     return [
-        {name: shown[name] for name in ("job", "state", "world_size", "generation", "last_step_at", "step_s")}
+        {name: shown[name] for name in ("job", "state", "doing", "world_size", "generation", "last_step_at", "step_s")}
         | {"step": step, "tiers": [*map(rung, Tier)], "losses": [case_of(plain(case)) for case in cases]}
     ]
 
@@ -140,7 +137,12 @@ def _copies(connection: Connection, row: Row[Any]) -> _Copies | None:
     for host_id, document in _documents(connection, row.job, within_reach):
         holdings += held(host_id, row.job, readable("hosts", host_id, load, document, list[CopyFacts]) or [])
     lineage = newest_lineage(connection, row.job) or ()
-    return _Copies(spec, row.newest_step, lineage, hosts, persistent, holdings)
+    by_tier = {tier: [one for one in holdings if one.tier is tier] for tier in Tier}
+    settled = {
+        tier: found if tier is Tier.PERSISTENT else by_newest_word(found, lineage, spec.world_size)
+        for tier, found in by_tier.items()
+    }
+    return _Copies(spec, row.newest_step, lineage, hosts, persistent, settled)
 
 
 def _hosts(connection: Connection, job: str) -> _Hosts:

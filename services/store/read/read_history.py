@@ -28,6 +28,7 @@ from flyball.contracts.decisions import (
 )
 from services.actuator.rules.playbook import STACKS
 from services.record.codec import load, number_of, plain, shown
+from services.rules import incident_clock
 from services.runtime.list_filters import DecisionFilter, IncidentFilter
 from services.runtime.paging import Page
 from services.store.actions.action_cache import decided_plans, load_plans
@@ -107,7 +108,11 @@ def _incident(
 ) -> Json:
     acting = [decision for decision in decided if decision.kind != DecisionKind.HOLD.value]
     document: Json = plain(incident)
+    began_at = incident_clock.fault_at(incident)
+    parts = incident_clock.parts(began_at, ((change.at, IncidentState(change.state)) for change in timeline))
     return document | {
+        "fault_at": began_at,
+        "durations_s": incident_clock.durations_s(parts),
         "observed_at": moment(incident.observed_at),
         "decided_at": moment(row.decided_at),
         "resolved_at": moment(incident.resolved_at),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,7 +97,8 @@ def test_four_ranks_save_two_resume_from_disk_and_three_from_memory(place: Path)
     three = Run(place, 3)
     again = three.train()
     assert again > begun, three.text
-    assert f"resuming from step {again - 1} (memory, verified)" in three.text
+    said = re.search(r"resuming from step (\d+) \(memory, verified\)", three.text)
+    assert said and int(said[1]) <= again - 1, three.text  # a newer step may be found complete after the line
     assert "on 2 ranks, and resharded to 3 (--fresh starts over)" in three.text
     (place / "enough").touch()
     assert three.end() == 0, three.text

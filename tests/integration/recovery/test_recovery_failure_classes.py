@@ -212,8 +212,8 @@ def test_the_same_exception_on_two_hosts_is_the_jobs_own(stack) -> None:
     decisions = two.decisions(incident)
     rules = [d["rule"] for d in decisions]
     assert (rules[0], rules[-1]) == ("restart_in_place", "fail_on_identical_exception")
-    # Each host reports for itself: while one has, it alone is blamed.
-    assert rules[1:-1] in ([], ["leave_the_host_of_an_identical_exception"])
+    # Each host reports for itself: while one has, it alone is blamed, and at the next restart perhaps the other.
+    assert set(rules[1:-1]) <= {"restart_in_place", "leave_the_host_of_an_identical_exception"} and len(rules) <= 4
     assert f"The same failure after step 4 ended {len(rules)} generations" in decisions[-1]["reason"]
 
 

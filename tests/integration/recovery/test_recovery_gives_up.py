@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,12 @@ def files(stack, job, tier: str) -> list[Path]:
     return sorted((job.folder / tier).rglob(f"*{SHARD_SUFFIX}"))
 
 
+def settled(job) -> bool:
+    """Whether each step that the store has is whole, and the last one is there: nothing comes later."""
+    shards = Counter(path.parent for path in files(None, job, "store"))
+    return set(shards.values()) == {2} and f"step{LAST_SAVED}" in {folder.name for folder in shards}
+
+
 def starts(job) -> list[list[int]]:
     return [[int(line) for line in (job.folder / f"starts{rank}").read_text().split()] for rank in (0, 1)]
 
@@ -164,6 +171,8 @@ def test_a_job_of_which_every_copy_is_damaged_fails_and_keeps_them(two_hosts, ti
         {"argv": ("train.py",), "nnodes": 2, "nproc_per_node": 1, "max_restarts": 9, "checkpoint": checkpoint},
     )
     until(lambda: job.get()["newest_step"] > LAST_SAVED + 20, "steps after the last save")
+    if store:
+        until(lambda: settled(job), "the last save and all before it in the store")
     held = {path for tier in tiers for path in files(two_hosts, job, tier)}
     assert all(files(two_hosts, job, tier) for tier in tiers)
     before = starts(job)

@@ -79,7 +79,7 @@ def test_a_host_that_cannot_train_is_left_at_once() -> None:
     assert [part.host_id for part in decision.action.next.hosts] == ["a", "c"]
     assert "b" in decision.action.stop_hosts, "its workers may still run"
     assert (incident.cause, incident.state, incident.host_id) == ("host_condition", IncidentState.ACTING, "b")
-    assert incident.observed_at == LOST.since
+    assert incident.observed_at == incident.fault_at == LOST.since
     assert outcome.conditions == (ConditionChange("b", LOST),)
 
 

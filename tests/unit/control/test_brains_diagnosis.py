@@ -199,6 +199,7 @@ def test_the_evidence_of_a_stall_is_what_the_detector_reported() -> None:
     failure = told(stall_failure(body, [RankView(2, "host-b", 5, Phase.DATA, 1.0)], 9.0))
     assert (failure.cause, failure.generation, failure.at, failure.rank) == (diagnosis.RANK_STALLED, 3, 9.0, 2)
     assert (failure.host_id, failure.step, failure.is_step_known) == ("host-b", 5, True)
+    assert failure.quiet_s == 2.2504, "it stood still for so long before it was told"
     nobody = told(stall_failure(msgspec.structs.replace(body, ranks=()), [], 9.0))
     assert (nobody.rank, nobody.host_id) == (-1, "")
 
@@ -222,6 +223,7 @@ def test_silent_and_restarted_hosts_are_one_failure_each_with_all_their_ranks() 
     failure = told(silence_failure(hosts, msgspec.structs.replace(GENERATION, hosts=parts)))
     assert (failure.cause, failure.generation, failure.at) == (diagnosis.HOST_SILENT, 3, 8.5)
     assert (failure.host_id, failure.rank) == ("c", 0)
+    assert failure.quiet_s == 0.5, "the first of them reported last at 8.0"
     assert silence_failure([], GENERATION) is None
     gone = [RankView(n, h, 50 + n, Phase.STEP, 1.0, is_gone=n < 2) for n, h in enumerate("bac")]
     back = told(diagnosis.restart_failure(msgspec.structs.replace(GENERATION, ranks=tuple(gone)), 9.0))

@@ -120,7 +120,9 @@ def test_a_stall_of_a_whole_world_is_compared_with_where_each_rank_is_by_now() -
 
 def test_who_takes_ranks_over_is_named_and_not_who_only_has_another_address_by_now() -> None:
     silent = Signal("sensor.s", "i", 1, NOW, HostSilent(host_id="h5", silent_s=0.1, deadline_s=0.1, witnesses=()))
-    (decision,) = decide(view(), [silent], PolicySettings(), NOW).decisions
+    outcome = decide(view(), [silent], PolicySettings(), NOW)
+    (decision,), (incident,) = outcome.decisions, outcome.incidents
+    assert incident.fault_at < incident.observed_at, "its clock begins at the last report"
     assert (decision.evidence["from"], decision.evidence["to"]) == ("h5", f"h{HOSTS}")
 
 

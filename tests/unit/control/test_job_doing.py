@@ -61,6 +61,12 @@ def test_an_incident_of_a_job_that_trains_is_said_beside_its_rate() -> None:
     assert found.kind is Doing.TRAINING and "inc-3: host-b fell silent." in found.text
 
 
+def test_a_job_that_outlived_its_fault_trains_however_seldom_its_hosts_report() -> None:
+    assert doing(ranks=[rank(0, heard_s=8.0)], incidents=[INCIDENT]).kind is Doing.TRAINING
+    just_now = msgspec.structs.replace(INCIDENT, fault_at=NOW - 8.5)
+    assert doing(ranks=[rank(0, heard_s=8.0)], incidents=[just_now]).kind is Doing.RECOVERING
+
+
 def test_two_lost_hosts_without_a_spare_are_no_training() -> None:
     held = msgspec.structs.replace(INCIDENT, holding_for="a spare host")
     found = doing(ranks=[rank(0, heard_s=30.0)], incidents=[held])

@@ -112,8 +112,7 @@ def test_a_wait_that_may_end_is_never_proved(start: Callable[[str], int], name: 
 @pytest.mark.processes
 def test_what_another_thread_waits_for_is_told(start: Callable[[str], int]) -> None:
     pid = start(MAY_END["a thread that reads"])
-    until(lambda: awaits(threads_of(pid)), timeout_s=30.0)
-    assert awaits(threads_of(pid)) == "read"
+    until(lambda: awaits(threads_of(pid)) == "read", timeout_s=30.0)
 
 
 @pytest.mark.processes

@@ -119,6 +119,16 @@ def test_without_a_stamp_detection_counts_from_the_newest_step() -> None:
     assert incident.detected_s == pytest.approx(0.6)
 
 
+def test_the_moment_of_the_fault_is_the_controllers() -> None:
+    told = event(114.6, EventKind.INCIDENT_OPENED, incident="inc-1", cause="worker_killed", fault_at=114.35)
+    events = [told if e.kind is EventKind.INCIDENT_OPENED else e for e in killed_worker(stamped=False)]
+    report = calculate(events)
+    (incident,) = report.incidents
+    assert not incident.began_is_estimate
+    assert (incident.began_at, incident.detected_s) == (114.35, pytest.approx(0.25))
+    assert (spent(report)["detection"], spent(report)["recomputed"]) == (0.25, 1.35), "as of an injected fault"
+
+
 def test_lost_steps_are_counted_if_the_controller_did_not() -> None:
     events = [e for e in killed_worker() if e.kind is not EventKind.INCIDENT_CLOSED]
     assert calculate(events).incidents[0].lost_steps == 1

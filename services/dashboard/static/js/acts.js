@@ -55,6 +55,13 @@ const ACTS = {
     fields: [reason],
     request: (target, { reason: why }) => ["POST", "approve", { target, reason: why }],
   },
+  stop: {
+    verb: "Stop it",
+    title: (target) => `Stop job ${target}`,
+    about: "All ranks save the same step, and the job ends. The same command starts it again from there.",
+    fields: [],
+    request: (target) => ["POST", `jobs/${encodeURIComponent(target)}/stop`],
+  },
   checkpoint: {
     verb: "Save it",
     title: (target) => `Save a checkpoint of ${target} now`,

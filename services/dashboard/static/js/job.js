@@ -1,7 +1,7 @@
 // /jobs/NAME: how is this job doing? The server renders all but the charts and the timeline, which grow with the stream.
 
 import { get } from "./api.js";
-import { byId, element } from "./dom.js";
+import { byId, element, words } from "./dom.js";
 import { textOfEvent } from "./events.js";
 import { KINDS, attempt, follow, repeat } from "./live.js";
 import { showLogs } from "./logs.js";
@@ -14,6 +14,15 @@ const { job } = byId("job").dataset;
 const progress = new Progress(byId("progress"), byId("loss"));
 let timeline = [];
 
+const kindChoice = byId("timeline-kind"), textChoice = byId("timeline-text");
+kindChoice.append(...KINDS.map((kind) => Object.assign(element("option", "", words(kind)), { value: kind })));
+
+/** Fetch the newest events, of the chosen kind: a rare one would be hidden by the others. */
+async function fetchTimeline() {
+  const past = await get("events", { job, newest: true, limit: TIMELINE_LENGTH, kind: kindChoice.value || KINDS });
+  timeline = past.items.map((item) => item.event);
+}
+
 function showTimeline() {
   const line = (event) => {
     const time = element("time");
@@ -21,9 +30,21 @@ function showTimeline() {
     time.dataset.time = "clock";
     return element("li", "", time, element("p", "", textOfEvent(event)));
   };
-  const lines = [...timeline].sort((a, b) => b.at - a.at).map(line);
-  byId("timeline").replaceChildren(...(lines.length ? lines : [element("li", "", element("p", "quiet", "Nothing yet."))]));
+  const wanted = textChoice.value.toLowerCase();
+  const chosen = timeline.filter((event) => (!kindChoice.value || event.kind === kindChoice.value) && textOfEvent(event).toLowerCase().includes(wanted));
+  const lines = chosen.sort((a, b) => b.at - a.at).map(line);
+  const none = wanted || kindChoice.value ? "Nothing like that among the newest." : "Nothing yet.";
+  byId("timeline").replaceChildren(...(lines.length ? lines : [element("li", "", element("p", "quiet", none))]));
   localise(byId("timeline"));
+}
+
+const stepsOf = async (name) => (await get("events", { job: name, newest: true, limit: 1000, kind: "steps" })).items.map((item) => item.event);
+
+/** Draw the loss of another job beside this one's, and say how fast both are. */
+async function showBeside() {
+  const name = byId("beside").value;
+  progress.showBeside(name, name ? await stepsOf(name) : []);
+  byId("beside-about").textContent = progress.compared();
 }
 
 async function showOutages() {
@@ -35,12 +56,8 @@ async function showOutages() {
 }
 
 await attempt("past", async () => {
-  const [past, steps] = await Promise.all([
-    get("events", { job, newest: true, limit: TIMELINE_LENGTH, kind: KINDS }),
-    get("events", { job, newest: true, limit: 1000, kind: "steps" }),
-  ]);
-  for (const { event } of steps.items) progress.add(event);
-  timeline = past.items.map((item) => item.event);
+  const [, steps] = await Promise.all([fetchTimeline(), stepsOf(job)]);
+  for (const event of steps) progress.add(event);
 });
 showTimeline();
 progress.draw();
@@ -58,4 +75,7 @@ follow({
   onRefresh: () => progress.draw(),
 });
 showLogs(job);
+kindChoice.addEventListener("change", async () => { await attempt("past", fetchTimeline); showTimeline(); });
+textChoice.addEventListener("input", showTimeline);
+byId("beside")?.addEventListener("change", () => attempt("beside", showBeside));
 addEventListener("resize", () => progress.draw());

@@ -4,8 +4,12 @@ import { counted, drawing, words } from "./dom.js";
 import { moment } from "./times.js";
 
 const MAX_POINTS = 1500;
-const HEIGHT = 190, LEFT = 52, RIGHT = 10, TOP = 8, BOTTOM = 24;
+const HEIGHT = 190, RIGHT = 10, TOP = 8, BOTTOM = 24;
+const LEAST_LEFT = 52, DIGIT = 7.2; // room for the labels of the axis
 const LABEL_ROOM = 22; // of an incident's number in the band above the chart
+
+/** Room at the left for these labels, uncut. */
+const roomFor = (...labels) => Math.max(LEAST_LEFT, 12 + DIGIT * Math.max(...labels.map((label) => String(label).length)));
 
 const lossText = (value) => (typeof value === "number" ? String(Number(value.toPrecision(5))) : String(value));
 
@@ -16,6 +20,7 @@ export class Progress {
     this.points = []; // {at, step, generation}
     this.losses = new Map(); // step -> loss; a repeated step replaces its earlier loss
     this.outages = []; // {id, cause, from, to}
+    this.beside = null; // another job's Progress, with its name
     this.drawn = "";
   }
 
@@ -26,9 +31,31 @@ export class Progress {
     if (this.losses.size > MAX_POINTS) this.losses = new Map([...this.losses].filter((_, i) => i % 2 === 1));
     event.data.completed_at.forEach((at, i) => this.points.push({ at, step: event.data.first_step + i, generation: event.generation }));
     if (this.points.length > MAX_POINTS) {
-      const old = this.points.length / 2; // keep half the points of the older half
-      this.points = this.points.filter((_, i) => i >= old || i % 2 === 0);
+      // Keep half the points of the older half, and the last step before each restart.
+      const old = this.points.length / 2;
+      this.points = this.points.filter((point, i, all) => i >= old || i % 2 === 0 || all[i + 1].generation !== point.generation);
     }
+  }
+
+  /** Compare with another job, of which these are events; '': with none. */
+  showBeside(name, events) {
+    this.beside = name ? Object.assign(new Progress(null, null), { name }) : null;
+    for (const event of events) this.beside.add(event);
+    this.draw();
+  }
+
+  /** The rate of the steps that are known: the middle one, so that outages do not count. */
+  get stepsPerSecond() {
+    const points = this.points.toSorted((a, b) => a.at - b.at);
+    const rates = points.slice(1).map((point, i) => (point.step - points[i].step) / (point.at - points[i].at)).filter((rate) => rate > 0 && Number.isFinite(rate)).sort((a, b) => a - b);
+    return rates[Math.floor(rates.length / 2)] ?? 0;
+  }
+
+  /** Both jobs in words. */
+  compared() {
+    if (!this.beside) return "";
+    const of = (one) => `${one.stepsPerSecond.toPrecision(3)} steps/s${one.losses.size ? `, loss ${lossText([...one.losses].at(-1)[1])} at step ${[...one.losses].at(-1)[0]}` : ""}`;
+    return `dashed: ${this.beside.name}, ${of(this.beside)}; this one: ${of(this)}`;
   }
 
   /** An outage lasts from its fault, not from its detection, where goodput knows it, to the first step after it. */
@@ -36,7 +63,7 @@ export class Progress {
     const measured = new Map((goodput?.incidents ?? []).map((one) => [one.incident_id, one]));
     this.outages = incidents.map((incident) => {
       const known = measured.get(incident.incident_id);
-      const from = known?.began_at ?? incident.observed_at ?? incident.opened_at;
+      const from = known?.began_at ?? incident.fault_at;
       const to = known?.resumed_s !== null && known?.resumed_s !== undefined ? from + known.resumed_s : incident.resolved_at;
       return { id: incident.incident_id, cause: words(incident.cause), from, to };
     });
@@ -45,7 +72,7 @@ export class Progress {
 
   draw() {
     const points = [...this.points].sort((a, b) => a.at - b.at);
-    const key = JSON.stringify([this.stepsBox.clientWidth, points.length, points.at(-1), this.outages, this.losses.size]);
+    const key = JSON.stringify([this.stepsBox.clientWidth, points.length, points.at(-1), this.outages, this.losses.size, this.beside?.name]);
     if (key === this.drawn) return;
     this.drawn = key;
     if (points.length < 2) {
@@ -62,6 +89,7 @@ export class Progress {
     const [from, to] = [points[0].at, Math.max(points.at(-1).at, ...this.outages.filter((one) => !one.to).map(() => Date.now() / 1000))];
     const steps = points.map((point) => point.step);
     const [low, high] = [Math.min(...steps), Math.max(...steps, Math.min(...steps) + 1)];
+    const LEFT = roomFor(low, high);
     const x = (at) => LEFT + ((at - from) / Math.max(to - from, 1e-3)) * (width - LEFT - RIGHT);
     const top = TOP + LABEL_ROOM, bottom = HEIGHT - BOTTOM;
     const y = (step) => top + (1 - (step - low) / (high - low)) * (bottom - top);
@@ -97,15 +125,19 @@ export class Progress {
 
   #losses(losses) {
     const width = Math.max(300, this.lossBox.clientWidth), height = 110;
-    const values = losses.map(([, value]) => value);
+    const others = [...(this.beside?.losses ?? [])].sort(([a], [b]) => a - b).filter(([, value]) => Number.isFinite(value));
+    const both = [...losses, ...others];
+    const values = both.map(([, value]) => value);
     const [low, high] = [Math.min(...values), Math.max(...values)];
-    const [first, last] = [losses[0][0], losses.at(-1)[0]];
+    const [first, last] = [Math.min(...both.map(([step]) => step)), Math.max(...both.map(([step]) => step))];
+    const LEFT = roomFor(lossText(low), lossText(high));
+    const line = (name, pairs) => drawing("polyline", { class: name, points: pairs.map(([step, value]) => `${x(step).toFixed(1)},${y(value).toFixed(1)}`).join(" ") });
     const x = (step) => LEFT + ((step - first) / (last - first)) * (width - LEFT - RIGHT);
     const y = (value) => TOP + (1 - (value - low) / (high - low || 1)) * (height - BOTTOM - TOP);
     const svg = drawing("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": `Loss from step ${first} to ${last}, between ${lossText(low)} and ${lossText(high)}` });
     svg.append(
       drawing("line", { class: "axis", x1: LEFT, x2: width - RIGHT, y1: height - BOTTOM, y2: height - BOTTOM }),
-      drawing("polyline", { class: "loss", points: losses.map(([step, value]) => `${x(step).toFixed(1)},${y(value).toFixed(1)}`).join(" ") }),
+      ...(others.length > 1 ? [line("loss beside", others)] : []), line("loss", losses),
       drawing("text", { x: LEFT - 6, y: y(high) + 5, "text-anchor": "end" }, lossText(high)), drawing("text", { x: LEFT - 6, y: y(low), "text-anchor": "end" }, lossText(low)),
       drawing("text", { x: LEFT, y: height - 6 }, `loss, step ${first}`), drawing("text", { x: width - RIGHT, y: height - 6, "text-anchor": "end" }, `step ${last}`),
     );

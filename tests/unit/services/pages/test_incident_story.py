@@ -26,7 +26,7 @@ def incident(**parts: object) -> dict[str, Any]:
         "incident_id": "inc-1",
         "host_id": "host-b",
         "opened_at": 100.0,
-        "observed_at": 99.5,
+        "fault_at": 99.5,
         "message": "Rank 1 was killed.",
         "timeline": [{"at": at, "state": state} for at, state in states],
         "observed": [signal(99.5, rank=1)],
@@ -38,7 +38,7 @@ def incident(**parts: object) -> dict[str, Any]:
 def test_the_axis_has_each_state_from_the_fault_to_the_end() -> None:
     found = phases(incident(), now=500.0)
     assert [(one["name"], one["seconds"]) for one in found] == [
-        ("detecting", 0.5),
+        ("undetected", 0.5),
         ("acting", 1.0),
         ("verifying", 2.0),
     ]
@@ -46,13 +46,10 @@ def test_the_axis_has_each_state_from_the_fault_to_the_end() -> None:
     assert found[-1]["x"] + found[-1]["width"] == pytest.approx(AXIS)
 
 
-def test_an_open_incident_lasts_until_now_and_what_stood_still_did_so_before_it_was_noticed() -> None:
-    still = incident(
-        timeline=[{"at": 100.0, "state": "open"}, {"at": 100.5, "state": "deciding"}],
-        observed=[signal(99.5, "rank_stalled", ranks=[1], silent_s=30.0)],
-    )
+def test_an_open_incident_lasts_until_now() -> None:
+    still = incident(fault_at=70.0, timeline=[{"at": 100.0, "state": "open"}, {"at": 100.5, "state": "deciding"}])
     assert [(one["name"], one["seconds"]) for one in phases(still, now=110.0)] == [
-        ("detecting", 30.5),
+        ("undetected", 30.0),
         ("deciding", 10.0),
     ]
     assert phases(still, now=0.0)[-1]["seconds"] == 0.5, "a clock that is behind shortens nothing"
