@@ -124,7 +124,7 @@ hooks: $(DEV) ## have git run ruff and the architecture's checks before each com
 # The site of the documentation, in site/. A link or an anchor that leads nowhere is an error.
 docs: $(DOCS)/.done ## the site of the documentation, in site/; a link that leads nowhere is an error (1 minute)
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --quiet --strict
-	@echo "Written: site/index.html (its search needs a server: python3 -m http.server -d site)"
+	@echo "Written: site/index.html"
 
 # A user's first hour, from the wheel: pip installs it, and all that it needs, into an environment outside the repository.
 first-hour: $(DEV) ## a user's first hour: installs the wheel elsewhere with pip, then does what a new user does (4 minutes)

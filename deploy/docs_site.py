@@ -94,10 +94,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Take out the one script that the theme loads from another site; fail if there is more: pages are read offline."""
+    """Replace the one script that the theme loads from another site; fail if there is more: pages are read offline."""
     found = set()
     for path in (path for path in Path(config.site_dir).rglob("*") if path.suffix in (".html", ".css")):
-        text = path.read_text().replace(_SHIM, "")
+        own = os.path.relpath(Path(config.site_dir) / "site.js", path.parent)
+        text = path.read_text().replace(_SHIM, f'<script src="{own}"></script>')
         path.write_text(text)
         found |= {f"{path.name}: {loaded}" for loaded in _LOADED.findall(text)}
     if found:
