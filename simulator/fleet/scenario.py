@@ -198,6 +198,16 @@ class FleetScenario(_Section):
         seen = self.observed or Observed(nodes=self.job.nodes, days=self.days)
         return (cause.count or 0.0) / (seen.nodes * seen.days * SECONDS_PER_DAY) * self.job.nodes
 
+    @property
+    def faults_per_incident(self) -> float:
+        """How many faults come on average until an incident is over: once the steps since the last save are done
+        again."""
+        saving, times = self.checkpoint, self.times
+        is_far = saving.persistent_every and not saving.replicas
+        redo_s = saving.every_s * (saving.persistent_every if is_far else 1)
+        lasts_s = redo_s + times.start_s + (times.persistent_restore_s if is_far else times.restore_s)
+        return lasts_s * sum(self.rate_per_s(cause) for cause in self.causes)
+
 
 _SECTIONS: Mapping[str, type[BaseModel]] = {
     "job": JobSection,

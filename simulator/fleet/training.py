@@ -58,15 +58,26 @@ class JobTraining:
         """The newest completed step."""
         if not self.is_stepping:
             return self.newest
-        cycles, rest_s = divmod(max(0.0, at - self.since), self.cycle_s)
-        return self.first_step + int(cycles) * self.every_steps + min(self.every_steps, int(rest_s / self.step_s))
+        cycles, rest_s = divmod(max(0.0, at - self._cycle_began_at), self.cycle_s)
+        return self._last_due + int(cycles) * self.every_steps + min(self.every_steps, int(rest_s / self.step_s))
+
+    @property
+    def _last_due(self) -> int:
+        """The newest step up to the restored one after which a save is due: saves go by the number of a step, not by
+        when its generation began."""
+        return (self.first_step + 1) // self.every_steps * self.every_steps - 1
+
+    @property
+    def _cycle_began_at(self) -> float:
+        """When the generation would have begun, had it begun after that step."""
+        return self.since - (self.first_step - self._last_due) * self.step_s
 
     def completed_at(self, step: int) -> float:
         """When the running generation completes a step."""
-        cycles, rest = divmod(step - self.first_step, self.every_steps)
+        cycles, rest = divmod(step - self._last_due, self.every_steps)
         if cycles and not rest:  # the save after it has not begun
             cycles, rest = cycles - 1, self.every_steps
-        return self.since + cycles * self.cycle_s + rest * self.step_s
+        return self._cycle_began_at + cycles * self.cycle_s + rest * self.step_s
 
     def committed_at(self, at: float) -> SavedStep:
         """The newest step that every rank has in its host's memory."""
@@ -85,8 +96,9 @@ class JobTraining:
     def _saved(self, at: float, before: SavedStep, after_s: float, every: int) -> SavedStep:
         if not self.is_stepping:
             return before
-        saves = int((at - self.since - after_s) / self.cycle_s) // every * every
-        return SavedStep(self.first_step + saves * self.every_steps, self.generation) if saves > 0 else before
+        before_it = (self._last_due + 1) // self.every_steps
+        saves = (before_it + int((at - self._cycle_began_at - after_s) / self.cycle_s)) // every * every
+        return SavedStep(saves * self.every_steps - 1, self.generation) if saves > before_it else before
 
     # --- changes -----------------------------------------------------------------------------------------------------
 
@@ -109,7 +121,7 @@ class JobTraining:
         committed, replicated, persistent = self.committed_at(at), self.replicated_at(at), self.persistent_at(at)
         newest = self.step_at(at)
         useful_s = (newest - self.first_step) * self.step_s
-        saves, rest_s = divmod(at - self.since, self.cycle_s)
+        saves, rest_s = divmod(at - self._cycle_began_at, self.cycle_s)
         saving_s = saves * self.save_s + max(0.0, rest_s - self.every_steps * self.step_s)
         self.spent.useful_s += useful_s
         self.spent.saving_s += saving_s

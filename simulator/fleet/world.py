@@ -29,8 +29,9 @@ from simulator.fleet.ranks import JobRanks, Told
 from simulator.fleet.scenario import Cause, Effect, FaultReach, FleetScenario
 from simulator.world.events import BEGAN_AT, EventQueue
 
-STAND_INS = 3  # hosts shown beside those that a fault hits
-SHOWN_SPARES = 4
+LEAST_STAND_INS, MOST_STAND_INS = 3, 16  # hosts shown beside those that a fault hits
+_AMPLE = 3.0  # times the faults that an incident takes in on average
+SHOWN_SPARES = 4  # beside those that are needed now
 PROBE_EVERY_S = 5.0  # a daemon's look at its GPUs and links
 DRAIN_S = 1800.0  # for how long an operator waits until a host is left
 HOUR_S = 3600.0
@@ -59,6 +60,9 @@ class FleetWorld:
         self.faults: list[FleetFault] = []
         self.postponed = 0  # faults that came later because no host shown was well
         self._cordoned: dict[str, float] = {}  # host -> since when
+        self._hit: set[str] = set()  # hosts, by faults that one incident takes in
+        coming = _AMPLE * scenario.faults_per_incident
+        self._stand_ins = min(MOST_STAND_INS, LEAST_STAND_INS + round(coming))
         self._seed = seed
         self._relapses = stream(seed, "relapses")
         self._rng = stream(seed, "reactions")
@@ -116,7 +120,7 @@ class FleetWorld:
             passed(self.now - BEGAN_AT)
             return self.control.has_ended
 
-        for host in self._of_job.first(1 + STAND_INS):
+        for host in self._of_job.first(1 + self._stand_ins):
             self.control.join(host.name, host.rack)
         job, checkpoint = self.scenario.job, self.scenario.checkpoint
         has_store = checkpoint.persistent_every > 0
@@ -192,7 +196,7 @@ class FleetWorld:
 
     def _victims(self, cause: Cause, rng: Random, host: TrueHost | None) -> list[TrueHost]:
         """The hosts of the job that a fault hits, all of them shown. While an incident is open, those shown stand for
-        all others, and one of them is hit."""
+        all others: if another one is hit, one that no fault of this incident has hit stands in for it."""
         plan = self.control.plan
         if plan is None:
             return []
@@ -201,10 +205,16 @@ class FleetWorld:
             well = [one for one in shown if one.is_up and not one.condition and one.name not in self._drained]
             if host is not None:
                 return [host] if host in well else []
-            if not well:
+            first = self._of_job.draw(rng, self._lemon_factor)
+            if first not in well:
+                fresh = [one for one in well if one.name not in self._hit] or well
+                first = fresh[int(rng.random() * len(fresh))] if fresh else None
+            if first is None:
                 return []
-            first = well[int(rng.random() * len(well))]
-            return [one for one in well if one.rack == first.rack] if cause.reach is FaultReach.RACK else [first]
+            hit = [one for one in well if one.rack == first.rack] if cause.reach is FaultReach.RACK else [first]
+            self._hit.update(one.name for one in hit)
+            self._show_spares()
+            return hit
         drawn = host or self._of_job.draw(rng, self._lemon_factor)
         if drawn is None:
             return []
@@ -222,14 +232,19 @@ class FleetWorld:
     def _show(self, victims: Sequence[TrueHost]) -> None:
         """Show the controller these hosts of the job, with others that stand for the rest, and some free ones."""
         self.control.tidy()
-        wanted = max(STAND_INS, len(victims) + 1)
+        wanted = max(self._stand_ins, len(victims) + 1)
         hit = {victim.name for victim in victims}
         others = [one for one in self._of_job.first(wanted + len(victims)) if one.name not in hit][:wanted]
         racks = {victim.rack for victim in victims}
         others.sort(key=lambda one: one.rack in racks)  # rank 0's host is linked with all: seldom the one that is hit
         self.control.show({one.name: one.rack for one in (*others, *victims)})
         self.ranks.trained = self.control.plan
-        for spare in self._free.first(SHOWN_SPARES):
+        self._hit = hit
+        self._show_spares()
+
+    def _show_spares(self) -> None:
+        """Show as many free hosts as could be used at once."""
+        for spare in self._free.first(len(self._hit) + SHOWN_SPARES):
             self.control.join(spare.name, spare.rack)
 
     # --- what faults do ----------------------------------------------------------------------------------------------

@@ -23,6 +23,8 @@ from simulator.parallel import usable_cores
 from simulator.planning.outcome import RunOutcome
 from simulator.planning.pool import run_all
 
+SCENARIOS = Path(__file__).parent / "scenarios"
+
 
 def _run(name: str, seed: int, *settings: str) -> Result:
     return simulate(scenario.load(name, settings), seed, name).result
@@ -40,6 +42,18 @@ def test_lemons_blasts_and_repairs_that_do_not_hold_break_no_check() -> None:
     found = _run("small", 5, *settings, "job.nodes=32", "observed={nodes=8, days=7}")
     assert found.violations == ()
     assert found.interruptions > 50
+
+
+def test_saves_to_the_store_go_by_the_number_of_a_step_whenever_a_generation_began() -> None:
+    """A rank is killed every 15 minutes, and the store is written every 30. By an independent model 82.7 % count."""
+    found = _run(f"{SCENARIOS}/store_between_kills.toml", 1)
+    assert found.outcome == "running" and 0.75 < found.useful < 0.9
+
+
+def test_a_rack_is_replaced_at_once_if_there_are_enough_spares() -> None:
+    """40 spares for a rack of 16. By an independent model 99.20 % count."""
+    found = _run(f"{SCENARIOS}/racks.toml", 1)
+    assert found.useful > 0.99 and found.down < 0.001
 
 
 def test_old_parts_of_a_history_change_nothing_but_the_cost(monkeypatch: pytest.MonkeyPatch) -> None:

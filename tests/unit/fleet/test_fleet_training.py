@@ -27,13 +27,14 @@ def _training(*, step_s: float, every: int, save_s: float) -> JobTraining:
     save_s=st.floats(0.0, 5.0),
     share=st.floats(0.01, 0.99),
     steps=st.integers(0, 40),
+    restored=st.integers(-1, 30),
 )
 def test_the_closed_form_agrees_with_steps_one_by_one(
-    step_s: float, every: int, save_s: float, share: float, steps: int
+    step_s: float, every: int, save_s: float, share: float, steps: int, restored: int
 ) -> None:
     training = _training(step_s=step_s, every=every, save_s=save_s)
-    training.begin(100.0, 1, SavedStep())
-    at, done, saves = 100.0, -1, [SavedStep()]
+    training.begin(100.0, 1, SavedStep(restored))
+    at, done, saves, stored = 100.0, restored, [SavedStep(restored)], [(0.0, SavedStep())]
     for _ in range(steps):
         at += step_s
         done += 1
@@ -41,9 +42,13 @@ def test_the_closed_form_agrees_with_steps_one_by_one(
         if (done + 1) % every == 0:
             at += save_s
             saves.append(SavedStep(done, 1))
+            if (done + 1) % (2 * every) == 0:
+                stored.append((at + 3.0, saves[-1]))
     moment = at + share * step_s
     assert training.step_at(moment) == done
     assert training.committed_at(moment) == saves[-1]
+    if all(abs(complete_at - moment) > 1e-6 for complete_at, _ in stored):
+        assert training.persistent_at(moment) == [step for complete_at, step in stored if complete_at < moment][-1]
     training.stop(moment)
     assert training.spent.total_s == pytest.approx(moment - 100.0)
     assert training.spent.useful_s == pytest.approx(steps * step_s)
