@@ -93,7 +93,7 @@ def _costs() -> Iterator[str]:
     settings = PolicySettings()
     restart, move = f"{settings.assumed_restart_s:g} s", f"{settings.assumed_migration_s:g} s"
     yield (
-        "## Expected cost\n\nIn GPU seconds, one second of one rank. R is the number of ranks, D the time to redo the "
+        "## Expected cost\n\nIn rank seconds, one second of one rank. R is the number of ranks, D the time to redo the "
         "steps since the\nrecovery point. Durations are medians of the job's own recoveries; the numbers here are "
         "assumed for a job without any.\n"
     )

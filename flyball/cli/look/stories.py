@@ -90,7 +90,7 @@ def print_decision(found: Json) -> None:
         }
     )
     print_table(
-        "Weighed, by expected loss (GPU seconds)",
+        "Weighed, by expected loss (rank seconds)",
         ("course", "loss", "", "why"),
         (
             [a.get("kind"), f"{a.get('expected_cost_gpu_s', 0.0):.1f}", _standing(a), a.get("reason")]

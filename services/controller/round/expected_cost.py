@@ -1,4 +1,4 @@
-"""Weighs the courses open to a decision by their expected cost in GPU seconds. Pure.
+"""Weighs the courses open to a decision by their expected cost in rank seconds. Pure.
 
 A cost is what the job loses until it is where it was: all ranks stand while it recovers, and then redo the steps since
 the recovery point. Durations are medians of this job's own recoveries; without any, they are settings whose names begin
@@ -83,7 +83,7 @@ def weigh(case: Case, rule: str, verdict: Verdict) -> tuple[Alternative, ...]:
 
 
 class FewerHosts(msgspec.Struct, frozen=True):
-    """What it costs to wait for a host, and to go on with fewer until then. GPU seconds."""
+    """What it costs to wait for a host, and to go on with fewer until then. rank seconds."""
 
     hold_gpu_s: float
     shrink_gpu_s: float
@@ -95,7 +95,7 @@ class FewerHosts(msgspec.Struct, frozen=True):
         """Both costs, for a reason."""
         missing = "1 rank is missing" if self.missing_ranks == 1 else f"{self.missing_ranks} ranks are missing"
         return (
-            f"If a host is free in {self.wait_s:.0f} s (assumed), to hold would cost {self.hold_gpu_s:.0f} GPU seconds "
+            f"If a host is free in {self.wait_s:.0f} s (assumed), to hold would cost {self.hold_gpu_s:.0f} rank seconds "
             f"more, and to go on {self.shrink_gpu_s:.0f}: {missing} until then, and then the job restarts once more."
         )
 
@@ -118,7 +118,7 @@ def of_fewer(case: Case, incident: Incident, missing_ranks: int) -> FewerHosts:
 
 
 class MoreHosts(msgspec.Struct, frozen=True):
-    """What further hosts are expected to gain, and what a planned restart onto them costs. GPU seconds."""
+    """What further hosts are expected to gain, and what a planned restart onto them costs. rank seconds."""
 
     gain_gpu_s: float
     cost_gpu_s: float
@@ -127,7 +127,7 @@ class MoreHosts(msgspec.Struct, frozen=True):
     @property
     def in_words(self) -> str:
         """Both numbers, for a reason."""
-        gain = f"{self.gain_gpu_s:.0f} GPU seconds in {self.horizon_s:.0f} s (assumed)"
+        gain = f"{self.gain_gpu_s:.0f} rank seconds in {self.horizon_s:.0f} s (assumed)"
         return f"to grow is expected to gain {gain}, and to cost {self.cost_gpu_s:.0f}"
 
     @property
@@ -253,14 +253,14 @@ def _hold(case: Case, facts: _Facts, after: Alternative, *, until_s: float = 0.0
     if facts.remaining_s and facts.is_taken_away:
         left = f"All ranks train on for {facts.remaining_s:.1f} s; then the host is gone, and what follows costs"
         cost = after.expected_cost_gpu_s
-        return Alternative(DecisionKind.HOLD, cost, f"{left} {cost:.0f} GPU seconds.")
+        return Alternative(DecisionKind.HOLD, cost, f"{left} {cost:.0f} rank seconds.")
     if case.incident is not None and case.incident.cause == ROOM_TO_GROW:
         more = of_more(case, fewer_hosts.joining(case))
         lost = f"The work of the free hosts would be missing for {more.horizon_s:.0f} s (assumed)."
         return Alternative(DecisionKind.HOLD, more.gain_gpu_s, f"All ranks train on meanwhile. {lost}")
     if facts.trains_on:
         risk = (
-            f"A failure would cost {facts.gpu_s(facts.redo_s):.0f} GPU seconds for {counted(facts.redo_steps, 'step')}."
+            f"A failure would cost {facts.gpu_s(facts.redo_s):.0f} rank seconds for {counted(facts.redo_steps, 'step')}."
         )
         return Alternative(DecisionKind.HOLD, 0.0, f"All ranks train on meanwhile. {risk}")
     if until_s > _NEXT_LOOK_S:
@@ -274,7 +274,7 @@ def _hold(case: Case, facts: _Facts, after: Alternative, *, until_s: float = 0.0
     return Alternative(
         DecisionKind.HOLD,
         round(facts.gpu_s(wait_s) + after.expected_cost_gpu_s, 1),
-        f"{_ranks(facts, 'stand')} for {wait}, and what follows costs {after.expected_cost_gpu_s:.0f} GPU seconds.",
+        f"{_ranks(facts, 'stand')} for {wait}, and what follows costs {after.expected_cost_gpu_s:.0f} rank seconds.",
     )
 
 
@@ -284,7 +284,7 @@ def _compared(other: Alternative, chosen: Alternative, rule: str) -> Alternative
     if not other.is_feasible:
         why = "Not possible now."
     elif more > 0.0:
-        why = f"It would cost {more:.0f} GPU seconds more."
+        why = f"It would cost {more:.0f} rank seconds more."
     else:
         why = f"Not dearer, but the rule {rule} comes first."
     return msgspec.structs.replace(other, reason=f"{other.reason} {why}")

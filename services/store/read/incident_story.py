@@ -61,7 +61,7 @@ def _story(found: Json, observed: list[Json], decided: list[Json]) -> list[Json]
                 decision["at"],
                 "alternative",
                 course["kind"],
-                f"{course['expected_cost_gpu_s']:.0f} GPU s: {course['reason']}",
+                f"{course['expected_cost_gpu_s']:.0f} rank s: {course['reason']}",
                 decision["decision_id"],
             )
             for course in decision["alternatives"]

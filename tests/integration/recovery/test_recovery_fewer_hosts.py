@@ -127,7 +127,7 @@ def test_the_job_grows_again_when_the_host_returns(job) -> None:
     assert (incident["state"], incident["lost_steps"]) == ("resolved", 0), incident
     saved, grown = job.decisions(incident)
     assert (saved["kind"], grown["kind"]) == ("emergency_checkpoint", "grow")
-    assert "to grow is expected to gain 3600 GPU seconds in 3600 s (assumed), and to cost" in saved["reason"]
+    assert "to grow is expected to gain 3600 rank seconds in 3600 s (assumed), and to cost" in saved["reason"]
     assert f"starts with {returning} too: on 2 of 2 hosts, with 2 ranks in place of 1" in grown["reason"]
     now = job.get()
     assert (now["world_size"], now["asked_world_size"], job.host_of(1)) == (2, 2, returning)

@@ -1,4 +1,4 @@
-"""What a decision weighed: each course with its expected loss in GPU seconds, in sentences with their numbers."""
+"""What a decision weighed: each course with its expected loss in rank seconds, in sentences with their numbers."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ MORE = host("d", state=HostState.SPARE, since=NOW - 60)
             (FREE, MORE),
             running(spec=msgspec.structs.replace(SPEC, max_nodes=4), failures=(NOT_WORTH_IT,)),
             PolicySettings(grow_horizon_s=30.0),
-            "save_before_the_world_grows",  # 60 GPU seconds for 40
+            "save_before_the_world_grows",  # 60 rank seconds for 40
         ),
         (
             (FREE,),

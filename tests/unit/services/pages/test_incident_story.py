@@ -65,7 +65,7 @@ def test_the_story_says_nothing_twice_and_keeps_evidence_where_it_belongs() -> N
                 line(99.5, "signal", "worker_exited"),
                 line(100.0, "state", "acting", "Rank 1 was killed."),
                 line(100.0, "decision", "restart_in_place", "Rank 1 was killed. It restarts.", "dec-2"),
-                line(100.0, "alternative", "hold", "48 GPU s", "dec-2"),
+                line(100.0, "alternative", "hold", "48 rank s", "dec-2"),
                 line(100.1, "action", "stop: dispatched", "stopping", "act-2"),
                 line(100.2, "signal", "worker_exited"),
                 line(100.3, "signal", "worker_exited"),
