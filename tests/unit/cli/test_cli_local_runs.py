@@ -89,7 +89,6 @@ def test_ls_as_table_and_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FLYBALL_STATE_DIR", str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("FLYBALL_SUPERVISOR", raising=False)
     assert main.run_cli(["ls"]) == 0
     assert "none" in capsys.readouterr().out
@@ -99,8 +98,7 @@ def test_ls_as_table_and_json(
     left(tmp_path, "done", at=1000.0, state=JobState.SUCCEEDED, ended_at=1060.0)
     assert main.run_cli(["ls"]) == 0
     out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= 80
-    assert out.index("killed") < out.index("done")
+    assert "ended" in out and out.index("killed") < out.index("done")
     assert "jobs/killed" in out and "30 s" in out and "1 min" in out
     assert main.run_cli(["ls", "-o", "json", "--limit", "1"]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
