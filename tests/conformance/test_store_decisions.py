@@ -409,8 +409,8 @@ def test_the_revision_changes_with_everything_that_is_written(stores, make) -> N
 def test_a_job_is_submitted_once(stores, make) -> None:
     assert stores.jobs.submit(make.spec(), 1.0)
     assert not stores.jobs.submit(make.spec(), 2.0)
-    with pytest.raises(Conflict):
-        stores.jobs.submit(make.spec(nnodes=3), 3.0)
+    with pytest.raises(Conflict, match=rf"exists: nnodes is {make.spec().nnodes} there, 3 here, env \(SECRET\)\."):
+        stores.jobs.submit(make.spec(nnodes=3, env={"SECRET": "hush"}), 3.0)
     assert stores.kinds() == [EventKind.JOB_SUBMITTED]
     (job,) = stores.decisions.load_view().jobs
     assert (job.state, job.submitted_at, job.spec, job.generation) == (JobState.SUBMITTED, 1.0, make.spec(), None)

@@ -54,6 +54,7 @@ def test_every_kind_is_listed_and_a_stream_goes_on_after_a_restart(
         assert "Checkpoints: none to resume from" in flyball("describe", "job", "llama").stdout
         assert "did you mean llama?" in flyball("describe", "job", "lama").stderr
         assert "did you mean incidents?" in flyball("get", "incidnts").stderr
+        assert f"The kinds are {', '.join(NAMES)}." in flyball("get", "pods").stderr
         assert "--host does not apply to jobs" in flyball("get", "jobs", "--host", "host-a").stderr
         _check_stream(client, supervisor, start)
 

@@ -68,7 +68,7 @@ def _wanted(
 @expand("wanted", _wanted)
 def campaign(
     *,
-    report_file: Annotated[Path | None, typer.Option("--report", help="write the report as HTML")] = None,
+    report_file: Annotated[Path | None, typer.Option("--out", help="write the report as HTML")] = None,
     agents: Annotated[
         list[str] | None,
         typer.Option("--agent", metavar="URL", help="inject through this agent; may be repeated (default: here)"),

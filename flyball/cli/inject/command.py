@@ -70,7 +70,7 @@ app.command(
     **command_help(
         "Inject random faults into a running job for some time, and report for each how it was detected, what was "
         "decided, when the job had recovered, and what it lost. The job must have been started with --injectable.",
-        "flyball inject campaign --job llama --mix llama3 --rate 60 --duration 30m --report out.html",
+        "flyball inject campaign --job llama --mix llama3 --rate 60 --duration 30m --out out.html",
         "flyball inject campaign --job llama --mix kill=2,hang=1 --seed 7 --json",
     ),
 )(campaign.campaign)

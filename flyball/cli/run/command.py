@@ -49,7 +49,7 @@ def run(arguments: list[str]) -> int:
     """Run a job and return the exit code: 0 if it succeeded, 128 + n if signal n ended it. Raises FlyballError."""
     request = parse_run(arguments, os.environ, read_config)
     if request.help:
-        sys.stdout.write(help_text())
+        sys.stdout.write(help_text(everything=request.help_all))
         return 0
     for notice in request.notices:
         announce(notice)

@@ -16,6 +16,7 @@ from flyball.contracts.events import Event, EventKind
 from flyball.contracts.identity import run_id
 from services.controller.round.view import JobChange
 from services.record.codec import dump, load
+from services.rules.job_differences import differences
 from services.store.decisions import outcome_writer
 from services.store.sql import events
 from services.store.sql.database import Database
@@ -88,9 +89,9 @@ class SqlJobStore:
                 is_over = state.ended and ended_at in (None, known.ended_at)
                 if not is_over or again is Again.NO:
                     before: JobSpec = needed("jobs", spec.job, load, known.spec, JobSpec)
-                    if _without_user(before.as_asked) != _without_user(spec):
+                    if differs := differences(before, spec):
                         raise Conflict(
-                            f"A job {spec.job!r} with another specification exists.",
+                            f"A job {spec.job!r} with another specification exists: {differs}.",
                             hint="choose another name with --job, or wait until it ends",
                         ) from None
                     return False
@@ -150,11 +151,6 @@ class SqlJobStore:
                 events.append(connection, [])
 
         self._db.transact(work)
-
-
-def _without_user(spec: JobSpec) -> JobSpec:
-    """Drop the variables of the submitting shell, which do not make two submissions different jobs."""
-    return msgspec.structs.replace(spec, user_env={}, sealed_env={})
 
 
 def _begin_again(
