@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     **command_help(
-        "Inject a real fault into a running job on this machine. docs/reference/inject.md says what each one touches.",
+        "Inject a real fault into a running job on this machine that was started with --injectable. "
+        "docs/reference/inject.md says what each one touches.",
         "flyball inject kill --job llama --rank 1",
         "flyball inject preempt --host host-b --deadline 30",
     ),
@@ -44,7 +45,7 @@ app.command(
 app.command(
     "fault",
     **command_help(
-        "Inject any fault of the list into a job that was started with --injectable, and undo it when it is over.",
+        "Inject any fault of the list, and undo it when it is over.",
         "flyball inject fault slow --job llama --rank 1 --for 60s",
         "flyball inject fault exit --job llama --rank 1 --set code=3 --set step=200",
         "flyball inject fault host-reboot --host host-b",
@@ -69,7 +70,7 @@ app.command(
     "campaign",
     **command_help(
         "Inject random faults into a running job for some time, and report for each how it was detected, what was "
-        "decided, when the job had recovered, and what it lost. The job must have been started with --injectable.",
+        "decided, when the job had recovered, and what it lost.",
         "flyball inject campaign --job llama --mix llama3 --rate 60 --duration 30m --out out.html",
         "flyball inject campaign --job llama --mix kill=2,hang=1 --seed 7 --json",
     ),
