@@ -67,7 +67,7 @@ def join(
             announce(f"logs in {Path(spec.log_dir or session.host_dir / 'logs') / spec.job}")
             session.once_attached = where_checkpoints_go(spec.checkpoint, session.host_dir)
         stack.callback(
-            lambda: announce_kept_step(spec, session.state, name, session.host_dir, command=session.resume_command)
+            lambda: announce_kept_step(spec, session.job, name, session.host_dir, command=session.resume_command)
         )
         return session
     folder = make_state_dir(_host_folder(request, name, spec.job))

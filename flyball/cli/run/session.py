@@ -63,10 +63,6 @@ class Session:
         self.resume_command = ""
         self.once_attached = ""  # what to announce when a rank has called `flyball.attach`
 
-    @property
-    def state(self) -> JobState | None:
-        return JobState(self.job["state"]) if self.job is not None else None
-
     def logs(self, request: RunRequest, spec: JobSpec) -> Path | None:
         """The folder of this host's rank logs; None if unknown."""
         if request.log_dir:
