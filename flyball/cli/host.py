@@ -80,8 +80,10 @@ def daemon(
         str, typer.Option(help="user that workers run as, who cannot reach daemon and engine; needs root")
     ] = "",
     report_interval_s: Annotated[float, typer.Option(min=0.05, max=60.0, help="seconds between reports")] = 1.0,
+    output: OutputOption = Format.TABLE,
 ) -> None:
-    """Replaces this process with the daemon, which then handles signals and sets the exit code."""
+    """Replaces this process with the daemon, which then handles signals and sets the exit code. It logs text on a
+    terminal, else JSON."""
     if context.invoked_subcommand is not None:
         return
     environment = _checkpoint_settings(dict(os.environ), ckpt_config)
@@ -99,6 +101,7 @@ def daemon(
         *(("--conditions-dir", conditions_dir) if conditions_dir else ()),
         *(("--cloud-notices", cloud_notices) if cloud_notices else ()),
         *(("--worker-user", worker_user) if worker_user else ()),
+        *(("--log-format", "json") if output.is_for_programs else ()),
     ]
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-P", "-m", "host_daemon", *arguments], environment)
