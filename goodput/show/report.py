@@ -17,7 +17,7 @@ from flyball.contracts import wire
 from goodput.account.categories import Category
 from goodput.account.measures import Quantiles
 from goodput.calculator import GoodputReport, IncidentReport
-from goodput.wording import counted, percent, seconds
+from goodput.wording import counted, percent, seconds, words
 
 _BAR_WIDTH = 24
 _NARROWEST = 80  # no table cuts a word then
@@ -143,7 +143,7 @@ def _categories(report: GoodputReport, *, largest: int | None = None) -> Table:
     for category, spent_s in shown:
         share = spent_s / report.elapsed_s if report.elapsed_s > 0 else None
         bar = "#" * round((share or 0.0) * _BAR_WIDTH)
-        table.add_row(category.replace("_", " "), seconds(spent_s), percent(share), bar)
+        table.add_row(words(category), seconds(spent_s), percent(share), bar)
     return table
 
 

@@ -38,7 +38,7 @@ COMMAND = command_help(
 )
 
 
-@with_query(without=("logs", "job", "window"))
+@with_query(without=("logs", "job", "window", "all_runs"))
 def command(
     *,
     a: Annotated[
@@ -116,12 +116,12 @@ def _measures(rows: tuple[Row, ...]) -> Table:
 
 
 def _categories(title: str, rows: tuple[CategoryRow, ...]) -> Table:
-    from goodput.wording import percent, points, seconds
+    from goodput.wording import percent, points, seconds, words
 
     table = _table(title, "", "A", "share", "B", "share", "B - A")
     for row in rows:
         table.add_row(
-            Text(printable(row.name.replace("_", " "))),
+            Text(printable(words(row.name))),
             seconds(row.a_s),
             percent(row.a_share),
             seconds(row.b_s),

@@ -169,6 +169,7 @@ def _begin_again(
         "stop_requested": False,
         "adopted": dump(adopted) if adopted else None,
     }
+    values["submitted_at"] = now
     if adopted:
         values["run"] = run
     elif again is Again.RESUME and not _has_begun(connection, known):
@@ -178,7 +179,9 @@ def _begin_again(
                 with_world_sizes(needed("jobs", spec.job, load, known.adopted, Lineage), before.world_size)
             )
     if again is Again.FRESH:
-        values |= {"submitted_at": now, "run": "", "newest_step": -1, "loss": "", "loss_step": -1}
+        values |= {"run": "", "newest_step": -1, "loss": "", "loss_step": -1}
+    elif not adopted:
+        values["run"] = known.run or run_id(known.submitted_at)
     connection.execute(update(jobs).where(jobs.c.job == spec.job).values(values))
     connection.execute(delete(job_failures).where(job_failures.c.job == spec.job))
     events.append(connection, _close(connection, spec.job, now))
