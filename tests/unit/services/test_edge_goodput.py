@@ -118,8 +118,8 @@ def test_a_report_is_of_the_newest_run_and_with_all_runs_of_those_that_it_resume
     first = interrupted_run(interruptions=1, steps_between=20)
     again_at = first[-1].at + pause_s
     second = [
-        msgspec.structs.replace(event, at=event.at - START + again_at, generation=event.generation + 3)
-        for event in interrupted_run(interruptions=0, steps_between=20)
+        msgspec.structs.replace(event, generation=event.generation + 3) if event.generation > 0 else event
+        for event in interrupted_run(interruptions=0, steps_between=20, start=again_at)
     ]
     reports, _, _ = reports_of([*first, *second])
     newest, all_of_them = reports.report("llama"), reports.report("llama", Asked(all_runs=True))
