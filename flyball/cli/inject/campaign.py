@@ -114,7 +114,7 @@ def run_campaign(
     clock = SystemClock()
     report: CampaignReport | None = None
     try:
-        with reach.open() as (client, injector):
+        with reach.open(wanted.job) as (client, injector):
             get_job(client, wanted.job)
             hands = agents_of(client, agents, agent_token_file) if agents else injector
             began_at = clock.wall_s()

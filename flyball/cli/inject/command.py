@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -96,8 +97,8 @@ class _Injector(NamedTuple):
     state_dir: Path | None
     output: Format
 
-    def inject(self, fault: Callable[[ApiClient], Injection]) -> None:
-        with self.choice.connect() as client:
+    def inject(self, fault: Callable[[ApiClient], Injection], job: str = "") -> None:
+        with self.choice.connect(job) as client:
             done = fault(client)
         if printed(done, self.output):
             return
@@ -136,7 +137,8 @@ def _injector(
 def kill(*, job: JobName, rank: RankNumber, injector: _Injector) -> None:
     from simulator.inject import faults
 
-    injector.inject(lambda api: faults.kill(api, job=job, rank=rank, clock=SystemClock(), state_dir=injector.state_dir))
+    act = partial(faults.kill, job=job, rank=rank, clock=SystemClock(), state_dir=injector.state_dir)
+    injector.inject(act, job)
 
 
 @app.command(
@@ -150,7 +152,8 @@ def kill(*, job: JobName, rank: RankNumber, injector: _Injector) -> None:
 def hang(*, job: JobName, rank: RankNumber, injector: _Injector) -> None:
     from simulator.inject import faults
 
-    injector.inject(lambda api: faults.hang(api, job=job, rank=rank, clock=SystemClock(), state_dir=injector.state_dir))
+    act = partial(faults.hang, job=job, rank=rank, clock=SystemClock(), state_dir=injector.state_dir)
+    injector.inject(act, job)
 
 
 @app.command(
@@ -247,7 +250,7 @@ def chaos(
     from simulator.inject.chaos import Chaos, until_next_s
 
     clock, idle = SystemClock(), threading.Event()
-    with EndSignals(("SIGTERM", "SIGINT")) as signals, injector.choice.connect() as client:
+    with EndSignals(("SIGTERM", "SIGINT")) as signals, injector.choice.connect(job) as client:
         turns = Chaos(
             client,
             job=job,
