@@ -1,7 +1,7 @@
 """DeepSpeed under Flyball: ZeRO on the CPU, with a checkpoint after every tenth step. Needs `pip install deepspeed`.
 
     torchrun --nproc-per-node 2 examples/deepspeed_zero.py           without Flyball's launcher
-    flyball run --job zero --nproc-per-node 2 examples/deepspeed_zero.py
+    flyball run --job zero --nproc-per-node 2 --injectable examples/deepspeed_zero.py
     flyball inject kill --job zero --rank 1                          in another shell: it goes on from its newest save
 
 Everything that Flyball needs is the import and `use(engine)`; `job.step` shows the supervisor the progress. The last

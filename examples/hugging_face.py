@@ -1,7 +1,7 @@
 """Hugging Face's Trainer under Flyball: a small GPT-2 learns to count. Needs `pip install transformers accelerate`.
 
     python examples/hugging_face.py                                  without Flyball
-    flyball run --job counts --nproc-per-node 2 examples/hugging_face.py
+    flyball run --job counts --nproc-per-node 2 --injectable examples/hugging_face.py
     flyball inject kill --job counts --rank 1                        in another shell: a second later it trains on
 
 Everything that Flyball needs is the import and the line with `FlyballTrainerCallback`. The folder OUTPUT then has the

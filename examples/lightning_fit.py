@@ -1,7 +1,7 @@
 """Lightning under Flyball: a regression that survives a kill. Needs `pip install lightning`.
 
     python examples/lightning_fit.py                                 without Flyball
-    flyball run --job sums --nproc-per-node 2 examples/lightning_fit.py
+    flyball run --job sums --nproc-per-node 2 --injectable examples/lightning_fit.py
     flyball inject kill --job sums --rank 1                          in another shell: a second later it trains on
 
 Everything that Flyball needs is the import and `FlyballCallback()`. `FlyballCheckpointIO()` is for the checkpoints of

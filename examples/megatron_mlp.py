@@ -2,7 +2,7 @@
 Needs `pip install megatron-core`.
 
     torchrun --nproc-per-node 2 examples/megatron_mlp.py             without Flyball's launcher
-    flyball run --job mlp --nproc-per-node 2 examples/megatron_mlp.py
+    flyball run --job mlp --nproc-per-node 2 --injectable examples/megatron_mlp.py
     flyball inject kill --job mlp --rank 1                           in another shell: it goes on from its newest save
 
 Everything that Flyball needs is the import and `FlyballSaveStrategy()`; `job.step` shows the supervisor the progress.

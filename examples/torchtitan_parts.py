@@ -3,7 +3,7 @@ manager, in a loop as small as its trainer's is large. (Its trainer needs an acc
 `FlyballCheckpointManager.Config` in the configuration.) Needs `pip install torchtitan`.
 
     torchrun --nproc-per-node 2 examples/torchtitan_parts.py         without Flyball
-    flyball run --job titan --nproc-per-node 2 examples/torchtitan_parts.py
+    flyball run --job titan --nproc-per-node 2 --injectable examples/torchtitan_parts.py
     flyball inject kill --job titan --rank 1                         in another shell: a second later it trains on
 
 Everything that Flyball needs is the import and `FlyballCheckpointManager`. The last line has the loss, which is the

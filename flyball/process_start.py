@@ -11,10 +11,10 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 _LIBRARIES = (("structlog", ("rich", "rich.console", "rich.pretty", "rich.traceback")), ("httpx", ("httpx._main",)))
 _PR_SET_PDEATHSIG = 1
@@ -58,9 +58,9 @@ def end_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
 
 
-def log_to_stderr(stderr: object | None = None) -> None:
-    """Log one JSON object per line to stderr; the parent process decides where that goes. `stderr`: a text stream in
-    its place."""
+def log_to_stderr(stderr: object | None = None, *, for_people: bool = False) -> None:
+    """Log to stderr, one JSON object per line or, `for_people`, a line of text; the parent process decides where that
+    goes. `stderr`: a text stream in its place."""
     import logging
 
     import structlog
@@ -71,7 +71,7 @@ def log_to_stderr(stderr: object | None = None) -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,  # not as dicts: those show local variables, tokens among them
-            structlog.processors.JSONRenderer(),
+            _as_text if for_people else structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.WriteLoggerFactory(
@@ -79,6 +79,17 @@ def log_to_stderr(stderr: object | None = None) -> None:
         ),  # one write per line: a kill leaves no half line
         cache_logger_on_first_use=True,
     )
+
+
+def _as_text(_logger: object, level: str, event: MutableMapping[str, Any]) -> str:
+    """'14:06:54 host node-7: spawner ready (pid 4711)', and the level if it is not info."""
+    at, host, what = (str(event.pop(name, "")) for name in ("timestamp", "host_id", "event"))
+    event.pop("level", None)
+    stack = f"\n{event.pop('exception')}" if "exception" in event else ""
+    about = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in event.items())
+    rank = "" if level == "info" else f"{level.upper()}: "
+    line = f"{at[11:19]} host {host}: {rank}{what.replace('_', ' ')}{f' ({about})' if about else ''}{stack}"
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in line)
 
 
 class RotatedStderr:

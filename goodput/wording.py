@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def words(name: str) -> str:
+    """A name as words. The category of recomputed steps also has the part of a step that a fault cut off."""
+    return "recomputed or cut off" if name == "recomputed" else str(name).replace("_", " ")
+
+
 def percent(ratio: float | None) -> str:
     return "-" if ratio is None else f"{100 * ratio:.2f}%"
 

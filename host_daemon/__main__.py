@@ -70,7 +70,7 @@ def _run(
         from flyball.process_title import set_title
         from host_daemon.agent import Agent
 
-    log_to_stderr()
+    log_to_stderr(for_people=settings.logs_text and sys.stdout.isatty() and sys.stderr.isatty())
     set_title(f"host daemon {settings.host_id}", ["host_daemon", *sys.argv[1:]])
     structlog.contextvars.bind_contextvars(host_id=settings.host_id)
     asyncio.run(_serve(Agent(settings, state_dir, SystemClock(), spawner), manager))

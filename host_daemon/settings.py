@@ -48,6 +48,7 @@ class DaemonSettings(msgspec.Struct, frozen=True):
     node_name: str = ""  # of the Kubernetes node that this pod runs on; '': not known
     kubernetes_url: str = ""  # of the API server; '': not in a pod
     worker_user: WorkerUser | None = None  # whose the workers are; None: the daemon's user's
+    logs_text: bool = True  # on a terminal; else, and everywhere without, JSON
     warm_nproc: int = 0  # keep a standby ready for jobs of this many workers per host, before one comes; 0: none
 
     def __repr__(self) -> str:
@@ -73,6 +74,7 @@ VALUE_FLAGS = (
     ("metadata-url", "that service's address, if it is not the usual one"),
     ("worker-user", "user that workers run as; needs a daemon that runs as root"),
     ("warm-nproc", "keep a warm standby for jobs of this many workers per host, before one comes; 0: none"),
+    ("log-format", "json: also on a terminal (default: text there, else JSON)"),
 )
 URL_FLAGS = (
     ("supervisor", "URL of the supervisor; several of one cluster with commas, or one by one"),
@@ -129,6 +131,7 @@ def parse_settings(arguments: Sequence[str], environ: Mapping[str, str] = os.env
         shm_dir=environ.get(SHM_DIR_VARIABLE) or DEFAULT_SHM_DIR,
         worker_user=find_worker_user(given.worker_user or ""),
         warm_nproc=_count(given.warm_nproc or "0"),
+        logs_text=_log_format(given.log_format or "text") == "text",
     )
 
 
@@ -158,6 +161,12 @@ def read_token_file(path: Path, host_id: str) -> HostCredential:
         return read_credential(text, host_id)
     except ConfigurationError as error:
         raise ConfigurationError(f"{path}: {error.message}", hint=error.hint) from error
+
+
+def _log_format(value: str) -> str:
+    if value not in ("text", "json"):
+        raise UsageError(f"--log-format {value} is neither text nor json.", hint="leave it out, or choose one")
+    return value
 
 
 def _cloud(name: str) -> str:

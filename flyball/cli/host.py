@@ -91,8 +91,10 @@ def daemon(
     report_interval_s: Annotated[
         float, variable("report_interval_s", min=0.05, max=60.0, help="seconds between reports")
     ] = 1.0,
+    output: OutputOption = Format.TABLE,
 ) -> None:
-    """Replaces this process with the daemon, which then handles signals and sets the exit code."""
+    """Replaces this process with the daemon, which then handles signals and sets the exit code. It logs text on a
+    terminal, else JSON."""
     if context.invoked_subcommand is not None:
         return
     for said in unread_variables(os.environ):
@@ -112,6 +114,7 @@ def daemon(
         *(("--conditions-dir", conditions_dir) if conditions_dir else ()),
         *(("--cloud-notices", cloud_notices) if cloud_notices else ()),
         *(("--worker-user", worker_user) if worker_user else ()),
+        *(("--log-format", "json") if output.is_for_programs else ()),
     ]
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-P", "-m", "host_daemon", *arguments], environment)

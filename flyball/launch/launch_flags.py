@@ -77,16 +77,16 @@ _T, _I, _N, _S, _LIST = FlagKind.TEXT, FlagKind.INTEGER, FlagKind.NUMBER, FlagKi
 
 _own = partial(_flag, FlagOrigin.FLYBALL, Use.HONOURED)
 FLYBALL_FLAGS = (
-    _own("--job", _T, "NAME", "name of the job (default: the script's name and a hash of the command)"),
-    _own("--resume", _S, "", "continue an earlier run: --resume [JOB] (default: the newest), or with a script"),
-    _own("--fresh", _S, "", "start from scratch where the same command would continue from its checkpoints"),
-    _own("--supervisor", _T, "URL", "join this supervisor's cluster instead of starting a supervisor"),
+    _own("--job", _T, "NAME", "name (default: the script's, and a hash of the command)"),
+    _own("--resume", _S, "", "go on with an earlier run: [JOB], or the newest"),
+    _own("--fresh", _S, "", "start over instead of from the job's checkpoints"),
+    _own("--supervisor", _T, "URL", "join this supervisor's cluster"),
     _own("--use-supervisor", _S, "", "join the supervisor whose address is in FLYBALL_SUPERVISOR"),
     _own("--ca-file", _T, "FILE", "PEM file of the CA that signed its certificate (default: FLYBALL_CA_FILE)"),
     _own("--client-cert-file", _T, "FILE", "PEM file of the client certificate (default: FLYBALL_CLIENT_CERT_FILE)"),
     _own("--client-key-file", _T, "FILE", "PEM file of that certificate's key (default: FLYBALL_CLIENT_KEY_FILE)"),
     _own("--ckpt-config", _T, "FILE", "TOML file of checkpoint settings: [checkpoint] and [engine]"),
-    _own("--ckpt-every", _I, "STEPS", "steps between saves to memory; 0: none (default: 1)", setting="every_steps"),
+    _own("--ckpt-every", _I, "STEPS", "steps between saves to memory (1; 0: none)", setting="every_steps"),
     _own("--ckpt-every-s", _N, "SECONDS", "also save to memory after this many seconds", setting="every_s"),
     _own(
         "--ckpt-when-full", _T, "WORD", "if all slots are in use: wait (default) or skip the save", setting="when_full"
@@ -98,7 +98,7 @@ FLYBALL_FLAGS = (
         "memory for a host's slots, e.g. 64GiB; 0: all of it",
         setting="memory_limit_bytes",
     ),
-    _own("--replicas", _I, "N", "hosts that hold a copy of each host's memory (default: 1)", setting="replicas"),
+    _own("--replicas", _I, "N", "hosts that copy each host's memory (default: 1)", setting="replicas"),
     _own("--replication", _T, "WORD", "how these hosts are chosen: ring (default) or clique", setting="replication"),
     _own(
         "--peer-bandwidth",
@@ -138,18 +138,19 @@ FLYBALL_FLAGS = (
     _own("--notice-s", _N, "SECONDS", "from the batch system's SIGTERM to its SIGKILL (default: as it says, or 30)"),
     _own("--trusted-network", _S, "", "accept hosts at --rdzv-endpoint without a FLYBALL_TOKEN"),
     _own("--env", _LIST, "NAME[=VALUE]", "with a supervisor: pass this variable to the workers; ALL, NONE"),
-    _own("--min-nodes", _I, "N", "go on with so few hosts if no spare replaces a lost one (default: wait for one)"),
-    _own("--spares", _I, "N", "keep so many free hosts from later jobs (default: 0)"),
+    _own("--min-nodes", _I, "N", "go on with so few hosts if there is no spare"),
+    _own("--spares", _I, "N", "keep so many hosts free of later jobs (default: 0)"),
     _own("--never-from-scratch", _S, "", "once a step was saved, never restart from step 0: wait for a copy"),
-    _own("--injectable", _S, "", "let `flyball inject` break this job on purpose (default: it refuses)"),
+    _own("--injectable", _S, "", "let `flyball inject` break this job on purpose"),
     _own("--check-nodes", _S, "", "before the first step, check the hosts: only those that pass get ranks"),
     _own("--exclude-stragglers", _S, "", "likewise, and leave out hosts that compute slower than the others"),
     _own("--policy", _T, "FILE", "TOML file of policy settings for this job: how the controller decides about it"),
-    _own("--hang-timeout", _N, "SECONDS", "seconds without a step that count as a hang; 0: adaptive (default)"),
-    _own("--state-dir", _T, "DIR", "folder for state and logs (default: one per job name)"),
+    _own("--hang-timeout", _N, "SECONDS", "seconds without a step that are a hang (0: adapts)"),
+    _own("--state-dir", _T, "DIR", "folder for state and logs (default: one per job)"),
     _own("--host-id", _T, "NAME", "stable name of this host (default: its host name)"),
     _own("-o --output", _T, "FORMAT", "output format: table or json"),
-    _own("-h --help", _S, "", "show this help"),
+    _own("-h --help", _S, "", "show the flags that most jobs need"),
+    _own("--help-all", _S, "", "show all flags, other launchers' as well"),
 )
 
 _honours = partial(_flag, FlagOrigin.TORCHRUN, Use.HONOURED)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from flyball.contracts.errors import UsageError
@@ -18,9 +19,13 @@ from flyball.launch.launch_flags import ALL_FLAGS, Flag, FlagKind, FlagOrigin, U
 
 _TYPES = {FlagKind.TEXT: str, FlagKind.INTEGER: int, FlagKind.NUMBER: float, FlagKind.LIST: str}
 _NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
-_HELP_HINT = "flyball run --help shows all flags"
+_HELP_HINT = "flyball run --help-all shows all flags"
+_HELP = ("help", "help_all")
 _BY_SPELLING = {spelling: flag for flag in ALL_FLAGS for spelling in flag.spellings}
 _USAGE = "flyball run [flags] [-m] SCRIPT [arguments of the script]"
+_COMMON = """--nproc-per-node --nnodes --job --resume --fresh --max-restarts --hang-timeout --ckpt-every --replicas
+--local-ckpt-dir --persistent-ckpt-dir --supervisor --rdzv-endpoint --rdzv-id --spares --min-nodes -m --no-python
+--log-dir --state-dir --injectable -h --help-all"""
 _EPILOG = """examples:
   flyball run train.py --lr 3e-4
   flyball run --nproc-per-node 4 --max-restarts 3 train.py
@@ -52,8 +57,8 @@ def read_line(words: Sequence[str]) -> ParsedCommandLine:
             unknown.append(word)
             continue
         while flag.kind is FlagKind.SWITCH:
-            if flag.dest == "help":
-                return ParsedCommandLine(given, help=True)
+            if flag.dest in _HELP:
+                return ParsedCommandLine({flag.dest: True}, help=True)
             given[flag.dest] = True
             if value is None:
                 break
@@ -148,26 +153,29 @@ def _next_of_cluster(word: str, switch: Flag, rest: str) -> tuple[Flag, str | No
     return _BY_SPELLING[f"-{rest[0]}"], rest[1:].removeprefix("=") or None
 
 
-def help_text() -> str:
-    """The output of `flyball run --help`."""
+def help_text(*, everything: bool) -> str:
+    """The output of `flyball run --help-all`, or of --help: one screen."""
     parser = argparse.ArgumentParser(
         prog="flyball run",
         usage=_USAGE,
         add_help=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=28),
         description="Run a training script under supervision, in place of torchrun.",
         epilog=_EPILOG,
     )
-    for origin in FlagOrigin:
-        group = parser.add_argument_group(f"flags of {origin}")
-        for flag in (f for f in ALL_FLAGS if f.origin is origin):
+    common = [flag for name in _COMMON.split() for flag in ALL_FLAGS if flag.names[0] == name]
+    groups = {f"flags of {origin}": [f for f in ALL_FLAGS if f.origin is origin] for origin in FlagOrigin}
+    for title, flags in (groups if everything else {"flags": common}).items():
+        group = parser.add_argument_group(title)
+        for flag in flags:
             about = flag.about.replace("%", "%%")
             if flag.use is Use.NOTED:
                 about = f"accepted, but has no effect: {about}"
             if flag.use is Use.REFUSED:
                 about = f"refused: {about}"
+            names = flag.spellings if everything else flag.names
             if flag.kind is FlagKind.SWITCH:
-                group.add_argument(*flag.spellings, action="store_true", help=about)
+                group.add_argument(*names, action="store_true", help=about)
             else:
-                group.add_argument(*flag.spellings, metavar=flag.metavar, choices=flag.choices or None, help=about)
+                group.add_argument(*names, metavar=flag.metavar, choices=flag.choices or None, help=about)
     return parser.format_help()

@@ -79,6 +79,7 @@ class RunRequest(msgspec.Struct, frozen=True):
     env: tuple[str, ...] = ()  # values of --env
     output: str = "table"
     help: bool = False
+    help_all: bool = False
     notices: tuple[str, ...] = ()  # flags without an effect here, each with the reason
 
 
@@ -98,7 +99,7 @@ def parse_run(
     """
     line = read_line(arguments)
     if line.help:
-        return RunRequest(argv=(), help=True)
+        return RunRequest(argv=(), help=True, help_all=bool(line.given.get("help_all")))
     earlier = read_line(before) if before else None
     if earlier is not None:
         kept = {name: value for name, value in earlier.given.items() if name not in ("resume", "fresh")}

@@ -14,7 +14,7 @@ from goodput.account import categories
 from goodput.account.categories import Category
 from goodput.account.timeline_bins import TimelineBin
 from goodput.calculator import GoodputReport
-from goodput.wording import percent, seconds
+from goodput.wording import percent, seconds, words
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 INK = "#1b1f24"
@@ -57,7 +57,7 @@ def waterfall(report: GoodputReport) -> go.Figure:
     bars = [("elapsed", 0.0, report.elapsed_s)]
     until_s = report.elapsed_s
     for category, spent_s in lost:
-        bars.append((_words(category), until_s - spent_s, until_s))
+        bars.append((words(category), until_s - spent_s, until_s))
         until_s -= spent_s
     bars.append(("useful", 0.0, useful_s))
     names = [name for name, _, _ in bars]
@@ -147,7 +147,7 @@ def run_timeline(report: GoodputReport, bins: Sequence[TimelineBin]) -> go.Figur
             cliponaxis=False,
             name="incident (its number in the table)",
             marker={"symbol": "triangle-down", "size": 10, "color": INK},
-            customdata=[f"{n}: {plain(_words(i.cause))}, {seconds(i.badput_s)} lost" for n, i in began],
+            customdata=[f"{n}: {plain(words(i.cause))}, {seconds(i.badput_s)} lost" for n, i in began],
             hovertemplate="%{x}<br>incident %{customdata}<extra></extra>",
         )
     figure.update_layout(barmode="stack", bargap=0)
@@ -193,10 +193,6 @@ def filled(group: CategoryGroup, *, outline: bool = False) -> dict[str, Any]:
 def plain(name: str) -> str:
     """Escape a name from a log for plotly, which interprets some markup."""
     return html.escape(name)
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def _moment(at: float) -> str:

@@ -14,7 +14,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from goodput.wording import percent, seconds
+from goodput.wording import percent, seconds, words
 
 
 def environment(*packages: str) -> Environment:
@@ -30,7 +30,7 @@ def environment(*packages: str) -> Environment:
     made.filters |= {
         "duration": seconds,
         "percent": percent,
-        "words": lambda name: str(name).replace("_", " "),
+        "words": words,
         "moment": moment,
         "gpu_hours": lambda value: "-" if value is None else f"{value:,.1f}",
         "money": lambda value: "-" if value is None else f"{value:,.2f}",

@@ -17,9 +17,10 @@ from flyball.contracts import wire
 from goodput.account.categories import Category
 from goodput.account.measures import Quantiles
 from goodput.calculator import GoodputReport, IncidentReport
-from goodput.wording import counted, percent, seconds
+from goodput.wording import counted, percent, seconds, words
 
 _BAR_WIDTH = 24
+_NARROWEST = 80  # no table cuts a word then
 WORST_HOSTS = 10
 # Numbers of categories and incidents on a screen, and whether to show the recommendation; the first that fits is used.
 _LIVE = ((99, 5, True), (6, 5, True), (6, 3, False), (6, 1, False), (4, 1, False), (4, 0, False))
@@ -33,10 +34,15 @@ def to_json(report: GoodputReport) -> dict[str, Any]:
 
 def to_text(report: GoodputReport, *, width: int = 100) -> str:
     """The report as plain text."""
-    console = Console(width=width, no_color=True, highlight=False, emoji=False)
+    return plain(render(report), width)
+
+
+def plain(shown: RenderableType, width: int) -> str:
+    """What is shown, as text of this width, or as wide as whole words need."""
+    console = Console(width=max(width, _NARROWEST), no_color=True, highlight=False, emoji=False)
     with console.capture() as capture:
-        console.print(render(report))
-    return capture.get()
+        console.print(shown)
+    return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
 
 
 def render(report: GoodputReport) -> RenderableType:
@@ -74,7 +80,7 @@ def render_live(report: GoodputReport, fits: Callable[[RenderableType], bool]) -
 
 def _spaced(parts: Iterable[RenderableType]) -> Group:
     """Add an empty line after every table."""
-    return Group(*(Padding(part, (0, 0, 1, 0)) if isinstance(part, Table) else part for part in parts))
+    return Group(*(Padding(part, (0, 0, 1, 0), expand=False) if isinstance(part, Table) else part for part in parts))
 
 
 def _line(text: str) -> Text:
@@ -124,8 +130,8 @@ def _categories(report: GoodputReport, *, largest: int | None = None) -> Table:
     """All categories; or the useful time, the largest of the rest, and the sum of the others."""
     table = _table("Where the time went")
     table.add_column("category")
-    table.add_column("time", justify="right")
-    table.add_column("share", justify="right")
+    table.add_column("time", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     found = sorted(
         ((c, s) for c, s in report.seconds_by_category.items() if s > 0 or c == Category.USEFUL),
@@ -137,17 +143,17 @@ def _categories(report: GoodputReport, *, largest: int | None = None) -> Table:
     for category, spent_s in shown:
         share = spent_s / report.elapsed_s if report.elapsed_s > 0 else None
         bar = "#" * round((share or 0.0) * _BAR_WIDTH)
-        table.add_row(category.replace("_", " "), seconds(spent_s), percent(share), bar)
+        table.add_row(words(category), seconds(spent_s), percent(share), bar)
     return table
 
 
 def _causes(title: str, what: str, badput_s: Mapping[str, float], report: GoodputReport) -> Table:
     table = _table(title)
     table.add_column(what, overflow="fold")
-    table.add_column("time", justify="right")
-    table.add_column("share", justify="right")
+    table.add_column("time", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
     if report.cost is not None:
-        table.add_column("cost", justify="right")
+        table.add_column("cost", justify="right", no_wrap=True)
     for name, lost_s in badput_s.items():
         share = lost_s / report.elapsed_s if report.elapsed_s > 0 else None
         cost = [] if report.cost is None else [_money(None if share is None else share * report.cost)]
@@ -159,7 +165,7 @@ def _repair(repair: Mapping[str, Quantiles]) -> Table:
     table = _table("Repair, part by part")
     table.add_column("part")
     for column in ("median", "p90", "p99", "mean", "seen"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for part, found in repair.items():
         if found.count and found.p99_s:
             durations = (found.median_s, found.p90_s, found.p99_s, found.mean_s)
@@ -172,7 +178,7 @@ def _incidents(incidents: tuple[IncidentReport, ...], *, with_cost: bool) -> Tab
     table.add_column("incident", min_width=10, overflow="fold")  # the longest words: preemption, checkpoint
     for column in ("detected", "decided", "resumed", "lost\nsteps", "time\nlost", *(["cost"] if with_cost else [])):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("decisions", min_width=10, overflow="fold")
+    table.add_column("decisions", min_width=11, overflow="fold")
     for incident in incidents:
         mark = "~" if incident.began_is_estimate else ""
         times = (incident.detected_s, incident.decided_s, incident.resumed_s)
@@ -182,6 +188,6 @@ def _incidents(incidents: tuple[IncidentReport, ...], *, with_cost: bool) -> Tab
             "-" if incident.lost_steps is None else str(incident.lost_steps),
             seconds(incident.badput_s),
             *([_money(incident.cost)] if with_cost else []),
-            _line("\n".join(d.replace("_", " ") for d in incident.decisions) or "-"),
+            _line(", ".join(d.replace("_", " ") for d in incident.decisions) or "-"),
         )
     return table

@@ -157,10 +157,10 @@ class Probing:
             self._wake()
 
     def _note(self, probe: Probe, trouble: str, *, is_fault: bool = False) -> None:
-        """Log a change, not every repetition."""
-        before = self._troubles.get(probe.source, "")
+        """Log a change, not every repetition, nor what this host never had: `flyball doctor` says that."""
+        before = self._troubles.get(probe.source, None if trouble and not is_fault else "")
         self._troubles[probe.source] = trouble
-        if trouble == before:
+        if before in (trouble, None):
             return
         if not trouble:
             _log.info("probe_works", probe=probe.source)

@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from flyball.contracts.clock import Clock
-from flyball.contracts.errors import FlyballError, NotFound, TooBusy
+from flyball.contracts.errors import FlyballError, NotFound, TooBusy, UsageError
 from goodput.account.options import AccountOptions
 from services.api.ports import EventLog, GoodputAccounts, Json, ReadModels
 from services.runtime.list_filters import JobFilter
@@ -51,6 +51,7 @@ class Asked(msgspec.Struct, frozen=True):
     """The query of a report."""
 
     options: AccountOptions = AccountOptions()
+    all_runs: bool = False  # also of earlier runs that the newest one resumed
     timeline_bins: int = 0  # number of time slices to return with it
 
 
@@ -216,7 +217,13 @@ def _analysed(history: History, asked: Asked) -> Json:
     from goodput.calculator import analysis_of
     from goodput.show.report import to_json
 
-    analysis = analysis_of(history, asked.options)
+    options = asked.options
+    if history.submissions and not asked.all_runs:
+        from_at = max(options.from_at or 0.0, history.submissions[-1])
+        if options.to_at is not None and options.to_at <= from_at:
+            raise UsageError("The newest run began later.", hint="ask for all runs")
+        options = msgspec.structs.replace(options, from_at=from_at)
+    analysis = analysis_of(history, options)
     report = analysis.report
     if not asked.timeline_bins:
         return to_json(report)

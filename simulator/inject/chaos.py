@@ -15,8 +15,8 @@ from typing import NamedTuple
 from flyball.contracts.clock import Clock
 from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import IncidentState
-from flyball.contracts.errors import FlyballError, NotFound
-from simulator.inject.faults import Api, Injection, hang, kill
+from flyball.contracts.errors import FlyballError, Forbidden, NotFound
+from simulator.inject.faults import Api, Injection, check_injectable, hang, kill
 
 FAULTS = ("kill", "kill", "hang")  # as often as they are listed
 
@@ -67,12 +67,14 @@ class Chaos:
 
     def take_turn(self) -> Injection | None:
         """Inject the fault of this moment, if its rank is on this host and nothing is broken already. A supervisor that
-        does not answer, or a rank that does not run, only skips the turn."""
+        does not answer, or a rank that does not run, only skips the turn. Raises Forbidden if it may not break the
+        job."""
         try:
             job = self._api.get(f"/v1/jobs/{self._job}")
             if JobState(job["state"]) is not JobState.RUNNING:
                 self._announce(f"job {self._job} is {job['state']}: nothing to break")
                 return None
+            check_injectable([job])
             now = self._clock.wall_s()
             turn = turn_at(now, every_s=self._every_s, seed=self._seed, world_size=int(job["world_size"]))
             placed = {int(rank["rank"]): rank["host_id"] for rank in job["ranks"]}
@@ -83,6 +85,8 @@ class Chaos:
                 return None
             inject = {"kill": kill, "hang": hang}[turn.fault]
             done = inject(self._api, job=self._job, rank=turn.rank, clock=self._clock, state_dir=self._state_dir)
+        except Forbidden:
+            raise
         except NotFound as error:
             self._announce(error.message)
         except FlyballError as error:

@@ -1,14 +1,14 @@
 """Real faults on a live stack: a worker killed or frozen, a host lost, a preemption notice.
 
-Every fault finds its target through the supervisor's API and the host's state folder, verifies the processes, takes the
-time, acts, and has the supervisor record it. The timestamp precedes the act, so times counted from it include all of
-the damage.
+Only jobs that were started with `--injectable` are touched. Every fault finds its target through the supervisor's API
+and the host's state folder, verifies the processes, takes the time, acts, and has the supervisor record it. The
+timestamp precedes the act, so times counted from it include all of the damage.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ import msgspec
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.cluster import JobState
-from flyball.contracts.errors import ConfigurationError, NotFound, StorageFull, Unreachable, UsageError
+from flyball.contracts.errors import ConfigurationError, Forbidden, NotFound, StorageFull, Unreachable, UsageError
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.identity import check_name
 from flyball.contracts.reports.conditions import ConditionRequest, Severity
@@ -83,7 +83,7 @@ def host_down(api: Api, *, host_id: str, clock: Clock, state_dir: Path | None = 
     otherwise survive on one machine. Raises ConfigurationError if a process does not die.
     """
     files = files_of(api, host_id, state_dir)
-    jobs = tuple(jobs_on(api, host_id))
+    jobs = injectable_on(api, host_id)
     prefix = files.segment_prefix()
     at = clock.wall_s()
     killed = kill_all(files, clock)
@@ -107,7 +107,7 @@ def preempt(
     if not deadline_s > 0:
         raise UsageError(f"A notice of {deadline_s} s is not valid.", hint="give a number of seconds greater than 0")
     files = files_of(api, host_id, state_dir)
-    jobs = tuple(jobs_on(api, host_id))
+    jobs = injectable_on(api, host_id)
     at = clock.wall_s()
     write_notice(files.root / PREEMPTION_NOTICE, deadline_s)
     injection = Injection(
@@ -128,9 +128,9 @@ def condition(
     state_dir: Path | None = None,
 ) -> Injection:
     """Report that something is wrong with the host, in a file in its state folder as a monitor would; `ends`: take the
-    report back. The hardware is left alone."""
+    report back, whoever trains there. The hardware is left alone."""
     files = files_of(api, host_id, state_dir)
-    jobs = tuple(jobs_on(api, host_id))
+    jobs = tuple(jobs_on(api, host_id)) if ends else injectable_on(api, host_id)
     at = clock.wall_s()
     path = files.root / CONDITIONS_FOLDER / f"injected-{check_name('The kind', kind)}.json"
     said = ConditionRequest(kind, severity, f"flyball inject reported {kind}.")
@@ -150,6 +150,7 @@ def _signal_worker(
     api: Api, fault: str, number: signal.Signals, *, job: str, rank: int, clock: Clock, state_dir: Path | None
 ) -> Injection:
     host_id = host_of_rank(api, job, rank)
+    check_injectable([api.get(f"/v1/jobs/{job}")])
     worker, process = running_worker(files_of(api, host_id, state_dir), job, rank, host_id)
     at = clock.wall_s()
     if not send(process, number):
@@ -250,6 +251,23 @@ def jobs_on(api: Api, host_id: str) -> list[str]:
     """Running jobs with ranks on a host."""
     job = str(api.get(f"/v1/hosts/{host_id}")["job"])
     return [job] if job else []
+
+
+def injectable_on(api: Api, host_id: str) -> tuple[str, ...]:
+    """The same. Raises Forbidden if one of them may not be broken."""
+    return check_injectable([api.get(f"/v1/jobs/{name}") for name in jobs_on(api, host_id)])
+
+
+def check_injectable(jobs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The names of those that have not ended. Raises Forbidden if one was not started with `--injectable`."""
+    running = [job for job in jobs if not JobState(job["state"]).ended]
+    for job in running:
+        if not job["spec"].get("injectable", False):
+            raise Forbidden(
+                f"Job {job['job']} may not be broken on purpose: nothing was done.",
+                hint="start it with `flyball run --injectable`",
+            )
+    return tuple(sorted(str(job["job"]) for job in running))
 
 
 def open_jobs(api: Api) -> list[dict[str, Any]]:

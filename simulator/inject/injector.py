@@ -18,9 +18,17 @@ from typing import Self
 import msgspec
 
 from flyball.contracts.clock import Clock
-from flyball.contracts.cluster import JobState
 from flyball.contracts.errors import ConfigurationError, FlyballError, Forbidden, NotFound, UsageError
-from simulator.inject.faults import Api, Injection, files_of, host_of_rank, jobs_on, note_down, open_jobs
+from simulator.inject.faults import (
+    Api,
+    Injection,
+    check_injectable,
+    files_of,
+    host_of_rank,
+    injectable_on,
+    note_down,
+    open_jobs,
+)
 from simulator.inject.journal import Journal, JournalEntry
 from simulator.inject.kinds.catalog import KINDS, kind_of
 from simulator.inject.kinds.kind import FaultSite, FaultTarget, Plan, RealFault
@@ -278,19 +286,11 @@ class FaultInjector:
         """The jobs that the fault affects. Raises Forbidden if one of them is not injectable."""
         match kind.target:
             case FaultTarget.RANK:
-                jobs = [dict(self._api.get(f"/v1/jobs/{site.job}"))]
+                return check_injectable([self._api.get(f"/v1/jobs/{site.job}")])
             case FaultTarget.HOST:
-                jobs = [dict(self._api.get(f"/v1/jobs/{name}")) for name in jobs_on(self._api, site.host_id)]
+                return injectable_on(self._api, site.host_id)
             case FaultTarget.SERVICE:
-                jobs = open_jobs(self._api)
-        running = [job for job in jobs if not JobState(job["state"]).ended]
-        for job in running:
-            if not job["spec"].get("injectable", False):
-                raise Forbidden(
-                    f"Job {job['job']} may not be broken on purpose: nothing was done.",
-                    hint="start it with `flyball run --injectable`",
-                )
-        return tuple(sorted(str(job["job"]) for job in running))
+                return check_injectable(open_jobs(self._api))
 
     def _offer(self, kind: RealFault, *, host_id: str, job: str, rank: int) -> FaultOffer:
         options = {option.name: option.default for option in kind.options}

@@ -11,6 +11,7 @@ from flyball.contracts.events import Event, EventKind
 from flyball.contracts.reports.signals import Report, Sender
 from services.record import report_events
 from services.record.report_events import Before, RankRow
+from services.rules.job_differences import differences
 from services.sensor.detector.watched_job import LearnedJob
 from services.sensor.rules.step_log import StepSummary
 from simulator.ports.memory import HostRow, JobRow, Memory
@@ -148,8 +149,9 @@ class MemoryJobStore:
         memory = self._memory
         with memory.transaction():
             known = memory.jobs.get(spec.job)
-            if known is not None and known.spec.as_asked != spec:
-                raise Conflict(f"A job {spec.job!r} with another specification exists.", hint="choose another name")
+            if known is not None and (differs := differences(known.spec, spec)):
+                hint = "choose another name"
+                raise Conflict(f"A job {spec.job!r} with another specification exists: {differs}.", hint=hint)
             if known is not None:
                 return False
             memory.jobs[spec.job] = JobRow(spec, now)

@@ -39,9 +39,8 @@ def load_view(memory: Memory) -> View:
     named.update(job for one in told for job in one.ended)
     rows = [memory.hosts[name] for name in sorted(memory.hosts)]
     named.update(*(row.workers for row in rows))
-    troubled = {incident.job for incident in incidents}
     jobs = tuple(
-        _job(memory, row, is_troubled=name in troubled)
+        _job(memory, row)
         for name, row in sorted(memory.jobs.items(), key=lambda item: (item[1].submitted_at, item[0]))
         if not row.state.ended or name in named
     )
@@ -75,8 +74,7 @@ def load_view(memory: Memory) -> View:
     )
 
 
-def _job(memory: Memory, row: JobRow, *, is_troubled: bool) -> JobView:
-    """`is_troubled`: it has an open incident."""
+def _job(memory: Memory, row: JobRow) -> JobView:
     return JobView(
         spec=row.spec,
         state=row.state,
@@ -87,7 +85,7 @@ def _job(memory: Memory, row: JobRow, *, is_troubled: bool) -> JobView:
         newest_step=row.newest_step,
         message=row.message,
         ended_at=row.ended_at,
-        recoveries=_recoveries(memory, row.spec.job) if is_troubled else (),
+        recoveries=_recoveries(memory, row.spec.job),
         acted_at=_acted_at(memory, row.spec.job),
     )
 
@@ -105,12 +103,13 @@ def _acted_at(memory: Memory, job: str) -> tuple[float, ...]:
 
 
 def _recoveries(memory: Memory, job: str) -> tuple[PastRecovery, ...]:
-    """Of a job with an open incident, as the database has them."""
+    """As the database has them."""
     return newest_recoveries(
         (decision.kind, decision.at, incident)
         for decision, _ in reversed(memory.decisions.values())  # newest first
         if decision.kind in RECOVERING
         and decision.job == job
+        and decision.incident_id
         and (incident := memory.incidents.get(number_of(decision.incident_id))) is not None
         and incident.state is IncidentState.RESOLVED
     )

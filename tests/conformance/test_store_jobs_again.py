@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from sqlalchemy import update
+from sqlalchemy import insert, select, update
 from support.stores.job_stores import Stores
 from support.stores.made_values import Make
 
@@ -13,6 +13,7 @@ from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import Again, JobSpec, JobState
 from services.record.codec import dump
 from services.store.decisions.job_store import SqlJobStore
+from services.store.read.read_models import SqlReadModels
 from services.store.sql import tables
 from services.store.sql.database import Database
 from services.store.sql.lease import ControllerLease
@@ -37,6 +38,24 @@ def test_what_a_job_should_continue_from_counts_until_it_has_begun(db: Database)
     past = store.past("job")
     assert past is not None
     assert past.lineage == ()
+
+
+def test_a_resumed_job_is_as_old_as_its_newest_command_and_its_run_stays(sql_stores: Stores, make: Make) -> None:
+    """Else `flyball ls` and `flyball status` count the pause between two commands of a person."""
+    sql_stores.run_job()
+    reads = SqlReadModels(sql_stores.db)
+    run = sql_stores.decisions.load_view().jobs[0].run
+    began_at = reads.job("job")["started_at"]
+    again_at = make.T + 500.0
+    with sql_stores.db.write() as connection:
+        connection.execute(update(tables.jobs).values(state=JobState.STOPPED.value, ended_at=make.T + 20.0))
+    assert sql_stores.jobs.submit(make.spec(), again_at, Again.RESUME)
+    assert sql_stores.jobs.past("job").run == sql_stores.decisions.load_view().jobs[0].run == run
+    assert reads.job("job")["submitted_at"] == again_at
+    with sql_stores.db.write() as connection:
+        row = dict(connection.execute(select(tables.generations)).first()._mapping)
+        connection.execute(insert(tables.generations).values(row | {"generation": 2, "started_at": again_at + 1.0}))
+    assert (began_at, reads.job("job")["started_at"]) == (row["started_at"], again_at + 1.0)
 
 
 def test_a_job_that_somebody_supervises_was_not_killed(db: Database) -> None:

@@ -70,7 +70,7 @@ def test_of_years_of_actions_only_those_of_the_last_hour_are_read(stores, clock,
         connection.execute(insert(actions), [row | done | {"started_at": at} for row, at in rows])
     with stores.db.read() as connection:
         before = rows_read(connection, is_sqlite=stores.db.is_sqlite)
-        past = PastActions(clock).read(connection, (), {}, shown=names, present=names)
+        past = PastActions(clock).read(connection, (), {}, shown=names, present=names, restarted=names)
         after = rows_read(connection, is_sqlite=stores.db.is_sqlite)
     assert [len(past[name].acted_at) for name in names] == [NEW // jobs] * jobs
     assert after - before < OLD / 2, "and the question how many reads some, too"

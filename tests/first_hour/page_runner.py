@@ -115,4 +115,4 @@ def _missing(shown: list[str], output: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    return " ".join(_DRAWN.sub(" ", _VARYING.sub("N", text)).split())
+    return " ".join(_DRAWN.sub(" ", _VARYING.sub("N", text)).replace("_", " ").split())  # a log in a pipe is JSON

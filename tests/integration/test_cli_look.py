@@ -51,9 +51,10 @@ def test_every_kind_is_listed_and_a_stream_goes_on_after_a_restart(
             assert isinstance(flyball("get", kind, "-o", "json")["items"], list)
         assert [job["job"] for job in flyball("get", "jobs", "-o", "json")["items"]] == ["llama"]
         assert flyball("get", "audit", "-o", "json")["items"][0]["operation"] == "submitJob"
-        assert "Checkpoints: none to resume from" in flyball("describe", "job", "llama").stdout
+        assert "Checkpoints: hosts report none to resume from" in flyball("describe", "job", "llama").stdout
         assert "did you mean llama?" in flyball("describe", "job", "lama").stderr
         assert "did you mean incidents?" in flyball("get", "incidnts").stderr
+        assert f"The kinds are {', '.join(NAMES)}." in flyball("get", "pods").stderr
         assert "--host does not apply to jobs" in flyball("get", "jobs", "--host", "host-a").stderr
         _check_stream(client, supervisor, start)
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,14 @@ import pytest
 
 from flyball.cli.reach.client import ApiClient
 from flyball.contracts.clock import SystemClock
-from flyball.contracts.errors import NotFound, StateVersionMismatch, Unreachable, UsageError
+from flyball.contracts.errors import Forbidden, NotFound, StateVersionMismatch, Unreachable, UsageError
 from flyball.contracts.events import EventKind
 from flyball.contracts.on_host.segments import SHM_DIR_VARIABLE, shm_prefix
 from flyball.contracts.reports.conditions import Severity
 from host_daemon.probes.condition_files import ConditionFiles
 from host_daemon.store.database import HostDatabase
 from simulator.inject import faults
+from simulator.inject.chaos import Chaos
 from simulator.inject.processes import look_at
 
 CLOCK = SystemClock()
@@ -97,7 +99,7 @@ class Supervisor:
         self.ranks: dict[int, str] = {}
         self.hosts: dict[str, int] = {}
         self.events: list[dict[str, Any]] = []
-        self.takes_events = True
+        self.takes_events = self.injectable = True
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self._thread.start()
@@ -107,6 +109,8 @@ class Supervisor:
         job = {
             "job": "gpt",
             "state": self.state,
+            "world_size": 1,
+            "spec": {"injectable": self.injectable},
             "ranks": [{"rank": rank, "host_id": host} for rank, host in self.ranks.items()],
         }
         answers: dict[str, dict[str, Any]] = {"/v1/jobs": {"items": [job]}, "/v1/jobs/gpt": job}
@@ -197,6 +201,23 @@ def test_kill_ends_the_newest_worker_of_that_rank_and_no_other(
     assert event["kind"] == EventKind.FAULT_INJECTED
     assert (event["at"], event["job"], event["rank"], event["host_id"]) == (injection.at, "gpt", 1, "host-a")
     assert event["data"] == {"fault": "kill", "target": "rank 1 on host-a"}
+
+
+def test_a_job_without_the_mark_is_left_alone(api: ApiClient, supervisor: Supervisor, host: HostLookalike) -> None:
+    supervisor.injectable = False
+    rank, on = {"job": "gpt", "rank": 0, "clock": CLOCK}, {"host_id": "host-a", "clock": CLOCK}
+    target = host.worker(0)
+    condition = partial(faults.condition, api, kind="gpu-lost", **on)
+    for act in (
+        *(partial(one, api, **rank) for one in (faults.kill, faults.hang)),
+        *(partial(one, api, **on) for one in (faults.host_down, faults.preempt)),
+        condition,
+        Chaos(api, job="gpt", host_id="host-a", every_s=60.0, seed=1, clock=CLOCK, announce=print).take_turn,
+    ):
+        with pytest.raises(Forbidden, match="Job gpt may not be broken on purpose: nothing was done"):
+            act()
+    assert target.poll() is host.daemon.poll() is None and not supervisor.events
+    condition(ends=True)
 
 
 def test_hang_stops_the_worker_and_leaves_it_alive(api: ApiClient, supervisor: Supervisor, host: HostLookalike) -> None:

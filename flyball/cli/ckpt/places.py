@@ -69,11 +69,15 @@ def find_copies(
     hosts = _hosts(root, environ) if root else []
     settings = load_settings(environ)
     settings = msgspec.structs.replace(settings, store_retry_s=min(settings.store_retry_s, MAX_STORE_RETRY_S))
-    tier_folders = [found for folder in folders for found in _tier_folders(folder, settings)]
+    by_folder = {folder: _tier_folders(folder, settings) for folder in folders}
+    tier_folders = [found for of_folder in by_folder.values() for found in of_folder]
     found_names = {name for host in hosts for name in host.jobs} | {found.job for found in tier_folders}
     if root and (job not in found_names if job else not found_names):
         tier_folders += _default_folders(root)
     name = _choose_job(job, hosts, tier_folders, looked_in=[*([state_dir] if state_dir else []), *folders])
+    for folder, of_folder in by_folder.items():
+        if all(found.job != name for found in of_folder):
+            announce(f"{folder} holds no checkpoints of {name}")
     hosts_of_job = [host for host in hosts if name in host.jobs]
     of_job = [found for found in tier_folders if found.job == name]
     of_job += _configured_folders(hosts_of_job, name, settings)

@@ -73,6 +73,7 @@ class DemoStack:
             nproc_per_node=NPROC_PER_NODE,
             checkpoint=CheckpointSpec(every_steps=1, replicas=1),
             stop_grace_s=1.0,
+            injectable=True,
         )
         submit(self.client, spec)
         self._submitted = True

@@ -16,7 +16,7 @@ from ckpt_engine.peers.transport.rdma.port_choice import allowed_ports, split_na
 from ckpt_engine.peers.transport.rdma.verbs import RdmaPort, RdmaUnavailable
 from ckpt_engine.rules.memory_plan import readable_size
 from ckpt_engine.settings import EngineSettings, load_settings
-from flyball.cli.doctor.findings import CheckedHost, Finding, Level, of_error, ok
+from flyball.cli.doctor.findings import CheckedHost, Finding, Level, not_here, of_error, ok
 from flyball.contracts.errors import ConfigurationError, FlyballError, Unreachable
 from flyball.contracts.on_host.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE
 
@@ -132,7 +132,10 @@ def _gid(port: RdmaPort, host: CheckedHost) -> Finding:
 
 
 def _missing(subject: str, error: FlyballError, host: CheckedHost) -> Finding:
-    return of_error(subject, error, _level(host))
+    level = _level(host)
+    if level is Level.WARNING and not (host.sysfs / "class" / "infiniband").is_dir():
+        return not_here(subject, error.message)
+    return of_error(subject, error, level)
 
 
 def _level(host: CheckedHost) -> Level:

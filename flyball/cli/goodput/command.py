@@ -43,7 +43,7 @@ app.command("watch", **goodput_watch.COMMAND)(goodput_watch.command)
         "flyball goodput export --prometheus events.jsonl --out goodput.prom",
     ),
 )
-@with_query()
+@with_query(without=("all_runs",))
 def export(
     *,
     query: Query,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Group
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -24,7 +23,7 @@ from flyball.cli.goodput.options import (
 from flyball.cli.goodput.query import with_query
 from flyball.cli.goodput.sources import Found, Query, find, named_runs
 from flyball.cli.reach.options import command_help
-from flyball.cli.show.output import document, printable
+from flyball.cli.show.output import NO_LIMIT, document, printable, room
 
 if TYPE_CHECKING:
     from goodput.comparison import CategoryRow, ReportComparison, Row
@@ -39,7 +38,7 @@ COMMAND = command_help(
 )
 
 
-@with_query(without=("logs", "job", "window"))
+@with_query(without=("logs", "job", "window", "all_runs"))
 def command(
     *,
     a: Annotated[
@@ -74,22 +73,18 @@ def command(
 
             write_out(comparison_csv(found), out)
         case _:
-            write_out(_text(found, one, other), out)
+            write_out(_text(found, one, other, width=NO_LIMIT if out else room()), out)
 
 
-def _text(found: ReportComparison, one: Found, other: Found) -> str:
-    console = Console(
-        width=min(120, shutil.get_terminal_size((100, 24)).columns), no_color=True, highlight=False, emoji=False
-    )
-    with console.capture() as capture:
-        for name, run in (("A", one), ("B", other)):
-            console.print(Text(printable(f"{name}: {run.report.job or 'a run'} ({run.source})")))
-        tables = [_measures(found.measures), _categories("Where the time went", found.categories)]
-        if found.causes:
-            tables.append(_categories("Time lost, by cause", found.causes))
-        for table in tables:
-            console.print(Padding(table, (1, 0, 0, 0)))
-    return capture.get()
+def _text(found: ReportComparison, one: Found, other: Found, *, width: int) -> str:
+    from goodput.show.report import plain
+
+    runs = (("A", one), ("B", other))
+    names = (Text(printable(f"{name}: {run.report.job or 'a run'} ({run.source})")) for name, run in runs)
+    tables = [_measures(found.measures), _categories("Where the time went", found.categories)]
+    if found.causes:
+        tables.append(_categories("Time lost, by cause", found.causes))
+    return plain(Group(*names, *(Padding(table, (1, 0, 0, 0), expand=False) for table in tables)), width)
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -97,7 +92,7 @@ def _table(title: str, *columns: str) -> Table:
         title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True
     )
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", overflow="fold")
+        table.add_column(column, justify="right" if number else "left", overflow="fold", no_wrap=number > 0)
     return table
 
 
@@ -121,12 +116,12 @@ def _measures(rows: tuple[Row, ...]) -> Table:
 
 
 def _categories(title: str, rows: tuple[CategoryRow, ...]) -> Table:
-    from goodput.wording import percent, points, seconds
+    from goodput.wording import percent, points, seconds, words
 
     table = _table(title, "", "A", "share", "B", "share", "B - A")
     for row in rows:
         table.add_row(
-            Text(printable(row.name.replace("_", " "))),
+            Text(printable(words(row.name))),
             seconds(row.a_s),
             percent(row.a_share),
             seconds(row.b_s),

@@ -35,7 +35,7 @@ NOTHING_MEASURED = Recommendation(text="")
 Seconds = float | None
 
 
-@with_query(without=("gpu_hour_price", "gpus", "window"))
+@with_query(without=("gpu_hour_price", "gpus", "window", "all_runs"))
 def command(
     *,
     query: Query,

@@ -57,6 +57,9 @@ def _query(
     gpus: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="number of GPUs of the job (default: one per rank)")
     ] = None,
+    all_runs: Annotated[
+        bool, typer.Option("--all-runs", help="of a job: also the runs that its newest one resumed")
+    ] = False,
     window: Annotated[str, typer.Option(help="length of the rolling window, for example 1h or 600s")] = "1h",
     supervisor: SupervisorOption = "",
     token_file: TokenFileOption = "",
@@ -73,5 +76,6 @@ def _query(
         strict=strict,
         since=parse_moment("--from", since),
         until=parse_moment("--to", until),
+        all_runs=all_runs,
         options=AccountOptions(gpu_hour_price=gpu_hour_price, gpus=gpus, window_s=parse_duration("--window", window)),
     )

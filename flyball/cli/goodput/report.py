@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,7 +22,7 @@ from flyball.cli.goodput.options import (
 from flyball.cli.goodput.query import with_query
 from flyball.cli.goodput.sources import AUTO, Found, Query, announce_skipped, find, refuse_supervisor
 from flyball.cli.reach.options import command_help
-from flyball.cli.show.output import cell, document
+from flyball.cli.show.output import NO_LIMIT, cell, document, room
 from flyball.contracts.errors import UsageError
 
 if TYPE_CHECKING:
@@ -65,10 +64,10 @@ def command(
         write_out(google_text(query, chosen), out)
         return
     found = find(query, bins=TIMELINE_BINS if chosen is ReportFormat.HTML else timeline_bins)
-    write_out(render(found, chosen), out)
+    write_out(render(found, chosen, width=NO_LIMIT if out else room()), out)
 
 
-def render(found: Found, chosen: ReportFormat) -> str:
+def render(found: Found, chosen: ReportFormat, *, width: int) -> str:
     """The report in the chosen format."""
     from goodput.show.report import to_json, to_text
 
@@ -86,7 +85,7 @@ def render(found: Found, chosen: ReportFormat) -> str:
 
             return to_html(report, found.timeline, source=found.source, left_out=found.left_out)
         case ReportFormat.TABLE:
-            return to_text(report, width=min(120, shutil.get_terminal_size((100, 24)).columns))
+            return to_text(report, width=width)
 
 
 def google_text(query: Query, chosen: ReportFormat) -> str:

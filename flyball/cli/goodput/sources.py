@@ -41,6 +41,7 @@ class Query(msgspec.Struct, frozen=True):
     since: Moment | None = None
     until: Moment | None = None
     options: AccountOptions = AccountOptions()
+    all_runs: bool = False  # of a job: also those that its newest run resumed
     quiet: bool = False  # count malformed lines without printing them
 
 
@@ -193,7 +194,8 @@ def _from_supervisor(query: Query, bins: int) -> Found:
                 query, float(info["submitted_at"]), float(info.get("ended_at") or SystemClock().wall_s())
             )
         params = msgspec.structs.asdict(options) | {"timeline_bins": bins or None}
-        answer = client.get("/v1/goodput", job=job, **{k: None if v is None else repr(v) for k, v in params.items()})
+        query_of = {k: None if v is None else repr(v) for k, v in params.items()}
+        answer = client.get("/v1/goodput", job=job, all_runs="true" if query.all_runs else None, **query_of)
         return Found(
             report=wire.convert(answer, GoodputReport),
             timeline=wire.convert(answer.get("timeline", []), tuple[TimelineBin, ...]),

@@ -38,7 +38,7 @@ COMMAND = command_help(
 )
 
 
-@with_query(without=("until", "strict"))
+@with_query(without=("until", "strict", "all_runs"))
 def command(
     *,
     query: Query,

@@ -68,7 +68,7 @@ def _wanted(
 @expand("wanted", _wanted)
 def campaign(
     *,
-    report_file: Annotated[Path | None, typer.Option("--report", help="write the report as HTML")] = None,
+    report_file: Annotated[Path | None, typer.Option("--out", help="write the report as HTML")] = None,
     agents: Annotated[
         list[str] | None,
         typer.Option("--agent", metavar="URL", help="inject through this agent; may be repeated (default: here)"),
@@ -114,7 +114,7 @@ def run_campaign(
     clock = SystemClock()
     report: CampaignReport | None = None
     try:
-        with reach.open() as (client, injector):
+        with reach.open(wanted.job) as (client, injector):
             get_job(client, wanted.job)
             hands = agents_of(client, agents, agent_token_file) if agents else injector
             began_at = clock.wall_s()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     **command_help(
-        "Inject a real fault into a running job on this machine. docs/reference/inject.md says what each one touches.",
+        "Inject a real fault into a running job on this machine that was started with --injectable. "
+        "docs/reference/inject.md says what each one touches.",
         "flyball inject kill --job llama --rank 1",
         "flyball inject preempt --host host-b --deadline 30",
     ),
@@ -44,7 +46,7 @@ app.command(
 app.command(
     "fault",
     **command_help(
-        "Inject any fault of the list into a job that was started with --injectable, and undo it when it is over.",
+        "Inject any fault of the list, and undo it when it is over.",
         "flyball inject fault slow --job llama --rank 1 --for 60s",
         "flyball inject fault exit --job llama --rank 1 --set code=3 --set step=200",
         "flyball inject fault host-reboot --host host-b",
@@ -69,8 +71,8 @@ app.command(
     "campaign",
     **command_help(
         "Inject random faults into a running job for some time, and report for each how it was detected, what was "
-        "decided, when the job had recovered, and what it lost. The job must have been started with --injectable.",
-        "flyball inject campaign --job llama --mix llama3 --rate 60 --duration 30m --report out.html",
+        "decided, when the job had recovered, and what it lost.",
+        "flyball inject campaign --job llama --mix llama3 --rate 60 --duration 30m --out out.html",
         "flyball inject campaign --job llama --mix kill=2,hang=1 --seed 7 --json",
     ),
 )(campaign.campaign)
@@ -95,8 +97,8 @@ class _Injector(NamedTuple):
     state_dir: Path | None
     output: Format
 
-    def inject(self, fault: Callable[[ApiClient], Injection]) -> None:
-        with self.choice.connect() as client:
+    def inject(self, fault: Callable[[ApiClient], Injection], job: str = "") -> None:
+        with self.choice.connect(job) as client:
             done = fault(client)
         if printed(done, self.output):
             return
@@ -135,7 +137,8 @@ def _injector(
 def kill(*, job: JobName, rank: RankNumber, injector: _Injector) -> None:
     from simulator.inject import faults
 
-    injector.inject(lambda api: faults.kill(api, job=job, rank=rank, clock=SystemClock(), state_dir=injector.state_dir))
+    act = partial(faults.kill, job=job, rank=rank, clock=SystemClock(), state_dir=injector.state_dir)
+    injector.inject(act, job)
 
 
 @app.command(
@@ -149,7 +152,8 @@ def kill(*, job: JobName, rank: RankNumber, injector: _Injector) -> None:
 def hang(*, job: JobName, rank: RankNumber, injector: _Injector) -> None:
     from simulator.inject import faults
 
-    injector.inject(lambda api: faults.hang(api, job=job, rank=rank, clock=SystemClock(), state_dir=injector.state_dir))
+    act = partial(faults.hang, job=job, rank=rank, clock=SystemClock(), state_dir=injector.state_dir)
+    injector.inject(act, job)
 
 
 @app.command(
@@ -246,7 +250,7 @@ def chaos(
     from simulator.inject.chaos import Chaos, until_next_s
 
     clock, idle = SystemClock(), threading.Event()
-    with EndSignals(("SIGTERM", "SIGINT")) as signals, injector.choice.connect() as client:
+    with EndSignals(("SIGTERM", "SIGINT")) as signals, injector.choice.connect(job) as client:
         turns = Chaos(
             client,
             job=job,

@@ -41,11 +41,11 @@ class Reach(NamedTuple):
     supervisor_dir: Path | None
 
     @contextmanager
-    def open(self) -> Iterator[tuple[ApiClient, FaultInjector]]:
+    def open(self, job: str = "") -> Iterator[tuple[ApiClient, FaultInjector]]:
         """An injector; at the end, all that it did is undone."""
         from simulator.inject.injector import FaultInjector
 
-        with self.choice.connect() as client:
+        with self.choice.connect(job) as client:
             injector = FaultInjector(
                 client,
                 clock=SystemClock(),
@@ -110,7 +110,7 @@ def faults(
     reach: Reach,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    with reach.open() as (client, injector):
+    with reach.open(job) as (client, injector):
         if job and rank < 0:
             rank = 0
         if job and not host:
@@ -155,7 +155,7 @@ def fault(
     options = dict(_setting(text) for text in settings or [])
     lasts_s = parse_duration("--for", lasts) if lasts else -1.0
     idle = threading.Event()
-    with EndSignals(("SIGTERM", "SIGINT")) as signals, reach.open() as (_, injector):
+    with EndSignals(("SIGTERM", "SIGINT")) as signals, reach.open(job) as (_, injector):
         with signals.raised():  # it may wait for a step or a phase; what was begun is undone
             done = injector.inject(FaultRequest(name, job, rank, host, options, lasts_s))
         if not printed(done, output):

@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,6 +46,7 @@ READ_SIZE_BYTES = 1 << 20
 MAX_JSON_BYTES = 4 << 20  # per log
 LOCAL_INTERVAL_S = 2.0  # between scans of all processes for one that still writes
 REMOTE_INTERVAL_S = 0.5
+MANY_NUMBERS = 8  # of ranks or generations: more are named as a range
 MAX_REMOTE_RANKS = 16  # shown without --rank
 LINE_BYTES = 400  # estimated, to decide how much of a remote log holds its last lines
 
@@ -146,6 +147,12 @@ def _show_remote(client: ApiClient, wanted: _Wanted, folder: Path, follow: bool,
             by_host.setdefault(one["host_id"], []).append(one["rank"])
     if wanted.host and wanted.ranks and not by_host:  # the ranks were on that host earlier
         by_host[wanted.host] = list(wanted.ranks)
+    if job["ranks"] and not by_host:
+        raise NotFound(
+            f"Job {wanted.job} has no such rank{f' on host {wanted.host}' if wanted.host else ''}, but "
+            f"{_numbers('rank', (one['rank'] for one in job['ranks']))}.",
+            hint="choose with --rank R, and with --host HOST where a rank was earlier",
+        )
     placed = sum(map(len, by_host.values()))
     if placed > MAX_REMOTE_RANKS and not wanted.ranks:
         announce(f"showing only rank 0 of {placed} (--rank R shows others)")
@@ -227,15 +234,25 @@ def _select(runs: Sequence[JobLogs], wanted: _Wanted) -> list[RankLog]:
         if (not ranks or log.rank in ranks) and generation in (ALL_GENERATIONS, str(log.generation))
     ]
     if not chosen:
-        known = sorted({log.rank for log in every})
+        known = _numbers("rank", (log.rank for log in every))
         raise NotFound(
-            f"Job {runs[0].job} has no such log here. It has ranks {known[0]} to {known[-1]} and generations "
-            f"{every[0].generation} to {newest}.",
+            f"Job {runs[0].job} has no such log here, but logs of {known} and "
+            f"{_numbers('generation', (log.generation for log in every))}.",
             hint="choose with --rank R and --generation N; logs of ranks on other machines are on those machines",
         )
     if not wanted.generation and every[0].generation < newest:
         announce(f"showing generation {newest} of job {runs[0].job} (--generation N, or all, shows earlier ones)")
     return chosen
+
+
+def _numbers(name: str, numbers: Iterable[int]) -> str:
+    """'rank 0', 'ranks 0 and 1', 'ranks 0, 1 and 5', or 'ranks 0 to 63'."""
+    found = sorted(set(numbers))
+    if len(found) == 1:
+        return f"{name} {found[0]}"
+    if len(found) > MANY_NUMBERS and found[-1] - found[0] == len(found) - 1:
+        return f"{name}s {found[0]} to {found[-1]}"
+    return f"{name}s {', '.join(map(str, found[:-1]))} and {found[-1]}"
 
 
 def _print(logs: Sequence[RankLog], wanted: _Wanted) -> None:

@@ -180,10 +180,9 @@ def _print_tiers(checkpoints: Json) -> None:
         for tier, one in checkpoints["tiers"].items()
     ]
     point = known(checkpoints["recovery_point"])
-    title = (
-        f"Checkpoints: a restart resumes from step {point}" if point is not None else "Checkpoints: none to resume from"
-    )
-    print_table(title, ("tier", "copies", "size", "newest step", "newest of all ranks"), rows)
+    none = "hosts report none to resume from (those of a job that has ended: flyball ckpt ls)"
+    title = none if point is None else f"a restart resumes from step {point}"
+    print_table(f"Checkpoints: {title}", ("tier", "copies", "size", "newest step", "newest of all ranks"), rows)
 
 
 def _print_newest(name: str, items: list[Json], now: float, *, about: str) -> None:

@@ -204,10 +204,10 @@ NAMES = tuple(kind.name for kind in KINDS)
 
 
 def find_kind(word: str) -> ListedKind:
-    """The kind with this name, in the singular or the plural. Raises UsageError with similar names."""
+    """The kind with this name, in the singular or the plural. Raises UsageError, which lists all."""
     for kind in KINDS:
         if word.lower() in (kind.name, kind.one):
             return kind
-    near = difflib.get_close_matches(word.lower(), NAMES, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]}?" if near else f"choose one of: {', '.join(NAMES)}"
-    raise UsageError(f"There is no kind {word!r}.", hint=hint)
+    near = difflib.get_close_matches(word.lower(), NAMES, n=1, cutoff=0.75)
+    hint = f"did you mean {near[0]}?" if near else "choose one of these"
+    raise UsageError(f"There is no kind {word!r}. The kinds are {', '.join(NAMES)}.", hint=hint)

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 
 from flyball.cli.look.jobs_table import doing_word
 from flyball.cli.reach.client import ApiClient
@@ -16,7 +15,7 @@ from flyball.cli.reach.local_runs import LocalRun, find_runs
 from flyball.cli.reach.options import command_help, with_supervisor
 from flyball.cli.reach.places import ANSWERS_WITHIN_S, find_supervisor, state_root
 from flyball.cli.reach.sources import SupervisorChoice
-from flyball.cli.show.output import Format, OutputOption, announce, print_table, printed
+from flyball.cli.show.output import Format, OutputOption, announce, print_table, printed, room
 from flyball.cli.show.times import clock, iso, lasted
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import FlyballError
@@ -45,14 +44,14 @@ def command(
             found = list(reversed(client.everything("/v1/jobs") if all_runs else client.newest("/v1/jobs", limit)))
         if printed({"supervisor": client.url, "jobs": found}, output):
             return
-        _print(f"Jobs of {client.url}", [_from_api(job, client.url) for job in found], output)
+        _print(f"Jobs of {client.url}", [_from_api(job, client.url) for job in found])
         return
     runs = find_runs(os.environ, state_dir=choice.state_dir)
     shown = [_as_it_stands(run) for run in (runs if all_runs else runs[:limit])]
     if printed({"runs": [as_json(run) for run in shown]}, output):
         return
     root = Path(choice.state_dir) if choice.state_dir else state_root(os.environ)
-    _print(f"Runs on this machine (in {_short(root)})", shown, output)
+    _print(f"Runs on this machine (in {_short(root)})", shown)
     if len(runs) > len(shown):
         announce(f"{len(runs) - len(shown)} older runs are not shown (--all lists them)")
 
@@ -94,9 +93,9 @@ def _from_api(job: dict[str, Any], url: str) -> LocalRun:
     return LocalRun(**(known | renamed), folder=Path(), supervisor_dir=Path())
 
 
-def _print(title: str, runs: list[LocalRun], output: Format) -> None:
+def _print(title: str, runs: list[LocalRun]) -> None:
     now = SystemClock().wall_s()
-    is_wide = output is Format.WIDE or Console().width >= WIDE
+    is_wide = room() >= WIDE
     has_folders = any(run.folder != Path() for run in runs)
     columns = ["job", "state", "step", "started", *(["ended"] if is_wide else []), "took", "restarts"]
     rows = []

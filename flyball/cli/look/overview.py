@@ -112,7 +112,7 @@ def _jobs(found: Overview, now: float, width: int) -> Iterator[str]:
         return
     rows = [
         dict(zip(JOB_COLUMNS, map(cell, job_row(job, now)), strict=True))
-        | {"resumes from": resumes_from(found.recoverable.get(job["job"]))}
+        | {"resumes from": resumes_from(found.recoverable.get(job["job"]), has_ended=bool(job.get("ended_at")))}
         for job in found.jobs
     ]
     columns = ("job", "state", "for", "step", "last step", "resumes from", "loss", "a step", "restarts")
@@ -129,7 +129,7 @@ def job_notes(job: Json, now: float) -> list[str]:
     return [note for note in (message, hosts_note(job, wide=False), save_note(job)) if note]
 
 
-def resumes_from(recoverable: Json | None) -> str:
+def resumes_from(recoverable: Json | None, *, has_ended: bool = False) -> str:
     """The step that a restart would go on from if nothing but the processes were lost, and its slowest tier."""
     if recoverable is None:
         return "-"
@@ -137,7 +137,7 @@ def resumes_from(recoverable: Json | None) -> str:
     for case in recoverable["losses"]:
         if case["lost"] == "processes":
             step, tier = case["recovery_step"], case["tier"]
-    return f"{step} {tier}" if step >= 0 else "step 0"
+    return f"{step} {tier}" if step >= 0 else "-" if has_ended else "step 0"  # hosts report no copies after the end
 
 
 def _without_ranks(recoverable: Json) -> tuple[int, str]:

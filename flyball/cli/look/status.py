@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from flyball.cli.act.orders import order_rows
 from flyball.cli.look.hosts_table import print_conditions, print_hosts, print_transports
@@ -24,7 +23,7 @@ from flyball.cli.reach.client import ApiClient
 from flyball.cli.reach.left_state import LeftState
 from flyball.cli.reach.options import JobOption, command_help, with_supervisor
 from flyball.cli.reach.sources import SupervisorChoice, get_job
-from flyball.cli.show.output import Format, OutputOption, print_table, printable, printed
+from flyball.cli.show.output import Format, OutputOption, print_table, printable, printed, room
 from flyball.cli.show.times import clock
 from flyball.contracts.clock import SystemClock
 
@@ -62,8 +61,7 @@ def command(
     with choice.open_read_only(job) as client:
         ended_at = client.ended_at if isinstance(client, LeftState) else None
         if output is Format.TABLE:
-            width = Console().width
-            typer.echo(printable("\n".join(screen(_overview(client, job, ended_at), now, width))))
+            typer.echo(printable("\n".join(screen(_overview(client, job, ended_at), now, room()))))
             if all_hosts or also_left:
                 _print_hosts(client.everything("/v1/hosts", all="true" if also_left else None), now, ended_at)
             return

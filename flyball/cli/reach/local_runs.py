@@ -159,7 +159,7 @@ def _open(database: Path) -> sqlite3.Connection:
 def _jobs(connection: sqlite3.Connection) -> Iterator[_JobRow]:
     query = """
         SELECT job, spec, state, message, submitted_at, ended_at, newest_step, generation,
-               (SELECT MIN(started_at) FROM generations g WHERE g.job = jobs.job AND started_at > 0),
+               (SELECT MIN(started_at) FROM generations g WHERE g.job = jobs.job AND started_at >= submitted_at),
                (SELECT plan FROM generations g WHERE g.job = jobs.job ORDER BY generation DESC LIMIT 1)
         FROM jobs
     """

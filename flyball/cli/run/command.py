@@ -21,7 +21,7 @@ from flyball.cli.run.embedded import KeptSupervisor
 from flyball.cli.run.ending import Ending, is_in_memory_alone, resume_command
 from flyball.cli.run.job_watch import Job
 from flyball.cli.run.rendezvous import join, meet
-from flyball.cli.run.resume import announce_disk_folder, prepare_locally, record_of, with_default_tier
+from flyball.cli.run.resume import prepare_locally, record_of, where_checkpoints_go, with_default_tier
 from flyball.cli.run.run_folders import RunFolder, claim_folder, find_run
 from flyball.cli.run.session import Session, start_daemon
 from flyball.cli.show.messages import announce, json_text
@@ -49,7 +49,7 @@ def run(arguments: list[str]) -> int:
     """Run a job and return the exit code: 0 if it succeeded, 128 + n if signal n ended it. Raises FlyballError."""
     request = parse_run(arguments, os.environ, read_config)
     if request.help:
-        sys.stdout.write(help_text())
+        sys.stdout.write(help_text(everything=request.help_all))
         return 0
     for notice in request.notices:
         announce(notice)
@@ -120,7 +120,6 @@ def _run_locally(
     secret = f"/?token={supervisor.token}" if sys.stderr.isatty() else ""  # keep it out of a batch system's log
     announce(f"job {spec.job}; dashboard {supervisor.url}{secret}")
     announce(f"state and logs in {folder}")
-    announce_disk_folder(spec.checkpoint, home.host)
     # Start the daemon first: it imports torch, which takes longest, while this process imports the supervisor.
     mine = msgspec.structs.replace(request, host_id=host_id)
     daemon = start_daemon(mine, spec, connection, home.host, stack)
@@ -130,6 +129,7 @@ def _run_locally(
     session = Session(connection, daemon)
     session.supervisor, session.submission = supervisor, submission
     session.ending = final
+    session.once_attached = where_checkpoints_go(spec.checkpoint, home.host)
     return session
 
 

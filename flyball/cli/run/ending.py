@@ -223,7 +223,7 @@ def settle_memory(daemon: HostProcess, spec: JobSpec, job: Job | None, *, has_le
             command = f"(only if the supervisor comes back with its data) {command}"
         announce(f"resume, on each host, with: {command}")
     elif not has_left:
-        announce_kept_step(spec, state, daemon.host_id, daemon.state_dir, command=command)
+        announce_kept_step(spec, job, daemon.host_id, daemon.state_dir, command=command)
 
 
 def held_in_memory(prefix: str, job: str, host_id: str) -> str:
@@ -242,16 +242,19 @@ def held_in_memory(prefix: str, job: str, host_id: str) -> str:
     return f"{shards}, of {newest.world_size}, of step {newest.step} (useless without those of the other hosts)"
 
 
-def announce_kept_step(
-    spec: JobSpec, state: JobState | None, host_id: str, state_dir: Path | None, *, command: str
-) -> None:
-    """On one of several hosts, announce where the newest step is, if the job did not succeed."""
+def announce_kept_step(spec: JobSpec, job: Job | None, host_id: str, state_dir: Path | None, *, command: str) -> None:
+    """On one of several hosts, announce where the job's newest step is, if it did not succeed: not with a host whose
+    ranks have moved."""
     checkpoint = spec.checkpoint
-    if state not in (JobState.FAILED, JobState.STOPPED) or not checkpoint.is_durable:
+    if job is None or JobState(job["state"]) not in (JobState.FAILED, JobState.STOPPED) or not checkpoint.is_durable:
         return
     disk = checkpoint.disk_folder(state_dir.resolve()) if state_dir else checkpoint.disk_dir
     step = _newest_step(Path(disk) / host_id / spec.job) if checkpoint.policy(Tier.DISK).is_on else None
-    if step is not None:
+    hosts = sorted({str(rank["host_id"]) for rank in job.get("ranks", ())})
+    if hosts and host_id not in hosts and checkpoint.policy(Tier.DISK).is_on and job["newest_step"] >= 0:
+        newest = f"the newest step of job {spec.job}, {job['newest_step']}, is on the disks of {', '.join(hosts)}"
+        announce(f"{newest}, where its ranks were; resume, on each of them, with: {command}")
+    elif step is not None:
         announce(f"step {step} of job {spec.job} is in {disk}; resume, on each host, with: {command}")
     elif checkpoint.persistent_dir:
         place = checkpoint.persistent_dir

@@ -15,7 +15,7 @@ from flyball.cli.run.host_leave import NOTICES, HostLeave, Next
 from flyball.cli.run.host_process import HostProcess
 from flyball.cli.show.messages import announce, announce_decision
 from flyball.cli.signals import EndSignals
-from flyball.contracts.cluster import JobSpec, JobState
+from flyball.contracts.cluster import JobSpec, JobState, Phase
 from flyball.contracts.decisions import ActionState
 from flyball.contracts.errors import FlyballError, NotFound, StateVersionMismatch, Unauthorized, Unreachable
 from flyball.contracts.on_host.os_text import to_text
@@ -95,6 +95,7 @@ class JobWatch:
         `leave`: how this host leaves a job that other hosts can continue.
         """
         self.announces_decisions = True  # else the command of another host does it
+        self.once_attached = ""  # to be announced when a rank has called `flyball.attach`
         self._client = client
         self._spec = spec
         self._signals = signals
@@ -248,6 +249,9 @@ class JobWatch:
     def _announce_missing_steps(self, job: Job) -> None:
         """Warn once if the script reports no steps, because then a hang is detected late."""
         phases = {rank["phase"] for rank in job.get("ranks", ())}
+        if phases & _OF_ATTACHED and self.once_attached and not JobState(job["state"]).ended:
+            announce(self.once_attached)
+            self.once_attached = ""
         if phases != {"starting"} or job["newest_step"] >= 0 or "no steps" in self._announced:
             self._starting_since = 0.0
             return
@@ -318,6 +322,7 @@ class JobWatch:
             self._daemon.start()
 
 
+_OF_ATTACHED = frozenset(phase.name.lower() for phase in Phase if phase is not Phase.STARTING)
 _UNKNOWN: Job = {"state": JobState.RUNNING.value, "message": "was ended before it could stop"}
 _FINAL_ANSWERS = (NotFound, Unauthorized, StateVersionMismatch)  # retrying would not help
 _START_ERRORS = frozenset({2, 3, 4, 5, 6, 7, 9})  # usage, configuration, port, version, disk, memory, token

@@ -20,7 +20,7 @@ from flyball.cli.reach.places import SupervisorConnection, make_state_dir, state
 from flyball.cli.run.embedded import KeptSupervisor
 from flyball.cli.run.ending import announce_kept_step, settle_memory
 from flyball.cli.run.host_leave import HostLeave, is_there
-from flyball.cli.run.resume import announce_disk_folder, prepare_at_supervisor
+from flyball.cli.run.resume import prepare_at_supervisor, where_checkpoints_go
 from flyball.cli.run.run_folders import claim_folder, folder_name
 from flyball.cli.run.session import Session, client_of, start_daemon
 from flyball.cli.show.messages import announce
@@ -65,21 +65,21 @@ def join(
         session.host_dir = job_logs.daemon_dir(name, connection.url)
         if session.host_dir:
             announce(f"logs in {Path(spec.log_dir or session.host_dir / 'logs') / spec.job}")
-            announce_disk_folder(spec.checkpoint, session.host_dir)
+            session.once_attached = where_checkpoints_go(spec.checkpoint, session.host_dir)
         stack.callback(
-            lambda: announce_kept_step(spec, session.state, name, session.host_dir, command=session.resume_command)
+            lambda: announce_kept_step(spec, session.job, name, session.host_dir, command=session.resume_command)
         )
         return session
     folder = make_state_dir(_host_folder(request, name, spec.job))
     daemon = start_daemon(request, spec, connection, folder, stack)
     announce(f"host {name} joins {connection.url}")
-    announce_disk_folder(spec.checkpoint, folder.resolve())
     leave = HostLeave(spec, name, daemon)
     session = Session(connection, daemon, leave)
     stack.callback(
         lambda: settle_memory(daemon, spec, session.job, has_left=leave.has_left, command=session.resume_command)
     )
     session.spec, session.submission = spec, submission
+    session.once_attached = where_checkpoints_go(spec.checkpoint, folder.resolve())
     return session
 
 

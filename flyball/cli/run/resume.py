@@ -51,12 +51,13 @@ def with_default_tier(request: RunRequest, checkpoint: CheckpointSpec, folder: s
     return msgspec.structs.replace(checkpoint, disk_dir=folder, disk_every_s=DEFAULT_EVERY_S, disk_is_default=True)
 
 
-def announce_disk_folder(checkpoint: CheckpointSpec, state_dir: Path) -> None:
-    """Announce where checkpoints go on the host with this state folder, if the user did not choose that."""
-    if checkpoint.disk_is_default:
-        every = f"{checkpoint.disk_every_s / 60:.0f} minutes"
-        folder = checkpoint.disk_folder(state_dir)
-        announce(f"checkpoints go to {folder} every {every}, and at the end unless the job succeeds")
+def where_checkpoints_go(checkpoint: CheckpointSpec, state_dir: Path) -> str:
+    """Says where they go on the host with this state folder, if the user did not choose that."""
+    if not checkpoint.disk_is_default:
+        return ""
+    every = f"{checkpoint.disk_every_s / 60:.0f} minutes"
+    folder = checkpoint.disk_folder(state_dir)
+    return f"checkpoints go to {folder} every {every}, and at the end unless the job succeeds"
 
 
 def prepare_locally(

@@ -61,10 +61,7 @@ class Session:
         self.ending: Ending | None = None  # if everything ends with this command
         self.job: Job | None = None  # as it was last seen, once `follow` has returned
         self.resume_command = ""
-
-    @property
-    def state(self) -> JobState | None:
-        return JobState(self.job["state"]) if self.job is not None else None
+        self.once_attached = ""  # what to announce when a rank has called `flyball.attach`
 
     def logs(self, request: RunRequest, spec: JobSpec) -> Path | None:
         """The folder of this host's rank logs; None if unknown."""
@@ -104,6 +101,7 @@ class Session:
             leave=self.leave,
         )
         watch.leave_out(known)
+        watch.once_attached = self.once_attached
         watch.announces_decisions = not request.rendezvous or self.supervisor is not None
         job = self.job = watch.wait()
         if self.ending is not None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from enum import StrEnum
+from itertools import zip_longest
 from typing import Annotated
 
 import msgspec
 import typer
-from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from flyball.cli.show.messages import announce, json_text, print_error, printable, unescaped
@@ -29,6 +30,7 @@ __all__ = [
     "printed",
     "document",
     "record",
+    "room",
     "announce",
     "print_error",
     "unescaped",
@@ -36,6 +38,10 @@ __all__ = [
 
 MIN_TEXT_WIDTH = 12  # of a column with sentences, next to columns that are not wrapped
 SHORT = 20  # cells of this length are not wrapped where there is room: times, "3 min 20 s ago"
+GAP = 2  # between two columns
+NO_LIMIT = 100_000  # terminal columns
+
+_is_wide: ContextVar[bool] = ContextVar("is_wide", default=False)  # -o wide was given
 
 
 class Format(StrEnum):
@@ -49,9 +55,18 @@ class Format(StrEnum):
         return self in (Format.JSON, Format.YAML)
 
 
+def _chosen(output: Format) -> Format:
+    _is_wide.set(output is Format.WIDE)
+    return output
+
+
 OutputOption = Annotated[
     Format,
-    typer.Option("-o", "--output", help="table or wide for people, json (the same: --json) or yaml for programs"),
+    typer.Option(
+        *("-o", "--output"),
+        help="table or wide for people, json (the same: --json) or yaml for programs",
+        callback=_chosen,
+    ),
 ]
 
 
@@ -83,37 +98,49 @@ def document(value: object, output: str) -> str:
     return json_text(value)
 
 
+def room() -> int:
+    """How many columns a line may have: those of the terminal; in a pipe and with -o wide as many as it needs."""
+    console = Console()
+    return console.width if console.is_terminal and not _is_wide.get() else NO_LIMIT
+
+
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table on stdout. Cells are plain text, never markup, whatever a job's name contains."""
-    console = Console(soft_wrap=False)
-    cells = [[cell(value) for value in row] for row in rows]
+    """Print a table on stdout, a line per row where there is `room`. Cells are plain text, never markup, whatever a
+    job's name contains. Words are never cut: a table of too many is wider than the terminal."""
+    cells = [[" ".join(cell(value).split("\n")) for value in row] for row in rows]
+    console = Console(soft_wrap=True, highlight=False)
     if not cells:
         console.print(Text(f"{title}: none"))
         return
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    whole = _whole_columns(columns, cells, console.width)
-    for column, is_whole in zip(columns, whole, strict=True):
-        table.add_column(column, overflow="fold", no_wrap=is_whole)
-    for row in cells:
-        table.add_row(*map(Text, row))
-    console.print(Text(title, style="bold"))
-    console.print(table)
+    widths = _widths(columns, cells, room())
+    header, *lines = (_line(part, widths) for row in (columns, *cells) for part in _wrapped(row, widths, console))
+    console.print(Text(title, style="bold"), "", Text(header, style="bold"), sep="\n")
+    console.print(Text("\n".join((" " + "─" * (sum(widths) + GAP * (len(widths) - 1)), *lines, ""))))
 
 
-def _whole_columns(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> list[bool]:
-    """Find the columns that must not wrap: those of single words such as ids, and of short texts. If the others would
-    have too little room, the widest of them may wrap after all."""
-    sizes = [max(len(column), *(len(row[i]) for row in cells)) for i, column in enumerate(columns)]
-    whole = [sizes[i] <= SHORT or not any(" " in row[i] for row in cells) for i in range(len(columns))]
+def _wrapped(row: Sequence[str], widths: Sequence[int], console: Console) -> Iterable[Sequence[str]]:
+    found = ((line.plain for line in Text(one).wrap(console, width)) for one, width in zip(row, widths, strict=True))
+    return zip_longest(*found, fillvalue="")
 
-    def needed() -> int:
-        return sum(
-            2 + (size if is_whole else min(size, MIN_TEXT_WIDTH)) for size, is_whole in zip(sizes, whole, strict=True)
-        )
 
-    while any(whole) and needed() > width:
-        whole[max((i for i in range(len(columns)) if whole[i]), key=lambda i: sizes[i])] = False
-    return whole
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    return " " + (" " * GAP).join(map(set_cell_size, row, widths)).rstrip()
+
+
+def _widths(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> list[int]:
+    """The columns' widths: first those with sentences get narrower until all fit, then those with short texts; none
+    gets narrower than its longest word."""
+    texts = [(column, *(row[i] for row in cells)) for i, column in enumerate(columns)]
+    widths = [max(map(cell_len, of_column)) for of_column in texts]
+    words = [max(cell_len(word) for text in of_column for word in text.split() or [""]) for of_column in texts]
+    sentences = [size if size <= SHORT else max(word, MIN_TEXT_WIDTH) for size, word in zip(widths, words, strict=True)]
+    for least in (sentences, words):
+        while 1 + sum(widths) + GAP * (len(widths) - 1) > width:
+            i = max((i for i in range(len(widths)) if widths[i] > least[i]), key=widths.__getitem__, default=-1)
+            if i < 0:
+                break
+            widths[i] -= 1
+    return widths
 
 
 def print_fields(fields: Mapping[str, object]) -> None:

@@ -26,7 +26,7 @@ app = typer.Typer(
         "docs/reference/simulator.md.",
         "flyball simulate list",
         "flyball simulate describe llama3",
-        "flyball simulate run llama3 --report llama3.html",
+        "flyball simulate run llama3 --out llama3.html",
         "flyball simulate compare llama3 --set-b checkpoint.every_s=60",
         "flyball simulate sweep llama3 --vary cluster.spares=0,8,16,32",
         "flyball simulate optimize llama3",
@@ -124,7 +124,7 @@ def describe(
         "code 1 if a check failed: a saved step was lost, time is missing, an incident stayed open, or too many hosts "
         "were cordoned.",
         "flyball simulate run small",
-        "flyball simulate run llama3 --seed 7 --report llama3.html",
+        "flyball simulate run llama3 --seed 7 --out llama3.html",
         "flyball simulate run llama3 --set cluster.spares=8 --set checkpoint.every_s=1800",
         "flyball simulate run llama3 --calibrate demo.json",
         "flyball simulate run my-cluster.toml --json > result.json",

@@ -36,7 +36,7 @@ COMMAND = command_help(
     "differences by seed). Without B, it is A with --set-b.",
     "flyball simulate compare llama3 --set-b checkpoint.every_s=60",
     "flyball simulate compare llama3 --set-a cluster.spares=8 --set-b cluster.spares=32 --gpu-hour-price 2.5",
-    "flyball simulate compare dlrover-before dlrover --seeds 4 --report dlrover.html",
+    "flyball simulate compare dlrover-before dlrover --seeds 4 --out dlrover.html",
     "flyball simulate compare small my-cluster.toml -o json",
 )
 

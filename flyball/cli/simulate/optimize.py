@@ -39,7 +39,7 @@ COMMAND = command_help(
     "hour. Starts from closed forms (Young and Daly, and how many hosts are broken at once), runs candidates with the "
     "same seeds, drops those that are worse beyond doubt, and checks what it found on other seeds.",
     "flyball simulate optimize small",
-    "flyball simulate optimize llama3 --best cost --gpu-hour-price 2.5 --spare-price 1 --report plan.html",
+    "flyball simulate optimize llama3 --best cost --gpu-hour-price 2.5 --spare-price 1 --out plan.html",
     "flyball simulate optimize my-cluster.toml --calibrate demo.json --seeds 16 -o json",
 )
 

@@ -31,7 +31,7 @@ Settings = Annotated[
 Seeds = Annotated[int, typer.Option(min=1, max=10_000, help="how many seeds each scenario runs with")]
 FirstSeed = Annotated[int, typer.Option("--seed", min=0, help="the first seed; the others follow it")]
 Jobs = Annotated[int, typer.Option(min=0, help="processes that run at once; 0: one per core")]
-Report = Annotated[Path | None, typer.Option("--report", help="also write an HTML report to this file")]
+Report = Annotated[Path | None, typer.Option("--out", help="also write an HTML report to this file")]
 BestBy = Annotated[
     Goal,
     typer.Option("--best", help="goodput: the largest useful share; cost: the cheapest useful GPU hour, with spares"),

@@ -39,7 +39,7 @@ COMMAND = command_help(
     "combinations are checked before anything runs. The result does not depend on how many processes run side by side.",
     "flyball simulate sweep llama3 --vary checkpoint.every_s=60,150,300,600",
     "flyball simulate sweep llama3 --vary cluster.spares=0,8,16,32 --vary checkpoint.every_s=150,300 --csv spares.csv",
-    "flyball simulate sweep small --vary cluster.repair_s=3600,86400 --seeds 8 --report repair.html",
+    "flyball simulate sweep small --vary cluster.repair_s=3600,86400 --seeds 8 --out repair.html",
     "flyball simulate sweep llama3 --vary cluster.spares=0,8,32 --best cost --gpu-hour-price 2.5 -o json",
 )
 

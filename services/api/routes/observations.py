@@ -43,6 +43,8 @@ StepFlopsQuery = Annotated[float | None, Query(gt=0.0, le=1e40, description="Flo
 PeakFlopsQuery = Annotated[float | None, Query(gt=0.0, le=1e40, description="Peak FLOP per second of one GPU.")]
 BinsQuery = Annotated[int, Query(ge=0, le=MAX_BINS, description="Number of slices of `timeline`; 0: none.")]
 
+AllRunsQuery = Annotated[bool, Query(description="Also of the runs that the newest one resumed.")]
+
 
 def router(reads: ReadModels, goodput: GoodputReports) -> APIRouter:
     routes = user_routes("observations")
@@ -109,12 +111,14 @@ def router(reads: ReadModels, goodput: GoodputReports) -> APIRouter:
         model_flops_per_step: StepFlopsQuery = None,
         peak_flops_per_gpu: PeakFlopsQuery = None,
         timeline_bins: BinsQuery = 0,
+        all_runs: AllRunsQuery = False,
     ) -> Response:
         """Report how much of the elapsed time became training, and where the rest went. A few seconds old at most.
 
         `from_at` and `to_at` (wall clock, seconds) bound the period, `window_s` that of the rolling measures. With a
         price per GPU hour the report includes the cost of losses. `timeline_bins` adds `timeline`: the period in that
-        many slices, each with its seconds by category."""
+        many slices, each with its seconds by category. It is of the newest run; `all_runs` adds those
+        that it resumed."""
         asked = Asked(
             AccountOptions(
                 gpu_hour_price=gpu_hour_price,
@@ -126,7 +130,8 @@ def router(reads: ReadModels, goodput: GoodputReports) -> APIRouter:
                 gpus=gpus,
                 reference_step_s=reference_step_s,
             ),
-            timeline_bins,
+            all_runs=all_runs,
+            timeline_bins=timeline_bins,
         )
         return json_response(await asyncio.to_thread(goodput.report, job, asked))
 

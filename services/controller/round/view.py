@@ -224,7 +224,7 @@ class JobView(msgspec.Struct, frozen=True):
     message: str = ""  # about its state
     ended_at: float = 0.0  # 0.0: it has not ended
     stored_run: str = ""
-    recoveries: tuple[PastRecovery, ...] = ()  # of a job with an open incident: the newest ones
+    recoveries: tuple[PastRecovery, ...] = ()  # the newest ones
     acted_at: tuple[float, ...] = ()  # when its actions about incidents of the last hour were decided
     before: GenerationView | None = None  # the last generation before the job was submitted again
 

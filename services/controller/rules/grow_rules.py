@@ -162,8 +162,8 @@ def _again_at(job: JobView, generation: GenerationView, cooldown_s: float) -> fl
 
 
 def _not_worth_it(case: Case, generation: GenerationView) -> PastFailure:
-    """The entry in the job's record for the present numbers. They are those without past recoveries, which are known
-    only while an incident is open; and recoveries belong to earlier generations."""
+    """The entry in the job's record for the present numbers, without past recoveries: the one that began this
+    generation is known only once it is resolved."""
     job = msgspec.structs.replace(case.job, recoveries=())
     gain = _gain(msgspec.structs.replace(case, job=job))
     numbers = f"gain {gain.gain_gpu_s:g}, cost {gain.cost_gpu_s:g}"

@@ -16,6 +16,7 @@ from flyball.contracts.events import Event, EventKind
 from flyball.contracts.identity import run_id
 from services.controller.round.view import JobChange
 from services.record.codec import dump, load
+from services.rules.job_differences import differences
 from services.store.decisions import outcome_writer
 from services.store.sql import events
 from services.store.sql.database import Database
@@ -88,9 +89,9 @@ class SqlJobStore:
                 is_over = state.ended and ended_at in (None, known.ended_at)
                 if not is_over or again is Again.NO:
                     before: JobSpec = needed("jobs", spec.job, load, known.spec, JobSpec)
-                    if _without_user(before.as_asked) != _without_user(spec):
+                    if differs := differences(before, spec):
                         raise Conflict(
-                            f"A job {spec.job!r} with another specification exists.",
+                            f"A job {spec.job!r} with another specification exists: {differs}.",
                             hint="choose another name with --job, or wait until it ends",
                         ) from None
                     return False
@@ -152,11 +153,6 @@ class SqlJobStore:
         self._db.transact(work)
 
 
-def _without_user(spec: JobSpec) -> JobSpec:
-    """Drop the variables of the submitting shell, which do not make two submissions different jobs."""
-    return msgspec.structs.replace(spec, user_env={}, sealed_env={})
-
-
 def _begin_again(
     connection: Connection, known: Row[Any], spec: JobSpec, now: float, again: Again, *, run: str, adopted: Lineage
 ) -> None:
@@ -173,6 +169,7 @@ def _begin_again(
         "stop_requested": False,
         "adopted": dump(adopted) if adopted else None,
     }
+    values["submitted_at"] = now
     if adopted:
         values["run"] = run
     elif again is Again.RESUME and not _has_begun(connection, known):
@@ -182,7 +179,9 @@ def _begin_again(
                 with_world_sizes(needed("jobs", spec.job, load, known.adopted, Lineage), before.world_size)
             )
     if again is Again.FRESH:
-        values |= {"submitted_at": now, "run": "", "newest_step": -1, "loss": "", "loss_step": -1}
+        values |= {"run": "", "newest_step": -1, "loss": "", "loss_step": -1}
+    elif not adopted:
+        values["run"] = known.run or run_id(known.submitted_at)
     connection.execute(update(jobs).where(jobs.c.job == spec.job).values(values))
     connection.execute(delete(job_failures).where(job_failures.c.job == spec.job))
     events.append(connection, _close(connection, spec.job, now))

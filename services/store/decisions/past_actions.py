@@ -21,7 +21,7 @@ _NOTHING: frozenset[str | int] = frozenset()
 
 
 class JobPast(msgspec.Struct, frozen=True):
-    recoveries: tuple[PastRecovery, ...] = ()  # of a job with an open incident
+    recoveries: tuple[PastRecovery, ...] = ()
     acted_at: tuple[float, ...] = ()  # wall clock, within WINDOW_S before it was read; newest first
 
 
@@ -45,9 +45,12 @@ class PastActions:
         *,
         shown: Collection[str],
         present: Collection[str],
+        restarted: Collection[str],
     ) -> Mapping[str, JobPast]:
         """Return job -> its past, for the jobs `shown`, and others that are known. `actions_seen`: the number of each
-        open action, and of each incident's newest, with its job. `present`: all jobs that may be shown again."""
+        open action, and of each incident's newest, with its job. `present`: all jobs that may be shown again.
+        `restarted`: those that have had a generation before; others have not recovered yet. An incident may open and be
+        decided about in one round, so that recoveries of jobs without one are read, too."""
         seen = _by_job(open_incidents, actions_seen)
         known = {
             job: past
@@ -57,7 +60,7 @@ class PastActions:
         if missing := sorted(set(shown) - known.keys()):
             acted = _acted_at(connection, missing, self._clock.wall_s() - WINDOW_S)
             for job in missing:
-                known[job] = JobPast(_recoveries(connection, job) if job in seen else (), tuple(acted[job]))
+                known[job] = JobPast(_recoveries(connection, job) if job in restarted else (), tuple(acted[job]))
         self._known, self._seen = known, {job: seen.get(job, _NOTHING) for job in known}
         return known
 

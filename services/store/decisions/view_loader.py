@@ -156,7 +156,14 @@ class ViewLoader:
             named.update(row.job for row in rows if asks(JobState(row.state), stop_requested=bool(row.stop_requested)))
             named.update(placed[name] for name in (*signalled, *noted) if name in cached and name in placed)
             rows = [row for row in rows if row.job in named]
-        past = self._past.read(connection, unresolved, action_jobs, shown={row.job for row in rows}, present=present)
+        past = self._past.read(
+            connection,
+            unresolved,
+            action_jobs,
+            shown={row.job for row in rows},
+            present=present,
+            restarted={row.job for row in rows if row.generation > 0},
+        )
         job_views = self._jobs(connection, rows, running, cached, past)
         if focus is not None:
             involved = {

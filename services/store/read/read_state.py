@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, func, select
+from sqlalchemy import Connection, Row, case, func, select
 
 from flyball.contracts.cluster import JobSpec, JobState
 from flyball.contracts.decisions import GenerationPlan
@@ -230,7 +230,7 @@ NEWEST_EVENTS = 10  # a sensor summarizes steps about once a second
 class JobProgress(msgspec.Struct, frozen=True):
     """Times are wall clock; None: unknown."""
 
-    started_at: float | None = None  # of the first generation
+    started_at: float | None = None  # of the first generation since it was submitted; of an adopted job, of all
     generation_started_at: float | None = None  # of the newest one that was started
     last_step_at: float | None = None
     step_s: float | None = None  # recent median
@@ -240,9 +240,12 @@ class JobProgress(msgspec.Struct, frozen=True):
 def progress(connection: Connection, jobs: Sequence[str]) -> dict[str, JobProgress]:
     """Return the progress of each of these jobs. With more than MAX_JOBS, only the last ones include steps."""
     generations = tables.generations.c
+    at = generations.started_at
+    since = case((at >= tables.jobs.c.submitted_at, at))
     query = (
-        select(generations.job, func.min(generations.started_at), func.max(generations.started_at))
-        .where(generations.job.in_(sorted(jobs)), generations.started_at > 0.0)
+        select(generations.job, func.coalesce(func.min(since), func.min(at)), func.max(at))
+        .join(tables.jobs, tables.jobs.c.job == generations.job)
+        .where(generations.job.in_(sorted(jobs)), at > 0.0)
         .group_by(generations.job)
     )
     found = {job: JobProgress(first, newest) for job, first, newest in connection.execute(query)}

@@ -113,8 +113,10 @@ def _specs(connection: Connection) -> dict[str, JobSpec]:
 
 
 def _learned(connection: Connection, names: Collection[str]) -> dict[str, LearnedJob]:
-    """Return what sensors learned about these jobs, except about an earlier run of the same name."""
-    of_this_run = (jobs.c.job == learned_jobs.c.job) & (jobs.c.submitted_at <= learned_jobs.c.told_at)
+    """Return what sensors learned about these jobs, except about an earlier run of the same name. A run with a name of
+    its own has been resumed."""
+    is_of_this_run = (jobs.c.submitted_at <= learned_jobs.c.told_at) | (jobs.c.run != "")
+    of_this_run = (jobs.c.job == learned_jobs.c.job) & is_of_this_run
     query = select(learned_jobs).join(jobs, of_this_run).where(learned_jobs.c.job.in_(sorted(names)))
     rows = connection.execute(query).all()
     found = {row.job: readable("learned_jobs", row.job, load, row.learned, LearnedJob) for row in rows}

@@ -99,6 +99,9 @@ def test_a_folder_alone_is_enough(site: CheckpointSite) -> None:
         assert (listed["recovery_point"], listed["steps"][0]["tiers"][0]["tier"]) == (point, tier)
     both = site.json("ls", "--dir", "disk", "--dir", "store")
     assert [s["step"] for s in both["steps"]] == [8, 4]
+    (site.root / "empty").mkdir()
+    assert "of any job in empty" in site.call("verify", "--dir", "empty")[2]
+    assert f"empty holds no checkpoints of {JOB}" in site.call("verify", "--dir", "disk", "--dir", "empty")[2]
 
 
 def test_steps_that_a_restart_gave_up_are_shown_on_demand(site: CheckpointSite) -> None:

@@ -37,6 +37,7 @@ def job(make_stack):
             "max_restarts": 100,
             "checkpoint": {"adapt_interval": False},
             "policy": POLICY,
+            "injectable": True,
         },
     )
     return job

@@ -26,7 +26,7 @@ def job(make_stack):
         (stack.root / "readings" / host / "dev").mkdir(parents=True)
         (stack.root / "readings" / host / "dev/kmsg").touch()
     stack.add_hosts("host-a", "host-b", "host-c", probed=stack.root / "readings")
-    return stack.train(JOB, nnodes=2, nproc_per_node=1, injectable=True)
+    return stack.train(JOB, nnodes=2, nproc_per_node=1)
 
 
 @pytest.fixture

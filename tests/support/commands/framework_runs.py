@@ -71,9 +71,9 @@ class Place:
         a step that is not older than that one by more than `lost` steps."""
         events = self.folder / f"{script.stem}.events"
         job = script.stem.replace("_", "-")
-        words = ("--job", job, "-o", "json", "--nproc-per-node", str(ranks), *flags, str(script), *arguments)
+        words = ("--job", job, "--injectable", "-o", "json", "--nproc-per-node", str(ranks))
         environ = self.environment | {"FLYBALL_EVENTS": str(events)}
-        with FlyballProcess(self.folder, "run", *words, **environ) as run:
+        with FlyballProcess(self.folder, "run", *words, *flags, str(script), *arguments, **environ) as run:
             for step, rank in kills.items():
                 run.wait_for(lambda step=step: self._step_of(job) >= step, f"step {step}")
                 killed = run_here("inject", "kill", "--job", job, "--rank", str(rank), environment=self.environment)

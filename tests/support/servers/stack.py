@@ -178,7 +178,7 @@ class Stack:
         job = self.job(name, nnodes * nproc_per_node)
         argv = (str(ARMED_EXAMPLE), "--steps", "100000", *SMALL, *QUIET, "--losses-dir", str(job.losses_dir))
         env = {"ARMED_DIR": str(job.folder), "ARMED_PACE_S": str(PACE_S)}
-        shape = {"nnodes": nnodes, "nproc_per_node": nproc_per_node, "max_restarts": 100}
+        shape = {"nnodes": nnodes, "nproc_per_node": nproc_per_node, "max_restarts": 100, "injectable": True}
         # On a busy machine saves would become less frequent, and more steps would be lost than the tests allow.
         saved = {"checkpoint": {"adapt_interval": False}}
         self.submit(job, {"argv": argv, "env": env, **shape, **saved, **spec})

@@ -55,7 +55,7 @@ def test_a_flag_does_what_its_row_says(row: Row) -> None:
         assert caught.value.hint
         return
     request = parse_run([*words, "train.py", "--lr", "3e-4"], ENVIRONMENT, lambda path: {})
-    if row.theirs != "--help":
+    if not row.theirs.startswith("--help"):
         assert request.argv == ("train.py", "--lr", "3e-4")
     notices = [n for n in request.notices if n.startswith(words[0])]
     if row.how == "noted":

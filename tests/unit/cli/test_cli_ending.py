@@ -11,7 +11,7 @@ import pytest
 
 from flyball.cli.main import run_cli
 from flyball.cli.reach.places import SupervisorConnection
-from flyball.cli.run.ending import Ending, settle_memory
+from flyball.cli.run.ending import Ending, announce_kept_step, settle_memory
 from flyball.cli.run.host_process import HostProcess
 from flyball.cli.run.resume import prepare_locally, record_of
 from flyball.cli.run.resume_points import open_jobs
@@ -46,6 +46,25 @@ def spec(tmp_path: Path) -> JobSpec:
 
 def daemon_of(home: RunFolder) -> HostProcess:
     return HostProcess(host_id="here", state_dir=home.host, supervisor_url="http://127.0.0.1:1", token_file=home.path)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "told"),
+    [
+        (["here", "b"], f"step 452 of job {JOB} is in"),
+        (["c", "b"], f"the newest step of job {JOB}, 737, is on the disks of b, c, where its ranks were"),
+    ],
+)
+def test_a_host_whose_ranks_have_moved_names_the_jobs_newest_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], hosts: list[str], told: str
+) -> None:
+    spec = JobSpec(JOB, ARGV, "/", 2, 1, checkpoint=CheckpointSpec(disk_dir=str(tmp_path), disk_every_s=600.0))
+    before = tmp_path / "here" / JOB / "run" / "g1" / "step452"
+    before.mkdir(parents=True)
+    (before / "rank0.manifest").touch()
+    job = {"state": "stopped", "newest_step": 737, "ranks": [{"host_id": host} for host in hosts]}
+    announce_kept_step(spec, job, "here", None, command="flyball run")
+    assert told in capsys.readouterr().err
 
 
 def test_memory_is_kept_if_the_daemon_cannot_start(

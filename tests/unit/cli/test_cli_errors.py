@@ -156,19 +156,6 @@ def test_control_characters_in_names_are_escaped(capsys: pytest.CaptureFixture[s
     assert out.count("a\\x1b[2Jb\\r\\udcffé") == 3
 
 
-def test_columns_of_single_words_do_not_wrap_if_sentences_can(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "50")
-    print_table("Incidents", ("cause", "what happened"), [["preemption_notice", "host-a will be taken away. " * 4]])
-    shown = capsys.readouterr().out
-    assert "preemption_notice" in shown
-    assert max(map(len, shown.splitlines())) <= 50
-    monkeypatch.setenv("COLUMNS", "12")  # too narrow: then they wrap, too, instead of being cut off
-    print_table("Incidents", ("cause",), [["preemption_notice"]])
-    assert "".join(capsys.readouterr().out.split()).endswith("preemption_notice")
-
-
 def test_a_missing_database_file_is_not_created(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "flyball.sqlite"
     assert run_cli(["replay", "--from-db", f"sqlite:///{file}"]) == 8

@@ -60,7 +60,7 @@ def test_every_command_with_a_result_takes_the_same_outputs(name: str) -> None:
 def test_json_yaml_and_wide_by_their_names_and_shorthands(tmp_path: Path) -> None:
     left(tmp_path, "llama", at=1_700_000_000.0)
     as_json, as_yaml, wide = (
-        run_here("status", *words, environment={"FLYBALL_STATE_DIR": str(tmp_path), "COLUMNS": "200"})
+        run_here("status", *words, environment={"FLYBALL_STATE_DIR": str(tmp_path)})
         for words in (("--json",), ("-o", "yaml"), ("--wide",))
     )
     assert json.loads(as_json.stdout)["jobs"][0]["job"] == "llama"
@@ -73,6 +73,6 @@ def test_every_kind_is_listed_without_a_supervisor(tmp_path: Path) -> None:
     (supervisor / "simulations").mkdir()
     (supervisor / "simulations" / "Torn.json").write_text("{}")
     for kind in NAMES:
-        found = run_here("get", kind, environment={"FLYBALL_STATE_DIR": str(tmp_path), "COLUMNS": "200"})
+        found = run_here("get", kind, environment={"FLYBALL_STATE_DIR": str(tmp_path)})
         assert found.returncode == 0 and found.stdout.startswith(kind.capitalize()), f"{kind}: {found.stderr}"
         assert ("Torn.json is not a result" in found.stdout) == (kind == "simulations")

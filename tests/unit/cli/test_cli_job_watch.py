@@ -331,6 +331,21 @@ def test_a_script_that_reports_no_steps_gives_one_warning(time: Time, capsys: py
     assert "all ranks are idle for 1800 s (--hang-timeout changes that)" in printed
 
 
+@pytest.mark.parametrize(("phases", "count"), [(["starting", "exited"], 0), (["starting", "restoring"], 1)])
+def test_where_checkpoints_go_is_said_once_a_rank_has_attached(
+    time: Time, capsys: pytest.CaptureFixture[str], phases: list[str], count: int
+) -> None:
+    class Phases(Supervisor):
+        def get(self, path: str) -> dict[str, Any]:
+            job = {"state": "running", "newest_step": -1, "ranks": [{"phase": phase} for phase in phases]}
+            return job if time.now_s < self._back_s else super().get(path)
+
+    followed = JobWatch(Phases(time, 9.0), SPEC, signals_of(count=0))
+    followed.once_attached = "checkpoints go to /there"
+    followed.wait()
+    assert capsys.readouterr().err.count("checkpoints go to /there") == count
+
+
 def test_a_false_alarm_is_announced_at_once(time: Time, capsys: pytest.CaptureFixture[str]) -> None:
     class Wrong(Supervisor):
         def items(self, _path: str, **_params: object) -> list[dict[str, Any]]:

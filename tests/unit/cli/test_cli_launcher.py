@@ -250,9 +250,16 @@ def test_any_command_line_is_a_request_or_a_usage_error(words: list[str]) -> Non
 def test_no_spelling_is_used_twice_and_help_lists_all() -> None:
     spellings = [s for f in ALL_FLAGS for s in f.spellings]
     assert len(spellings) == len(set(spellings))
-    text = help_text()
+    text = help_text(everything=True)
     assert all(f.names[0] in text for f in ALL_FLAGS)
     assert "examples:" in text
+
+
+def test_help_is_one_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    short = help_text(everything=False)
+    assert len(short.splitlines()) <= 45 and all(word in short for word in ("--help-all", "--nnodes", "examples:"))
+    assert parse("--help-all train.py").help_all and not parse("--help train.py").help_all
 
 
 @pytest.mark.processes

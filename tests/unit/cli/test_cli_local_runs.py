@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from support.commands.here import run_here
 from support.commands.left_runs import left
 
 from flyball.cli import main
@@ -89,7 +90,6 @@ def test_ls_as_table_and_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FLYBALL_STATE_DIR", str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("FLYBALL_SUPERVISOR", raising=False)
     assert main.run_cli(["ls"]) == 0
     assert "none" in capsys.readouterr().out
@@ -99,10 +99,18 @@ def test_ls_as_table_and_json(
     left(tmp_path, "done", at=1000.0, state=JobState.SUCCEEDED, ended_at=1060.0)
     assert main.run_cli(["ls"]) == 0
     out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= 80
-    assert out.index("killed") < out.index("done")
+    assert "ended" in out and out.index("killed") < out.index("done")
     assert "jobs/killed" in out and "30 s" in out and "1 min" in out
     assert main.run_cli(["ls", "-o", "json", "--limit", "1"]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert (run["job"], run["state"], run["is_live"], run["duration_s"]) == ("killed", "interrupted", False, 30.0)
     assert run["submitted_time"] == "1970-01-01T00:33:20.000Z"
+
+
+@pytest.mark.parametrize("words", ["kill --rank 0", "hang --rank 0", "fault kill --rank 0", "campaign --duration 1s"])
+def test_a_fault_of_a_job_goes_to_the_supervisor_that_knows_it(tmp_path: Path, words: str) -> None:
+    for job in ("one", "two"):
+        left(tmp_path, job, at=1000.0, pid=os.getpid())
+    command = ("inject", *words.split(), "--job", "two")
+    done = run_here(*command, environment={"FLYBALL_STATE_DIR": str(tmp_path), "FLYBALL_TOKEN": "0123456789abcdef"})
+    assert done.returncode == 10 and "http://127.0.0.1:1 cannot be reached" in done.stderr, done.stderr

@@ -92,8 +92,8 @@ def test_json(state: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ("words", "expected"),
     [
         (["no-such-job"], "Jobs with logs here: j."),
-        (["j", "--rank", "5"], "ranks 0 to 0"),
-        (["j", "--generation", "5"], "generations 0 to 0"),
+        (["j", "--rank", "5"], "logs of rank 0 and generation 0"),
+        (["j", "--generation", "5"], "logs of rank 0 and generation 0"),
         (["j", "--generation", "x"], "neither a number nor all"),
         (["j", "--host", "elsewhere"], "on host elsewhere"),
         (["j", "-f", "-o", "json"], "cannot be combined"),
@@ -106,6 +106,16 @@ def test_missing_logs(state: Path, capfd: pytest.CaptureFixture[str], words: lis
     printed = capfd.readouterr().err
     assert expected in printed
     assert "Next step: " in printed
+
+
+@pytest.mark.parametrize(("ranks", "named"), [(2, "ranks 0 and 1"), (3, "ranks 0, 1 and 2"), (16, "ranks 0 to 15")])
+def test_a_rank_that_does_not_exist_names_those_that_do(
+    state: Path, capfd: pytest.CaptureFixture[str], ranks: int, named: str
+) -> None:
+    for rank in range(ranks):
+        write(state, f"j/g0/rank{rank}.log", "x\n")
+    assert run_cli(["logs", "j", "--rank", "99"]) == 8
+    assert f"logs of {named} and generation 0" in capfd.readouterr().err
 
 
 @pytest.mark.processes

@@ -200,7 +200,7 @@ def test_a_restart_resumes_from_what_the_loss_of_the_processes_leaves() -> None:
     assert resumes_from(recoverable(40, "memory", 38)) == "38 memory"
     assert resumes_from(recoverable(40, "disk")) == "40 disk"  # an ended job has no ranks to lose
     assert resumes_from(recoverable(-1, "memory")) == "step 0"
-    assert resumes_from(None) == "-"
+    assert resumes_from(None) == resumes_from(recoverable(-1, "memory"), has_ended=True) == "-"
 
 
 def test_hosts_are_listed_with_how_long_ago_they_reported(capsys: pytest.CaptureFixture[str]) -> None:

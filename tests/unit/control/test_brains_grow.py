@@ -220,7 +220,7 @@ def test_what_was_not_worth_it_is_weighed_again_when_its_numbers_change(
     )
 
 
-def test_past_recoveries_known_only_with_an_incident_do_not_open_it_again() -> None:
+def test_recoveries_that_are_known_later_do_not_open_it_again() -> None:
     """They change the cost in the reason, and not what the record is compared by."""
     settings = PolicySettings(grow_horizon_s=30.0)
     job = msgspec.structs.replace(running(), recoveries=(PastRecovery(GROW, 50.0),))

@@ -49,7 +49,8 @@ class Api:
         self.asked.append(path)
         if path == "/v1/jobs/gpt":
             ranks = [{"rank": rank, "host_id": host} for rank, host in enumerate(self.hosts)]
-            return {"job": "gpt", "state": self.state, "world_size": 2, "ranks": ranks}
+            spec = {"injectable": True}
+            return {"job": "gpt", "state": self.state, "world_size": 2, "ranks": ranks, "spec": spec}
         if path == "/v1/incidents":
             return {"items": [{"state": "resolved"}, {"state": self.incident}]}
         raise NotFound(f"There is no {path}.", hint="look")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import structlog
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.reports.conditions import MAX_CONDITIONS, HostCondition, Severity
@@ -279,9 +280,14 @@ def test_a_probe_that_fails_or_has_nothing_to_read_changes_nothing(
     monkeypatch.setattr("host_daemon.probes.probing.RETRY_S", 0.0)
     troubles = (NotAvailableError("no driver"), OSError("disk"), RuntimeError("a fault"), Reading((HOT,)))
     probe = Script(Reading((HOT,)), *troubles)
-    with daemon(tmp_path) as one:
-        said = asyncio.run(one.run(probe, until=lambda: probe.reads > 6))
+    absent = Script(NotAvailableError("no such card"))
+    absent.source = "probe link"
+    with daemon(tmp_path) as one, structlog.testing.capture_logs() as logged:
+        said = asyncio.run(one.run(probe, absent, until=lambda: probe.reads > 6))
     assert [type(body).__name__ for body in said] == ["ConditionBegan"]
+    events = [entry["event"] for entry in logged if entry["event"].startswith("probe_")]
+    assert events == ["probe_not_available", "probe_not_available", "probe_failed", "probe_works"]
+    assert "no such card" not in str(logged), "flyball doctor says what this host never had"
 
 
 def test_a_probe_that_hangs_blocks_no_other(tmp_path: Path) -> None:

@@ -88,6 +88,10 @@ def test_an_incident_shows_its_lost_time_and_with_a_price_its_cost() -> None:
         assert f">{seconds(incident.badput_s)}<" in table
         text = to_text(report, width=80).partition("Incidents; ")[2].partition("Repair")[0]
         assert "\N{HORIZONTAL ELLIPSIS}" not in text, "nothing is cut off"
+        rows = to_text(report, width=10_000).splitlines()
+        assert any(f"{incident.incident_id}: " in row and "restart" in row for row in rows)
+        words = {word for row in rows for word in row.split() if "─" not in word}
+        assert words <= set(to_text(report, width=20).split())
         if incident.cost is not None:
             assert f">{incident.cost:,.2f}<" in table
             assert f"{incident.cost:,.2f}" in text

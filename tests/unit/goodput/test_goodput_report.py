@@ -96,6 +96,13 @@ def test_the_text_report_names_everything() -> None:
     assert "\x1b" not in shown
 
 
+def test_the_part_of_a_step_that_a_fault_cut_off_is_not_called_recomputed() -> None:
+    fault = Event(at=4.5, kind=EventKind.FAULT_INJECTED, job="gpt", data={"fault": "kill"})
+    report = calculate([*EVENTS, fault])
+    assert report.seconds_by_category[Category.RECOMPUTED] == 0.5
+    assert "3 steps kept, 0 recomputed" in to_text(report) and "\nrecomputed or cut off  0.500s" in to_text(report)
+
+
 def test_notes_are_part_of_the_text() -> None:
     assert "Note: The job runs, or" in to_text(calculate(EVENTS[:3]))
 

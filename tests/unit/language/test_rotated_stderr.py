@@ -1,15 +1,18 @@
-"""A log that a process writes as its stderr has a bound, whoever makes it say much."""
+"""A log that a process writes as its stderr has a bound, whoever makes it say much; and what its lines look like."""
 
 from __future__ import annotations
 
+import io
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
 import pytest
+import structlog
 
-from flyball.process_start import OLD_LOGS_KEPT, RotatedStderr
+from flyball.process_start import OLD_LOGS_KEPT, RotatedStderr, log_to_stderr
 
 LINE = "x" * 99 + "\n"
 
@@ -56,3 +59,18 @@ def test_a_folder_that_is_gone_loses_no_line(log: Path, stderr: TextIO) -> None:
     for _ in range(3):
         rotated.write(LINE)
     assert os.fstat(stderr.fileno()).st_size == 3 * len(LINE)
+
+
+@pytest.mark.parametrize("for_people", [False, True])
+def test_a_log_is_json_for_programs_and_text_for_people(for_people: bool) -> None:
+    written = io.StringIO()
+    log_to_stderr(written, for_people=for_people)
+    log = structlog.get_logger().bind(host_id="node-7")
+    log.info("spawner_ready", pid=4711)
+    log.warning("peer_refused", reason="a\x1b[2Jb", warm_nproc=2)
+    ready, refused = written.getvalue().splitlines()
+    if for_people:
+        assert ready[8:] == " host node-7: spawner ready (pid 4711)" and ready[2] == ready[5] == ":"
+        assert refused[8:] == " host node-7: WARNING: peer refused (reason a?[2Jb, warm nproc 2)"
+    else:
+        assert json.loads(ready)["event"] == "spawner_ready" and json.loads(refused)["reason"] == "a\x1b[2Jb"

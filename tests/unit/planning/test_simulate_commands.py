@@ -21,7 +21,7 @@ from support.commands.here import run_here
         ("sweep small --vary cluster.spares=1,x", "cluster.spares: must be a whole number, not x"),
         ("sweep small --vary cluster.spares=1,2 --spare-price 2", "--gpu-hour-price"),
         ("optimize small --best cost --gpu-hour-price 0", "--gpu-hour-price above 0"),
-        ("sweep small --vary cluster.spares=1,2 --report nowhere/x.html", "there is no folder nowhere"),
+        ("sweep small --vary cluster.spares=1,2 --out nowhere/x.html", "there is no folder nowhere"),
         ("run small --calibrate missing.json", "missing.json"),
     ],
 )
@@ -41,7 +41,7 @@ def test_a_comparison_for_programs_and_for_people(tmp_path: Path) -> None:
     demo.write_text(json.dumps({"faults": [], "losses_compared": 1, "repair": parts}))
     page = tmp_path / "page.html"
     line = ("compare", "small", "--set-b", "checkpoint.every_s=600", "--seeds", "2", *SHORT)
-    more = ("--report", str(page), "--calibrate", str(demo), "--gpu-hour-price", "2")
+    more = ("--out", str(page), "--calibrate", str(demo), "--gpu-hour-price", "2")
     done = run_here("simulate", *line, *more, environment={"HOME": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -113,6 +113,26 @@ def test_the_default_is_the_report_up_to_now() -> None:
     assert reports.report("llama") == to_json(calculate(EVENTS, now=NOW))
 
 
+def test_a_report_is_of_the_newest_run_and_with_all_runs_of_those_that_it_resumed() -> None:
+    pause_s = 800.0
+    first = interrupted_run(interruptions=1, steps_between=20)
+    again_at = first[-1].at + pause_s
+    second = [
+        msgspec.structs.replace(event, generation=event.generation + 3) if event.generation > 0 else event
+        for event in interrupted_run(interruptions=0, steps_between=20, start=again_at)
+    ]
+    reports, _, _ = reports_of([*first, *second])
+    newest, all_of_them = reports.report("llama"), reports.report("llama", Asked(all_runs=True))
+    assert newest["started_at"] == again_at and newest["elapsed_s"] == pytest.approx(second[-1].at - again_at)
+    assert (newest["interruptions"], newest["not_running_s"]) == (0, 0.0)
+    alone = to_json(calculate(first))
+    assert all_of_them["elapsed_s"] == pytest.approx(alone["elapsed_s"] + newest["elapsed_s"])
+    assert all_of_them["not_running_s"] == pytest.approx(pause_s)
+    for category in ("shutdown", "scheduling"):
+        both = [one["seconds_by_category"].get(category, 0.0) for one in (alone, newest, all_of_them)]
+        assert both[2] == pytest.approx(both[0] + both[1]), category
+
+
 def test_the_query_is_respected() -> None:
     reports, _, _ = reports_of(EVENTS)
     options = AccountOptions(gpu_hour_price=2.0, window_s=600.0, from_at=START + 1000.0, to_at=START + 5000.0)
