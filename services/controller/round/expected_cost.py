@@ -259,9 +259,7 @@ def _hold(case: Case, facts: _Facts, after: Alternative, *, until_s: float = 0.0
         lost = f"The work of the free hosts would be missing for {more.horizon_s:.0f} s (assumed)."
         return Alternative(DecisionKind.HOLD, more.gain_gpu_s, f"All ranks train on meanwhile. {lost}")
     if facts.trains_on:
-        risk = (
-            f"A failure would cost {facts.gpu_s(facts.redo_s):.0f} rank seconds for {counted(facts.redo_steps, 'step')}."
-        )
+        risk = f"A failure would cost {facts.gpu_s(facts.redo_s):.0f} rank seconds for {counted(facts.redo_steps, 'step')}."
         return Alternative(DecisionKind.HOLD, 0.0, f"All ranks train on meanwhile. {risk}")
     if until_s > _NEXT_LOOK_S:
         wait_s, wait = until_s, f"up to {until_s:.1f} s"
