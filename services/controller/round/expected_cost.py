@@ -95,8 +95,8 @@ class FewerHosts(msgspec.Struct, frozen=True):
         """Both costs, for a reason."""
         missing = "1 rank is missing" if self.missing_ranks == 1 else f"{self.missing_ranks} ranks are missing"
         return (
-            f"If a host is free in {self.wait_s:.0f} s (assumed), to hold would cost {self.hold_gpu_s:.0f} rank seconds "
-            f"more, and to go on {self.shrink_gpu_s:.0f}: {missing} until then, and then the job restarts once more."
+            f"If a host is free in {self.wait_s:.0f} s (assumed), to hold would cost {self.hold_gpu_s:.0f} rank "
+            f"seconds more, and to go on {self.shrink_gpu_s:.0f}: {missing} until then, and then the job restarts once more."
         )
 
     @property
@@ -259,7 +259,8 @@ def _hold(case: Case, facts: _Facts, after: Alternative, *, until_s: float = 0.0
         lost = f"The work of the free hosts would be missing for {more.horizon_s:.0f} s (assumed)."
         return Alternative(DecisionKind.HOLD, more.gain_gpu_s, f"All ranks train on meanwhile. {lost}")
     if facts.trains_on:
-        risk = f"A failure would cost {facts.gpu_s(facts.redo_s):.0f} rank seconds for {counted(facts.redo_steps, 'step')}."
+        redone = counted(facts.redo_steps, "step")
+        risk = f"A failure would cost {facts.gpu_s(facts.redo_s):.0f} rank seconds for {redone}."
         return Alternative(DecisionKind.HOLD, 0.0, f"All ranks train on meanwhile. {risk}")
     if until_s > _NEXT_LOOK_S:
         wait_s, wait = until_s, f"up to {until_s:.1f} s"
