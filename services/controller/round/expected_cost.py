@@ -96,7 +96,8 @@ class FewerHosts(msgspec.Struct, frozen=True):
         missing = "1 rank is missing" if self.missing_ranks == 1 else f"{self.missing_ranks} ranks are missing"
         return (
             f"If a host is free in {self.wait_s:.0f} s (assumed), to hold would cost {self.hold_gpu_s:.0f} rank "
-            f"seconds more, and to go on {self.shrink_gpu_s:.0f}: {missing} until then, and then the job restarts once more."
+            f"seconds more, and to go on {self.shrink_gpu_s:.0f}: {missing} until then, and then the job restarts once "
+            "more."
         )
 
     @property
