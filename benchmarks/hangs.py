@@ -5,7 +5,8 @@
     python benchmarks/hangs.py --ways lock,loop
     python benchmarks/hangs.py --json          one JSON object on stdout
 
-Two jobs of four ranks (gloo) run under `flyball run`, each of whose generations hangs in another way. The first has the
+Two jobs a round, of four ranks (gloo), run under `flyball run`, each of whose generations hangs in another way; a job
+that hangs twice at one place is given ten times as long there. The first has the
 default deadlines: nothing can end these hangs, or nothing outside of the job. The second has --hang-timeout: by default
 its hangs, which look like an ordinary pause or like work, are acted on after 5 or 30 minutes. All seconds are from the
 hang: until the job is said to stand, until the rank to blame is named beside that, until the decision that restarts it.
@@ -15,6 +16,7 @@ Exit code 1 if a rank was not named.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sqlite3
@@ -75,8 +77,9 @@ class Hang:
         return self.named == str(self.rank)
 
 
-def planned(ways: Sequence[str], rounds: int) -> list[Hang]:
-    return [Hang(way, (number + place) % RANKS) for number in range(rounds) for place, way in enumerate(ways)]
+def planned(ways: Sequence[str], number: int) -> list[Hang]:
+    """The hangs of one round."""
+    return [Hang(way, (number + place) % RANKS) for place, way in enumerate(ways)]
 
 
 def run(hangs: Sequence[Hang], folder: Path, *options: str) -> list[Hang]:
@@ -203,8 +206,11 @@ def table(hangs: Sequence[Hang]) -> str:
             f"{hang.way:15} {hang.rank:4}  {hang.named or '-':>5}  {told:>5}  {explained:>9}  {acted:>5}  "
             f"{hang.stance:9}  {hang.stands or hang.reason}"
         )
-    right = [hang for hang in hangs if hang.is_named]
-    return "\n".join([*lines, f"{len(right)} of {len(hangs)} named"])
+    return "\n".join([*lines, summary(hangs)])
+
+
+def summary(hangs: Sequence[Hang]) -> str:
+    return f"{sum(hang.is_named for hang in hangs)} of {len(hangs)} named"
 
 
 def main() -> int:
@@ -223,9 +229,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="fb-hangs-") as folder:
         try:
             hangs = []
-            for ways, given in ((BY_DEFAULT, ()), (WITH_A_LIMIT, ("--hang-timeout", str(HANG_TIMEOUT_S)))):
+            jobs = ((BY_DEFAULT, ()), (WITH_A_LIMIT, ("--hang-timeout", str(HANG_TIMEOUT_S))))
+            for number, (ways, given) in itertools.product(range(options.rounds), jobs):
                 if chosen := [way for way in ways if way in options.ways.split(",")]:
-                    hangs += run(planned(chosen, options.rounds), Path(folder) / chosen[0], *given)
+                    hangs += run(planned(chosen, number), Path(folder) / f"{chosen[0]}{number}", *given)
+                    print(f"round {number + 1} of {options.rounds}: {summary(hangs)}", file=sys.stderr, flush=True)
         except subprocess.SubprocessError as error:
             for output in Path(folder).glob("*/output.log"):
                 print(output.read_text(errors="replace")[-4_000:], file=sys.stderr)
