@@ -36,9 +36,9 @@ class Runs:
 
         return SimulationFolder(self._path)
 
-    def of_job(self, job: str, options: AccountOptions, bins: int = 0) -> Json:
-        """Return the goodput report of a job, with its timeline if `bins` is not 0."""
-        return self._goodput.report(job, Asked(options, timeline_bins=bins))
+    def of_job(self, job: str, options: AccountOptions, bins: int = 0, *, all_runs: bool = False) -> Json:
+        """Return the goodput report of a job's newest run, or of all, with its timeline if `bins` is not 0."""
+        return self._goodput.report(job, Asked(options, all_runs, bins))
 
     def compare(self, a: str, b: str) -> Json:
         """Return how run `b` differs from run `a`."""

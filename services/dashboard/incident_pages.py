@@ -96,7 +96,7 @@ def _ranks(site: Site, job: str) -> list[Json]:
 
 def _cost(site: Site, incident_id: str) -> Json:
     incident = site.reads.incident(_checked(incident_id, _INCIDENT))
-    report = site.runs.of_job(incident["job"], AccountOptions())
+    report = site.runs.of_job(incident["job"], AccountOptions(), all_runs=True)  # it may be of an earlier one
     costs = (cost for cost in report["incidents"] if cost["incident_id"] == incident_id)
     return {"cost": next(costs, None)}
 

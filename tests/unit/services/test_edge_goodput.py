@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from goodput.calculator import calculate
 from goodput.show.report import to_json
 from services.api import goodput
 from services.api.goodput import FRESH_S, FRESH_SHARE, MAX_AT_ONCE, PATIENCE_S, Asked, GoodputReports, ReportsBusy
+from services.api.runs import Runs
 from services.runtime.http.problem_details import details_of
 
 EVENTS = interrupted_run(ended=False)
@@ -131,6 +133,10 @@ def test_a_report_is_of_the_newest_run_and_with_all_runs_of_those_that_it_resume
     for category in ("shutdown", "scheduling"):
         both = [one["seconds_by_category"].get(category, 0.0) for one in (alone, newest, all_of_them)]
         assert both[2] == pytest.approx(both[0] + both[1]), category
+    # What an incident of an earlier run cost is asked of all.
+    runs = Runs(reports, Path("none"))
+    costs = [runs.of_job("llama", AccountOptions(), all_runs=every)["incidents"] for every in (False, True)]
+    assert [len(one) for one in costs] == [0, 1]
 
 
 def test_the_query_is_respected() -> None:
