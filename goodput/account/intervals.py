@@ -72,7 +72,8 @@ def timeline(history: History, *, from_at: float | None = None, to_at: float | N
 def all_spans(history: History, executed: Sequence[Executed], step_s: float | None) -> Iterator[Span]:
     """Yield the spans of all layers."""
     window = windows(history.generations)
-    steps, pauses = step_spans(history.generations, executed, steady_step_s(executed, step_s))
+    capacity = {generation.generation: generation.capacity for generation in history.generations}
+    steps, pauses = step_spans(history.generations, executed, steady_step_s(executed, step_s, capacity))
     yield from _base_spans(history, pauses)
     yield from chain(*steps.values(), wait_spans(history, steps, step_s, window), settled_spans(executed, window))
 

@@ -30,6 +30,7 @@ PAUSE_SHARE = 0.1
 WARM_UP_FACTOR = 1.25
 WARM_UP_STEPS = 10
 STEADY_STEPS = 20  # a generation with more steps has its own normal step duration
+ALIKE_STEPS = 5  # as many of all generations of one size have theirs
 
 _at = attrgetter("at")
 
@@ -128,14 +129,22 @@ def median_step_s(executed: Iterable[Executed]) -> float | None:
     )
 
 
-def steady_step_s(executed: Iterable[Executed], step_s: float | None) -> dict[int, float | None]:
-    """The normal step duration of each generation: its own median if it has enough steps, else `step_s`, that of
-    all."""
+def steady_step_s(
+    executed: Iterable[Executed], step_s: float | None, capacity: Mapping[int, float]
+) -> dict[int, float | None]:
+    """The normal step duration of each generation: its own median if it has enough steps, else that of all generations
+    of its `capacity`, whose steps take as long, else `step_s`, that of all."""
     by_generation: defaultdict[int, list[Executed]] = defaultdict(list)
     for step in executed:
         by_generation[step.generation].append(step)
+    by_capacity: defaultdict[float, list[Executed]] = defaultdict(list)
+    for generation, steps in by_generation.items():
+        by_capacity[capacity.get(generation, 1.0)] += steps
+    alike = {size: median_step_s(steps) for size, steps in by_capacity.items() if _n_steps(steps) >= ALIKE_STEPS}
     return {
-        generation: (median_step_s(steps) if _n_steps(steps) > STEADY_STEPS else None) or step_s
+        generation: (median_step_s(steps) if _n_steps(steps) > STEADY_STEPS else None)
+        or alike.get(capacity.get(generation, 1.0))
+        or step_s
         for generation, steps in by_generation.items()
     }
 

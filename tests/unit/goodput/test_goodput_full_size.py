@@ -57,6 +57,24 @@ def test_a_shrunk_job_counts_by_its_share_of_ranks() -> None:
     assert report.cost == pytest.approx(3.6 * 48 / 3600)
 
 
+def test_the_longer_steps_of_a_short_shrink_are_no_warm_up() -> None:
+    """Half of the ranks take twice as long for a step."""
+    report = calculate(
+        [
+            event(0.0, EventKind.JOB_SUBMITTED, world_size=4),
+            *begin(1, 0.0, world_size=4),
+            steps(1, 0, *range(10, 110, 10)),
+            *begin(2, 100.0, restore_step=9, world_size=2),
+            steps(2, 10, *range(120, 320, 20)),
+            *begin(3, 300.0, restore_step=19, world_size=4),
+            steps(3, 20, *range(310, 410, 10)),
+            end(400.0),
+        ]
+    )
+    spent = {category: round(s, 3) for category, s in report.seconds_by_category.items() if round(s, 3)}
+    assert spent == {"useful": 300.0, "reduced_capacity": 100.0}
+
+
 @pytest.mark.parametrize(
     ("submitted", "full", "reduced_s", "gpus", "note"),
     [

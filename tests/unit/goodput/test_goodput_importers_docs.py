@@ -16,9 +16,9 @@ from goodput.read.importers.registry import FORMATS, read_entries
 
 ROOT = Path(__file__).parents[3]
 DOCUMENT = (ROOT / "docs" / "reference" / "goodput" / "importers.md").read_text()
-# A block of commands on samples, and the output block after it, if there is one.
+# A block of commands on samples, and what the last one prints.
 EXAMPLES = re.findall(
-    r"((?:^    flyball goodput report tests/.*\n)+)\n((?:^    (?!flyball).*\n)*)", DOCUMENT, re.MULTILINE
+    r"^```console\n((?:\$ flyball goodput report tests/.*\n)+)((?:.*\n)*?)```$", DOCUMENT, re.MULTILINE
 )
 
 
@@ -29,9 +29,9 @@ def test_a_worked_example(
     monkeypatch.chdir(ROOT)
     printed = ""
     for command in commands.splitlines():
-        assert run_cli(shlex.split(command)[1:]) == 0
+        assert run_cli(shlex.split(command)[2:]) == 0
         printed = capsys.readouterr().out
-    assert output and re.sub(r"^    ", "", output, flags=re.MULTILINE) in printed + "\n"
+    assert output and output in printed + "\n"
 
 
 def test_every_format_and_key_of_a_map_is_documented() -> None:
