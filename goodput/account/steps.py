@@ -135,11 +135,10 @@ def steady_step_s(
     """The normal step duration of each generation: its own median if it has enough steps, else that of all generations
     of its `capacity`, whose steps take as long, else `step_s`, that of all."""
     by_generation: defaultdict[int, list[Executed]] = defaultdict(list)
+    by_capacity: defaultdict[float, list[Executed]] = defaultdict(list)
     for step in executed:
         by_generation[step.generation].append(step)
-    by_capacity: defaultdict[float, list[Executed]] = defaultdict(list)
-    for generation, steps in by_generation.items():
-        by_capacity[capacity.get(generation, 1.0)] += steps
+        by_capacity[capacity.get(step.generation, 1.0)].append(step)
     alike = {size: median_step_s(steps) for size, steps in by_capacity.items() if _n_steps(steps) >= ALIKE_STEPS}
     return {
         generation: (median_step_s(steps) if _n_steps(steps) > STEADY_STEPS else None)
