@@ -90,9 +90,10 @@ def _locked(limit: int | None) -> str:
 
 def transfers(host: CheckedHost) -> Iterator[Finding]:
     """Memory is registered, and written through each active port from one queue pair to another."""
-    if not verbs.is_importable():
-        return  # `pyverbs` has said it
-    for port in _ports(host):
+    ports = _ports(host) if verbs.is_importable() else ()
+    if not ports:
+        yield not_here("rdma write", "there is no RDMA port to try it on")
+    for port in ports:
         if port.is_active and port.gid:
             try:
                 with LoopbackTry(port, size_bytes=_TRY_BYTES) as attempt:
