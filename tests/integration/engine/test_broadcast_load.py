@@ -3,6 +3,7 @@ them. The store, a process of its own, counts what it gives out."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -100,9 +101,10 @@ def test_a_host_that_does_not_share_is_not_waited_for(job: Job) -> None:
 
 
 def _bytes_at(path: Path, offset: int, count: int) -> bytes:
-    with path.open("rb") as file:
+    with suppress(FileNotFoundError), path.open("rb") as file:  # which gets its name when it is whole
         file.seek(offset)
         return file.read(count)
+    return b""
 
 
 def test_bytes_that_are_damaged_before_they_are_passed_on_are_read_from_the_store(job: Job) -> None:
