@@ -75,7 +75,8 @@ def stack(make_stack):
 def run_to_its_end(stack, name: str, script: str, *, max_restarts: int):
     job = stack.job(name, 1)
     (job.folder / "train.py").write_text(script)
-    stack.submit(job, {"argv": ("train.py",), "max_restarts": max_restarts})
+    unhurried = {"refill_slow_steps_s": 3600.0}  # on a machine that stands still for a minute a few steps are few
+    stack.submit(job, {"argv": ("train.py",), "max_restarts": max_restarts, "policy": unhurried})
     until(lambda: job.get()["state"] in ("failed", "succeeded", "stopped"), f"the end of {name}")
     if job.get()["state"] == "failed":
         assert slots(stack, name), "nothing slower has its newest steps: they stay, and the job can go on from them"
