@@ -74,8 +74,9 @@ class Place:
         words = ("--job", job, "--injectable", "-o", "json", "--nproc-per-node", str(ranks))
         environ = self.environment | {"FLYBALL_EVENTS": str(events)}
         with FlyballProcess(self.folder, "run", *words, *flags, str(script), *arguments, **environ) as run:
-            for step, rank in kills.items():
+            for number, (step, rank) in enumerate(kills.items(), 1):
                 run.wait_for(lambda step=step: self._step_of(job) >= step, f"step {step}")
+                run.wait_for(lambda number=number: number in first_steps(events), f"a step of generation {number}")
                 killed = run_here("inject", "kill", "--job", job, "--rank", str(rank), environment=self.environment)
                 assert killed.returncode == 0, killed.stderr
             assert run.end() == 0, run.err
